@@ -1,0 +1,185 @@
+#include "attention/paged_attention.h"
+
+#include <cmath>
+#include <memory>
+
+#include "attention/paged_attention_plan.h"
+#include "ops.h"
+#include "paged_cache.h"
+#include "parallel.h"
+
+namespace pagedattn {
+namespace {
+
+// Multiply-adds that are worth waking another thread for.
+constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
+
+const float* check_per_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
+                            int64_t num_heads) {
+  if (!tensor.has_value()) return nullptr;
+  door.dtype(argument, *tensor, ScalarType::Float);
+  door.shape(argument, *tensor, {num_heads});
+  door.contiguous(argument, *tensor);
+  return tensor->const_data_ptr<float>();
+}
+
+void check_query_start_loc(const Door& door, const Tensor& query_start_loc, int64_t num_seqs, int64_t num_tokens) {
+  door.dtype("query_start_loc", query_start_loc, ScalarType::Int);
+  door.shape("query_start_loc", query_start_loc, {num_seqs + 1});
+  door.contiguous("query_start_loc", query_start_loc);
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  door.check(starts[0] == 0, "query_start_loc", "expected 0 first, got ", starts[0]);
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    door.check(starts[seq] <= starts[seq + 1], "query_start_loc", "expected offsets that do not decrease, got ",
+               starts[seq], " and then ", starts[seq + 1], " at sequence ", seq);
+  }
+  door.check(starts[num_seqs] == num_tokens, "query_start_loc", "expected the number of query rows, ", num_tokens,
+             ", last, got ", starts[num_seqs]);
+}
+
+// Lengths within the table, and every block that a row sees within the cache.
+void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_blocks, int64_t max_blocks_per_seq) {
+  const int64_t max_seq_len = max_blocks_per_seq * p.block_size;
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    const int64_t seq_len = p.seq_lens[seq];
+    door.check(seq_len >= 0 && seq_len <= max_seq_len, "seq_lens", "expected 0 to ", max_seq_len,
+               " (the slots of a row of block_tables), got ", seq_len, " at sequence ", seq);
+    if (p.row_begin(seq) == p.row_end(seq)) continue;
+    const int32_t* table = p.block_tables + seq * p.block_table_stride;
+    const int64_t end = (seq_len + p.block_size - 1) / p.block_size;
+    for (int64_t i = p.first_visible(p.position(seq, p.row_begin(seq))) / p.block_size; i < end; ++i) {
+      door.check(table[i] >= 0 && table[i] < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1,
+                 ", got ", table[i], " at sequence ", seq, ", entry ", i);
+    }
+  }
+}
+
+// All that the doors have in common. Leaves `out`, `lse` and what only some doors offer to them.
+PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
+                                     const Tensor& value_cache, double scale, const Tensor& block_tables,
+                                     const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
+                                     const std::optional<Tensor>& alibi_slopes, int64_t sliding_window) {
+  const PagedCache cache = check_paged_cache(door, key_cache, value_cache);
+  PagedAttentionParams params{};
+  params.dtype = cache.dtype;
+  params.num_kv_heads = cache.num_kv_heads;
+  params.head_size = cache.head_size;
+  params.block_size = cache.block_size;
+  params.key_cache = key_cache.const_data_ptr();
+  params.key_block_stride = cache.key_block_stride;
+  params.value_cache = value_cache.const_data_ptr();
+  params.value_block_stride = cache.value_block_stride;
+
+  door.dtype("query", query, key_cache.scalar_type());
+  door.shape("query", query, {ANY, ANY, cache.head_size});
+  door.contiguous_from("query", query, 1);
+  params.num_tokens = query.size(0);
+  params.num_heads = query.size(1);
+  door.check(params.num_heads > 0 && params.num_heads % params.num_kv_heads == 0, "query",
+             "expected a number of heads that is a multiple of the cache's ", params.num_kv_heads, " KV heads, got ",
+             params.num_heads);
+  params.query = query.const_data_ptr();
+  params.query_stride = query.stride(0);
+  door.check(std::isfinite(scale), "scale", "expected a finite number, got ", scale);
+  params.scale = static_cast<float>(scale);
+  params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
+  params.sliding_window = sliding_window;
+
+  door.dtype("seq_lens", seq_lens, ScalarType::Int);
+  door.rank("seq_lens", seq_lens, 1);
+  door.contiguous("seq_lens", seq_lens);
+  params.num_seqs = seq_lens.size(0);
+  params.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  door.dtype("block_tables", block_tables, ScalarType::Int);
+  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
+  door.contiguous_from("block_tables", block_tables, 1);
+  params.block_tables = block_tables.const_data_ptr<int32_t>();
+  params.block_table_stride = block_tables.stride(0);
+  if (query_start_loc.has_value()) {
+    check_query_start_loc(door, *query_start_loc, params.num_seqs, params.num_tokens);
+    params.query_start_loc = query_start_loc->const_data_ptr<int32_t>();
+  } else {
+    door.check(params.num_tokens == params.num_seqs, "query", "expected one row for each of the ", params.num_seqs,
+               " sequences (no query_start_loc is given), got ", params.num_tokens);
+  }
+  check_blocks(door, params, cache.num_blocks, block_tables.size(1));
+  return params;
+}
+
+void run(const PagedAttentionParams& params) {
+  const AttentionPlan plan = plan_attention(params);
+  const auto num_items = static_cast<int64_t>(plan.items.size());
+  if (num_items == 0) return;
+  const int64_t num_workers = std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1,
+                                                  std::min<int64_t>(num_items, torch::stable::get_num_threads()));
+  const auto partials = std::make_unique_for_overwrite<float[]>(plan.num_partials * plan.partial_stride);
+  const auto scratch = std::make_unique_for_overwrite<float[]>(num_workers * plan.scratch_floats);
+
+  const auto attend = PAGEDATTN_CPU_KERNEL(attend);
+  parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
+    attend(params, plan.items[i], scratch.get() + worker * plan.scratch_floats, partials.get(), plan.partial_stride);
+  });
+  const auto merge_partials = PAGEDATTN_CPU_KERNEL(merge_partials);
+  const auto num_merges = static_cast<int64_t>(plan.merges.size());
+  parallel_for_items(num_merges, std::min(num_merges, num_workers), [&](int64_t i, int64_t worker) {
+    merge_partials(params, plan.merges[i], partials.get(), plan.partial_stride,
+                   scratch.get() + worker * plan.scratch_floats);
+  });
+}
+
+}  // namespace
+
+void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
+                        int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale) {
+  const Door door("paged_attention_v1");
+  door.no_quantised_cache(kv_cache_dtype, k_scale, v_scale);
+  PagedAttentionParams params = check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens,
+                                                std::nullopt, alibi_slopes, NO_SLIDING_WINDOW);
+  door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
+             " (as in key_cache), got ", num_kv_heads);
+  door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
+             block_size);
+  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
+    door.check(params.seq_lens[seq] <= max_seq_len, "max_seq_len", "expected at least ", params.seq_lens[seq],
+               " (the length of sequence ", seq, "), got ", max_seq_len);
+  }
+  door.dtype("out", out, query.scalar_type());
+  door.shape("out", out, query.sizes());
+  door.contiguous_from("out", out, 1);
+  params.out = out.mutable_data_ptr();
+  params.out_stride = out.stride(0);
+  run(params);
+}
+
+std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                                           const Tensor& block_tables, const Tensor& seq_lens,
+                                           const std::optional<Tensor>& query_start_loc, double scale,
+                                           const std::optional<Tensor>& alibi_slopes,
+                                           std::optional<int64_t> sliding_window, double softcap,
+                                           const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
+                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const Door door("paged_attention");
+  door.no_quantised_cache(kv_cache_dtype, k_scale, v_scale);
+  const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
+  door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
+  door.check(std::isfinite(softcap) && softcap >= 0, "softcap", "expected a finite number that is not negative, got ",
+             softcap);
+  PagedAttentionParams params = check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens,
+                                                query_start_loc, alibi_slopes, window);
+  params.softcap = static_cast<float>(softcap);
+  params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
+
+  const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};
+  Tensor out = torch::stable::new_empty(query, {sizes, 3});
+  Tensor lse = torch::stable::new_empty(query, {sizes, 2}, ScalarType::Float);
+  params.out = out.mutable_data_ptr();
+  params.out_stride = params.num_heads * params.head_size;
+  params.lse = lse.mutable_data_ptr<float>();
+  run(params);
+  return {out, lse};
+}
+
+}  // namespace pagedattn

@@ -1,0 +1,84 @@
+// Attention of a ragged batch of query rows over a paged cache: parameters, work items and kernels. Every door
+// (paged_attention_v1, paged_attention) fills the same parameters and runs the same kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_dispatch.h"
+#include "types.h"
+
+namespace pagedattn {
+
+constexpr int64_t NO_SLIDING_WINDOW = INT64_MAX;
+
+struct PagedAttentionParams {
+  DType dtype;
+  int64_t num_seqs;
+  int64_t num_tokens;  // query rows
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  float scale;
+  float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
+  int64_t sliding_window;  // a row sees this many tokens, its own included
+  void* out;               // [num_tokens, num_heads, head_size]
+  int64_t out_stride;      // elements between tokens
+  float* lse;              // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr
+  const void* query;       // [num_tokens, num_heads, head_size]
+  int64_t query_stride;
+  const void* key_cache;     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
+  int64_t key_block_stride;  // elements between blocks
+  const void* value_cache;   // [num_blocks, num_kv_heads, head_size, block_size]
+  int64_t value_block_stride;
+  const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]
+  int64_t block_table_stride;      // elements between sequences
+  const int32_t* seq_lens;         // [num_seqs], tokens in cache, those of this batch included
+  const int32_t* query_start_loc;  // [num_seqs + 1]; nullptr: one row a sequence
+  const float* alibi_slopes;       // [num_heads]; may be nullptr
+  const float* sinks;              // [num_heads], a logit without a value; may be nullptr
+
+  int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
+  int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
+  // The token that a row stands for: the rows are the last tokens of their sequence. Negative: the row sees nothing.
+  int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
+  int64_t first_visible(int64_t position) const {
+    return position >= sliding_window ? position - sliding_window + 1 : 0;
+  }
+};
+
+// A softmax over part of the tokens is kept as (maximum, sum of exponentials, weighted sum of values) and merged with
+// the others: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. A row's tokens are always
+// parted at the same places, multiples of PARTITION_TOKENS and TILE_TOKENS, whatever else is in the batch and however
+// many threads run: a row's result depends on its own sequence alone, to the last bit.
+constexpr int64_t PARTITION_TOKENS = 512;
+constexpr int64_t TILE_TOKENS = 64;
+
+// Some rows of one sequence, some KV heads, some partitions.
+struct AttentionItem {
+  int32_t seq;
+  int64_t row_begin, row_end;
+  int64_t head_begin, head_end;  // KV heads
+  int64_t partition_begin, partition_end;
+  int64_t partial;  // index of the partial result to write; negative: writes `out`
+};
+
+// Rows whose partitions were computed one by one, over all heads.
+struct MergeItem {
+  int32_t seq;
+  int64_t row_begin, row_end;
+  int64_t first_partial, num_partials;
+};
+
+// Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
+constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) {
+  return num_results * (head_size + 2);
+}
+
+// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for three sets.
+PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item, float* scratch,
+                             float* partials, int64_t partial_stride)
+PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
+                             const float* partials, int64_t partial_stride, float* scratch)
+
+}  // namespace pagedattn

@@ -1,0 +1,481 @@
+// The walk. An item's tokens are taken in tiles of 64, and for each tile its KV heads one after the other: the pieces
+// of one head in a physical block are contiguous, and the next head's follow them, so every block is read front to
+// back, once for all query heads that share a KV head.
+//
+// Dot products. 16 bytes of the key cache belong to one token, and the next 16 to the next token, so a vector covers
+// NUM_LANES tokens, one a 128-bit lane, with four partial sums each. Four such vectors make VEC_SIZE tokens, and one
+// transposing reduction turns their partial sums into VEC_SIZE logits.
+//
+// Values. A row of the value cache holds one element of consecutive tokens: VEC_SIZE sums of (row, element) pairs stay
+// in registers over a tile, and one transposing reduction a tile turns them into VEC_SIZE elements.
+#include "attention/paged_attention.h"
+
+#include "cpu_vec.h"
+#include "dispatch.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+// Query rows that share the loads of a key or value: as many as the registers hold.
+constexpr int MAX_ROWS = VEC_SIZE == 16 ? 4 : 2;
+constexpr int TILE_VECS = TILE_TOKENS / VEC_SIZE;
+constexpr int TILE_LANE_VECS = TILE_TOKENS / NUM_LANES;
+
+// ---- keys: a 16-byte chunk of NUM_LANES tokens, against the same chunk of a query row
+// ----------------------------------
+
+// 16-bit elements are taken as 32-bit pairs: the even elements in one vector, the odd ones in another.
+struct ChunkPair {
+  Vec even, odd;
+};
+
+PAGEDATTN_INLINE Vec load_keys(const float* keys) {
+  return load(keys);
+}
+
+#if defined(__AVX512BF16__)
+typedef __m512bh Bf16Vec;
+PAGEDATTN_INLINE Bf16Vec load_keys(const bfloat16* keys) {
+  return load_as<Bf16Vec>(keys);
+}
+#else
+PAGEDATTN_INLINE ChunkPair load_keys(const bfloat16* keys) {
+  const UintVec pairs = load_as<UintVec>(keys);
+  return {(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)};
+}
+#endif
+
+PAGEDATTN_INLINE ChunkPair load_keys(const float16* keys) {
+  const UintVec pairs = load_as<UintVec>(keys);
+  return {float16_to_float(__builtin_convertvector(pairs & 0xffff, ShortVec)),
+          float16_to_float(__builtin_convertvector(pairs >> 16, ShortVec))};
+}
+
+PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) {
+  return sum + keys * query;
+}
+PAGEDATTN_INLINE Vec multiply_add(Vec sum, const ChunkPair& keys, const ChunkPair& query) {
+  return sum + keys.even * query.even + keys.odd * query.odd;
+}
+#if defined(__AVX512BF16__)
+PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bf16Vec keys, Bf16Vec query) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
+}
+#endif
+
+// A query row is unpacked once, chunk by chunk, into the form that multiply_add takes; it needs at most head_size
+// floats.
+template <typename T>
+struct QueryRow {
+  static constexpr int CHUNK_FLOATS = 8;
+  static void unpack(const T* query, int64_t head_size, float* row) {
+    for (int64_t d = 0; d < head_size; d += 8, row += 8) {
+      float chunk[2 * VEC_SIZE];
+      store(chunk, load_first(query + d, 8 < VEC_SIZE ? 8 : VEC_SIZE));
+      if constexpr (VEC_SIZE < 8) store(chunk + VEC_SIZE, load_first(query + d + VEC_SIZE, 8 - VEC_SIZE));
+      for (int i = 0; i < 4; ++i) {
+        row[i] = chunk[2 * i];
+        row[4 + i] = chunk[2 * i + 1];
+      }
+    }
+  }
+  static PAGEDATTN_INLINE ChunkPair load_chunk(const float* chunk) {
+    return {load_repeated_lane(chunk), load_repeated_lane(chunk + 4)};
+  }
+};
+
+template <>
+struct QueryRow<float> {
+  static constexpr int CHUNK_FLOATS = 4;
+  static void unpack(const float* query, int64_t head_size, float* row) {
+    __builtin_memcpy(row, query, head_size * sizeof(float));
+  }
+  static PAGEDATTN_INLINE Vec load_chunk(const float* chunk) { return load_repeated_lane(chunk); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct QueryRow<bfloat16> {
+  static constexpr int CHUNK_FLOATS = 4;
+  static void unpack(const bfloat16* query, int64_t head_size, float* row) {
+    __builtin_memcpy(row, query, head_size * sizeof(bfloat16));
+  }
+  static PAGEDATTN_INLINE Bf16Vec load_chunk(const float* chunk) {
+    return (Bf16Vec)_mm512_castps_si512((__m512)load_repeated_lane(chunk));
+  }
+};
+#endif
+
+// VEC_SIZE consecutive tokens of a row of values: in one block, or, where blocks are smaller than a vector, half in one
+// and half in the next.
+template <bool TWO_BLOCKS, typename T>
+PAGEDATTN_INLINE Vec load_values(const T* first, const T* second) {
+  if constexpr (TWO_BLOCKS) {
+    T tokens[VEC_SIZE];
+    __builtin_memcpy(tokens, first, sizeof tokens / 2);
+    __builtin_memcpy(tokens + VEC_SIZE / 2, second, sizeof tokens / 2);
+    return load(tokens);
+  } else {
+    return load(first);
+  }
+}
+
+// ---- a tile of tokens
+// --------------------------------------------------------------------------------------------------
+
+// Where the tokens of a tile lie, in elements from the start of a cache, for KV head 0.
+struct Tile {
+  int64_t begin;       // first token
+  int64_t num_tokens;  // at most TILE_TOKENS; what lies beyond is never looked at
+  int64_t key_offset[TILE_LANE_VECS];
+  int64_t value_offset[2 * TILE_VECS];  // of both halves of every vector
+};
+
+// Tokens [begin, begin + TILE_TOKENS), of which [visible_begin, visible_end) may be looked at.
+template <typename T>
+Tile locate_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t begin, int64_t visible_begin,
+                 int64_t visible_end) {
+  Tile tile;
+  tile.begin = begin;
+  tile.num_tokens = visible_end - begin < TILE_TOKENS ? visible_end - begin : TILE_TOKENS;
+  // A group of tokens outside is replaced by the nearest inside, which is loaded in its place, and masked.
+  const auto locate = [&](int64_t token, int64_t group, int64_t block_stride, int64_t token_stride) {
+    const int64_t first = visible_begin / group * group;
+    const int64_t last = (visible_end - 1) / group * group;
+    if (token < first) token = first;
+    if (token > last) token = last;
+    return block_table[token / p.block_size] * block_stride + token % p.block_size * token_stride;
+  };
+  for (int i = 0; i < TILE_LANE_VECS; ++i) {
+    tile.key_offset[i] = locate(begin + i * NUM_LANES, NUM_LANES, p.key_block_stride, ELEMENTS_PER_CHUNK<T>);
+  }
+  for (int i = 0; i < 2 * TILE_VECS; ++i) {
+    tile.value_offset[i] = locate(begin + i * VEC_SIZE / 2, VEC_SIZE / 2, p.value_block_stride, 1);
+  }
+  return tile;
+}
+
+// What the rows of one KV head have in common while they go over a tile.
+template <typename T>
+struct HeadTile {
+  const PagedAttentionParams& params;
+  const Tile& tile;
+  const T* keys;    // key_cache at this KV head
+  const T* values;  // value_cache at this KV head
+};
+
+// One query row of one head.
+struct Row {
+  int64_t position;
+  float alibi_slope;
+  const float* query;  // unpacked
+  float* max;
+  float* sum;
+  float* values;  // [head_size]
+};
+
+template <typename T, int NUM_ROWS>
+void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_TOKENS]) {
+  using Query = QueryRow<T>;
+  const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
+  const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+  for (int vec = 0; vec * VEC_SIZE < h.tile.num_tokens; ++vec) {
+    const T* keys[4];
+    for (int j = 0; j < 4; ++j) keys[j] = h.keys + h.tile.key_offset[4 * vec + j];
+    Vec sums[NUM_ROWS][4] = {};
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+      decltype(Query::load_chunk(nullptr)) query[NUM_ROWS];
+      for (int r = 0; r < NUM_ROWS; ++r) query[r] = Query::load_chunk(rows[r].query + chunk * Query::CHUNK_FLOATS);
+      for (int j = 0; j < 4; ++j) {
+        const auto key = load_keys(keys[j] + chunk * chunk_stride);
+        for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = multiply_add(sums[r][j], key, query[r]);
+      }
+    }
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      // In 128-bit lane l, element j: token j * NUM_LANES + l.
+      const Vec by_lane = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
+      store(logits[r] + vec * VEC_SIZE, by_token * h.params.scale);
+    }
+  }
+}
+
+// Turns a row's logits into exponentials relative to its new maximum; the sums so far are rescaled to it.
+void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& row, float* logits) {
+  const int64_t visible_begin = p.first_visible(row.position) - tile.begin;
+  const int64_t visible_end =
+      row.position + 1 - tile.begin < tile.num_tokens ? row.position + 1 - tile.begin : tile.num_tokens;
+  const int num_vecs = static_cast<int>((tile.num_tokens + VEC_SIZE - 1) / VEC_SIZE);
+  const Vec minus_infinity = broadcast(-__builtin_inff());
+  Vec max_logits = minus_infinity;
+  for (int vec = 0; vec < num_vecs; ++vec) {
+    Vec x = load(logits + vec * VEC_SIZE);
+    const IntVec token = iota() + vec * VEC_SIZE;
+    if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
+    if (row.alibi_slope != 0.0f) {
+      const auto distance = static_cast<int32_t>(tile.begin - row.position);
+      x = x + row.alibi_slope * __builtin_convertvector(token + distance, Vec);
+    }
+    const auto begin = static_cast<int32_t>(visible_begin > 0 ? visible_begin : 0);
+    const IntVec visible = (token >= begin) & (token < static_cast<int32_t>(visible_end));
+    x = select(visible, x, minus_infinity);
+    max_logits = max(max_logits, x);
+    store(logits + vec * VEC_SIZE, x);
+  }
+
+  const float old_max = *row.max;
+  const float tile_max = reduce_max(max_logits);
+  const float new_max = tile_max > old_max ? tile_max : old_max;
+  // Nothing visible yet: relative to 0, every exponential is 0.
+  const float base = new_max == -__builtin_inff() ? 0.0f : new_max;
+  Vec sum{};
+  for (int vec = 0; vec < num_vecs; ++vec) {
+    const Vec weight = exp(load(logits + vec * VEC_SIZE) - base);
+    store(logits + vec * VEC_SIZE, weight);
+    sum = sum + weight;
+  }
+  if (new_max > old_max) {
+    const float rescale = exp(old_max - new_max);
+    *row.sum *= rescale;
+    for_each_vector(p.head_size,
+                    [&](int64_t d, auto load, auto store) { store(row.values + d, load(row.values + d) * rescale); });
+    *row.max = new_max;
+  }
+  *row.sum += reduce_sum(sum);
+}
+
+// Elements [d, d + STEP) of the values of NUM_ROWS rows. WHOLE: the head does not end within them.
+template <typename T, int NUM_ROWS, bool TWO_BLOCKS, bool WHOLE>
+PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float (*weights)[TILE_TOKENS],
+                                          int64_t d) {
+  constexpr int STEP = VEC_SIZE / NUM_ROWS;
+  const int64_t block_size = h.params.block_size;
+  const int num_elements = WHOLE ? STEP : static_cast<int>(h.params.head_size - d);
+  Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][STEP]
+  const auto add_tokens = [&](int vec, auto mask) PAGEDATTN_ALWAYS_INLINE {
+    const T* first = h.values + h.tile.value_offset[2 * vec] + d * block_size;
+    const T* second = h.values + h.tile.value_offset[2 * vec + 1] + d * block_size;
+    Vec weight[NUM_ROWS];
+    for (int r = 0; r < NUM_ROWS; ++r) weight[r] = load(weights[r] + vec * VEC_SIZE);
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < STEP; ++i) {
+      // Past the end of the head, its last element is read again; that sum is dropped.
+      const int64_t offset = (WHOLE || i < num_elements ? i : num_elements - 1) * block_size;
+      const Vec value = mask(load_values<TWO_BLOCKS>(first + offset, second + offset));
+      PAGEDATTN_UNROLL
+      for (int r = 0; r < NUM_ROWS; ++r) sums[r * STEP + i] = sums[r * STEP + i] + value * weight[r];
+    }
+  };
+  const int num_full = static_cast<int>(h.tile.num_tokens / VEC_SIZE);
+  for (int vec = 0; vec < num_full; ++vec) add_tokens(vec, [](Vec value) { return value; });
+  if (const auto rest = static_cast<int32_t>(h.tile.num_tokens % VEC_SIZE); rest > 0) {
+    // Slots past the sequence may hold NaN, which a weight of 0 would not silence.
+    const IntVec valid = iota() < rest;
+    add_tokens(num_full, [valid](Vec value) { return select(valid, value, Vec{}); });
+  }
+  float totals[VEC_SIZE];
+  store(totals, sum_each(sums));
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    for (int i = 0; i < num_elements; ++i) rows[r].values[d + i] += totals[r * STEP + i];
+  }
+}
+
+template <typename T, int NUM_ROWS, bool TWO_BLOCKS>
+void accumulate_values(const HeadTile<T>& h, const Row* rows, const float (*weights)[TILE_TOKENS]) {
+  constexpr int STEP = VEC_SIZE / NUM_ROWS;
+  int64_t d = 0;
+  for (; d + STEP <= h.params.head_size; d += STEP) {
+    accumulate_elements<T, NUM_ROWS, TWO_BLOCKS, true>(h, rows, weights, d);
+  }
+  if (d < h.params.head_size) accumulate_elements<T, NUM_ROWS, TWO_BLOCKS, false>(h, rows, weights, d);
+}
+
+template <typename T, int NUM_ROWS>
+void attend_rows(const HeadTile<T>& h, const Row* rows) {
+  alignas(64) float logits[NUM_ROWS][TILE_TOKENS];
+  compute_logits<T, NUM_ROWS>(h, rows, logits);
+  for (int r = 0; r < NUM_ROWS; ++r) update_softmax(h.params, h.tile, rows[r], logits[r]);
+  if (h.params.block_size < VEC_SIZE) {
+    accumulate_values<T, NUM_ROWS, true>(h, rows, logits);
+  } else {
+    accumulate_values<T, NUM_ROWS, false>(h, rows, logits);
+  }
+}
+
+// ---- results: partial, merged, final
+// -------------------------------------------------------------------------------------
+
+// One result for each (row, head) of an item, in memory that the caller owns.
+struct Results {
+  float* max;     // [num_results]
+  float* sum;     // [num_results]
+  float* values;  // [num_results, head_size]
+
+  Results(float* memory, int64_t num_results)
+      : max(memory), sum(memory + num_results), values(memory + 2 * num_results) {}
+};
+
+void clear(const Results& results, int64_t num_results, int64_t head_size) {
+  for (int64_t i = 0; i < num_results; ++i) results.max[i] = -__builtin_inff();
+  __builtin_memset(results.sum, 0, num_results * sizeof(float));
+  __builtin_memset(results.values, 0, num_results * head_size * sizeof(float));
+}
+
+// Merges result `from_index` of `from` into result `index`.
+void merge(const Results& results, int64_t index, const Results& from, int64_t from_index, int64_t head_size) {
+  const float old_max = results.max[index];
+  const float from_max = from.max[from_index];
+  const float new_max = from_max > old_max ? from_max : old_max;
+  if (new_max == -__builtin_inff()) return;
+  const float weight = exp(old_max - new_max);
+  const float from_weight = exp(from_max - new_max);
+  results.max[index] = new_max;
+  results.sum[index] = results.sum[index] * weight + from.sum[from_index] * from_weight;
+  float* values = results.values + index * head_size;
+  const float* from_values = from.values + from_index * head_size;
+  for_each_vector(head_size, [&](int64_t d, auto load, auto store) {
+    store(values + d, load(values + d) * weight + load(from_values + d) * from_weight);
+  });
+}
+
+// Rounds one result to `out`; a row that sees nothing gives zeros.
+template <typename T>
+void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const Results& results, int64_t index) {
+  const float max = results.max[index];
+  float base = max;
+  float sum = results.sum[index];
+  float weight = 1.0f;  // of the values, which are relative to `max`
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head];
+    base = sink > max ? sink : max;
+    weight = exp(max - base);
+    sum = sum * weight + exp(sink - base);
+  }
+  const float scale = sum > 0.0f ? weight / sum : 0.0f;
+  const float* values = results.values + index * p.head_size;
+  T* out = static_cast<T*>(p.out) + row * p.out_stride + head * p.head_size;
+  for_each_vector(p.head_size, [&](int64_t d, auto load, auto store) { store(out + d, load(values + d) * scale); });
+  if (p.lse != nullptr) {
+    p.lse[row * p.num_heads + head] = sum > 0.0f ? base + __builtin_logf(sum) : -__builtin_inff();
+  }
+}
+
+// ---- items
+// ---------------------------------------------------------------------------------------------------------------
+
+// One item at work. Its results are ordered by head, then by row, so those of one KV head are adjacent.
+template <typename T>
+class ItemWalk {
+ public:
+  ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, float* queries)
+      : p_(params),
+        item_(item),
+        queries_(queries),
+        block_table_(params.block_tables + item.seq * params.block_table_stride),
+        group_size_(params.num_heads / params.num_kv_heads),
+        num_rows_(item.row_end - item.row_begin),
+        visible_begin_(params.first_visible(params.position(item.seq, item.row_begin))),
+        visible_end_(params.position(item.seq, item.row_end - 1) + 1) {
+    for (int64_t i = 0; i < num_results(); ++i) {
+      const T* query = static_cast<const T*>(p_.query) + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
+      QueryRow<T>::unpack(query, p_.head_size, queries_ + i * p_.head_size);
+    }
+  }
+
+  int64_t num_results() const { return (item_.head_end - item_.head_begin) * group_size_ * num_rows_; }
+  int64_t row_of(int64_t i) const { return item_.row_begin + i % num_rows_; }
+  int64_t head_of(int64_t i) const { return item_.head_begin * group_size_ + i / num_rows_; }
+
+  void attend_partition(int64_t partition, const Results& results) const {
+    clear(results, num_results(), p_.head_size);
+    const int64_t begin = partition * PARTITION_TOKENS;
+    const int64_t end = begin + PARTITION_TOKENS < visible_end_ ? begin + PARTITION_TOKENS : visible_end_;
+    for (int64_t tile_begin = begin; tile_begin < end; tile_begin += TILE_TOKENS) {
+      if (tile_begin + TILE_TOKENS <= visible_begin_) continue;
+      const Tile tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
+      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, head, results);
+    }
+  }
+
+ private:
+  void attend_head(const Tile& tile, int64_t kv_head, const Results& results) const {
+    const int64_t head_offset = kv_head * p_.head_size * p_.block_size;
+    const HeadTile<T> head_tile{p_, tile, static_cast<const T*>(p_.key_cache) + head_offset,
+                                static_cast<const T*>(p_.value_cache) + head_offset};
+    int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
+    const int64_t end = i + group_size_ * num_rows_;
+    for (; i + MAX_ROWS <= end; i += MAX_ROWS) attend_results<MAX_ROWS>(head_tile, i, results);
+    for (; i + 2 <= end; i += 2) attend_results<2>(head_tile, i, results);
+    if (i < end) attend_results<1>(head_tile, i, results);
+  }
+
+  template <int NUM_ROWS>
+  void attend_results(const HeadTile<T>& head_tile, int64_t first, const Results& results) const {
+    Row rows[NUM_ROWS];
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      const int64_t i = first + r;
+      rows[r].position = p_.position(item_.seq, row_of(i));
+      rows[r].alibi_slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(i)];
+      rows[r].query = queries_ + i * p_.head_size;
+      rows[r].max = results.max + i;
+      rows[r].sum = results.sum + i;
+      rows[r].values = results.values + i * p_.head_size;
+    }
+    attend_rows<T, NUM_ROWS>(head_tile, rows);
+  }
+
+  const PagedAttentionParams& p_;
+  const AttentionItem& item_;
+  float* queries_;  // [num_results, head_size], unpacked
+  const int32_t* block_table_;
+  int64_t group_size_;
+  int64_t num_rows_;
+  int64_t visible_begin_;  // first token that any row sees
+  int64_t visible_end_;    // past the last one
+};
+
+template <typename T>
+void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float* scratch, float* partials,
+                 int64_t partial_stride) {
+  const ItemWalk<T> walk(p, item, scratch);
+  const int64_t num_results = walk.num_results();
+  if (item.partial >= 0) {
+    walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
+    return;
+  }
+  const int64_t result_floats = partial_floats(num_results, p.head_size);
+  const Results partition_results(scratch + result_floats, num_results);
+  const Results results(scratch + 2 * result_floats, num_results);
+  clear(results, num_results, p.head_size);
+  for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
+    walk.attend_partition(partition, partition_results);
+    for (int64_t i = 0; i < num_results; ++i) merge(results, i, partition_results, i, p.head_size);
+  }
+  for (int64_t i = 0; i < num_results; ++i) write_out<T>(p, walk.row_of(i), walk.head_of(i), results, i);
+}
+
+}  // namespace
+
+void attend(const PagedAttentionParams& params, const AttentionItem& item, float* scratch, float* partials,
+            int64_t partial_stride) {
+  dispatch_dtype(params.dtype, [&]<typename T>() { attend_item<T>(params, item, scratch, partials, partial_stride); });
+}
+
+void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials,
+                    int64_t partial_stride, float* scratch) {
+  const int64_t num_rows = item.row_end - item.row_begin;
+  const int64_t num_results = num_rows * params.num_heads;
+  const Results results(scratch, num_results);
+  clear(results, num_results, params.head_size);
+  for (int64_t partial = item.first_partial; partial < item.first_partial + item.num_partials; ++partial) {
+    const Results from(const_cast<float*>(partials) + partial * partial_stride, num_results);
+    for (int64_t i = 0; i < num_results; ++i) merge(results, i, from, i, params.head_size);
+  }
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    for (int64_t i = 0; i < num_results; ++i) {
+      write_out<T>(params, item.row_begin + i % num_rows, i / num_rows, results, i);
+    }
+  });
+}
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

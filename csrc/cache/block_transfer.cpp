@@ -1,0 +1,102 @@
+#include "cache/block_transfer.h"
+
+#include <unordered_set>
+
+#include "ops.h"
+#include "parallel.h"
+#include "torch_utils.h"
+
+namespace pagedattn {
+namespace {
+
+// Every (src, dst) pair in range, every dst named once.
+void check_mapping(const Door& door, const Tensor& mapping, int64_t num_src_blocks, int64_t num_dst_blocks) {
+  door.dtype("block_mapping", mapping, ScalarType::Long);
+  door.shape("block_mapping", mapping, {ANY, 2});
+  door.contiguous("block_mapping", mapping);
+  const int64_t* pairs = mapping.const_data_ptr<int64_t>();
+  std::unordered_set<int64_t> targets;
+  for (int64_t i = 0; i < mapping.size(0); ++i) {
+    const int64_t src = pairs[2 * i];
+    const int64_t dst = pairs[2 * i + 1];
+    door.check(src >= 0 && src < num_src_blocks, "block_mapping", "expected source blocks of 0 to ", num_src_blocks - 1,
+               ", got ", src, " in pair ", i);
+    door.check(dst >= 0 && dst < num_dst_blocks, "block_mapping", "expected target blocks of 0 to ", num_dst_blocks - 1,
+               ", got ", dst, " in pair ", i);
+    door.check(targets.insert(dst).second, "block_mapping", "expected every target block once, got ", dst,
+               " again in pair ", i);
+  }
+}
+
+// Pairs are copied in parallel, so within one pool no block may be both read and written.
+void check_disjoint(const Door& door, const Tensor& mapping) {
+  const int64_t* pairs = mapping.const_data_ptr<int64_t>();
+  std::unordered_set<int64_t> targets;
+  for (int64_t i = 0; i < mapping.size(0); ++i) targets.insert(pairs[2 * i + 1]);
+  for (int64_t i = 0; i < mapping.size(0); ++i) {
+    door.check(!targets.contains(pairs[2 * i]), "block_mapping",
+               "expected blocks that are either source or target, got both for ", pairs[2 * i], " in pair ", i);
+  }
+}
+
+void transfer(const Tensor& src, const Tensor& dst, const Tensor& mapping) {
+  const auto element_bytes = static_cast<int64_t>(src.element_size());
+  BlockTransferParams params{};
+  params.num_pairs = mapping.size(0);
+  if (params.num_pairs == 0) return;
+  params.block_bytes = src.numel() / src.size(0) * element_bytes;
+  params.src = static_cast<const char*>(src.const_data_ptr());
+  params.src_stride = src.stride(0) * element_bytes;
+  params.dst = static_cast<char*>(dst.mutable_data_ptr());
+  params.dst_stride = dst.stride(0) * element_bytes;
+  params.mapping = mapping.const_data_ptr<int64_t>();
+  const auto kernel = PAGEDATTN_CPU_KERNEL(transfer_blocks);
+  parallel_for_rows(params.num_pairs, params.block_bytes,
+                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+}  // namespace
+
+void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                 const Tensor& block_mapping) {
+  const Door door("copy_blocks");
+  door.check(key_caches.size() == value_caches.size(), "value_caches", "expected as many layers as key_caches has, ",
+             key_caches.size(), ", got ", value_caches.size());
+  if (key_caches.empty()) return;
+  const int64_t num_blocks = key_caches[0].dim() > 0 ? key_caches[0].size(0) : 0;
+  const auto check_caches = [&](const char* argument, const std::vector<Tensor>& caches) {
+    for (const Tensor& cache : caches) {
+      door.check(cache.dim() >= 2 && cache.size(0) == num_blocks, argument, "expected caches of ", num_blocks,
+                 " blocks (as in the first layer), got shape ", sizes_text(cache.sizes()));
+      door.contiguous_from(argument, cache, 1);
+    }
+  };
+  check_caches("key_caches", key_caches);
+  check_caches("value_caches", value_caches);
+  check_mapping(door, block_mapping, num_blocks, num_blocks);
+  check_disjoint(door, block_mapping);
+  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
+    transfer(key_caches[layer], key_caches[layer], block_mapping);
+    transfer(value_caches[layer], value_caches[layer], block_mapping);
+  }
+}
+
+void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
+  const Door door("swap_blocks");
+  door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", sizes_text(src.sizes()));
+  door.contiguous_from("src", src, 1);
+  door.dtype("dst", dst, src.scalar_type());
+  door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", sizes_text(src.sizes()),
+             ", got ", sizes_text(dst.sizes()));
+  for (int64_t dim = 1; dim < src.dim(); ++dim) {
+    door.check(dst.size(dim) == src.size(dim), "dst", "expected blocks shaped like those of src ",
+               sizes_text(src.sizes()), ", got ", sizes_text(dst.sizes()));
+  }
+  door.contiguous_from("dst", dst, 1);
+  door.check(src.const_data_ptr() != dst.const_data_ptr() || src.numel() == 0, "dst",
+             "expected another pool than src (copy_blocks copies within one), got the same memory");
+  check_mapping(door, block_mapping, src.size(0), dst.size(0));
+  transfer(src, dst, block_mapping);
+}
+
+}  // namespace pagedattn

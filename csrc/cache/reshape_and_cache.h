@@ -1,0 +1,29 @@
+// reshape_and_cache: parameters and kernel.
+#pragma once
+
+#include "cpu_dispatch.h"
+#include "types.h"
+
+namespace pagedattn {
+
+struct ReshapeAndCacheParams {
+  DType dtype;
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  const void* key;     // [num_tokens, num_kv_heads, head_size]
+  int64_t key_stride;  // elements between tokens
+  const void* value;   // [num_tokens, num_kv_heads, head_size]
+  int64_t value_stride;
+  void* key_cache;           // [num_blocks, num_kv_heads, head_size / x, block_size, x]
+  int64_t key_block_stride;  // elements between blocks
+  void* value_cache;         // [num_blocks, num_kv_heads, head_size, block_size]
+  int64_t value_block_stride;
+  const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
+};
+
+// Tokens [begin, end).
+PAGEDATTN_DECLARE_CPU_KERNEL(reshape_and_cache, const ReshapeAndCacheParams& params, int64_t begin, int64_t end)
+
+}  // namespace pagedattn

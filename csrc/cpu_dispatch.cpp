@@ -1,0 +1,71 @@
+#include "cpu_dispatch.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace pagedattn {
+namespace {
+
+constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT, CpuCapability::AVX2, CpuCapability::AVX512,
+                                              CpuCapability::AVX512_BF16};
+
+CpuCapability best_cpu_capability() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) {
+    return CpuCapability::DEFAULT;
+  }
+  if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))) {
+    return CpuCapability::AVX2;
+  }
+  return __builtin_cpu_supports("avx512bf16") ? CpuCapability::AVX512_BF16 : CpuCapability::AVX512;
+#else
+  return CpuCapability::DEFAULT;
+#endif
+}
+
+CpuCapability requested_cpu_capability() {
+  const CpuCapability best = best_cpu_capability();
+  const char* request = std::getenv("PAGEDATTN_CPU_CAPABILITY");
+  if (request == nullptr || *request == '\0') return best;
+  for (CpuCapability capability : ALL_CAPABILITIES) {
+    if (std::string(request) != cpu_capability_name(capability)) continue;
+    if (capability <= best) return capability;
+    throw std::runtime_error(std::string("PAGEDATTN_CPU_CAPABILITY: this machine does not run ") + request +
+                             ", its best is " + cpu_capability_name(best));
+  }
+  throw std::runtime_error(
+      std::string("PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got ") + request);
+}
+
+}  // namespace
+
+CpuCapability cpu_capability() {
+  static const CpuCapability capability = requested_cpu_capability();
+  return capability;
+}
+
+const char* cpu_capability_name(CpuCapability capability) {
+  switch (capability) {
+    case CpuCapability::AVX512_BF16:
+      return "avx512_bf16";
+    case CpuCapability::AVX512:
+      return "avx512";
+    case CpuCapability::AVX2:
+      return "avx2";
+    default:
+      return "default";
+  }
+}
+
+std::vector<std::string> available_cpu_capabilities() {
+  const CpuCapability best = best_cpu_capability();
+  std::vector<std::string> names;
+  for (CpuCapability capability : ALL_CAPABILITIES) {
+    if (capability <= best) names.emplace_back(cpu_capability_name(capability));
+  }
+  return names;
+}
+
+}  // namespace pagedattn

@@ -1,0 +1,55 @@
+// Run-time choice among the copies of a CPU kernel. Each `*_cpu.cpp` is compiled once per capability, into the
+// namespace cpu_<capability>; the best one that the machine runs is chosen once per process.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace pagedattn {
+
+enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_BF16 };
+
+// The capability in use: the machine's best, lowered by PAGEDATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16.
+// Throws std::runtime_error if the variable names none of them, or one that the machine lacks.
+CpuCapability cpu_capability();
+const char* cpu_capability_name(CpuCapability capability);
+// The names of all that this machine runs, lowest first.
+std::vector<std::string> available_cpu_capabilities();
+
+template <typename Function>
+Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_bf16) {
+  switch (cpu_capability()) {
+    case CpuCapability::AVX512_BF16:
+      return on_avx512_bf16;
+    case CpuCapability::AVX512:
+      return on_avx512;
+    case CpuCapability::AVX2:
+      return on_avx2;
+    default:
+      return on_default;
+  }
+}
+
+}  // namespace pagedattn
+
+// Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one.
+#define PAGEDATTN_DECLARE_CPU_KERNEL(name, ...) \
+  namespace cpu_default {                       \
+  void name(__VA_ARGS__);                       \
+  }                                             \
+  namespace cpu_avx2 {                          \
+  void name(__VA_ARGS__);                       \
+  }                                             \
+  namespace cpu_avx512 {                        \
+  void name(__VA_ARGS__);                       \
+  }                                             \
+  namespace cpu_avx512_bf16 {                   \
+  void name(__VA_ARGS__);                       \
+  }
+
+#if defined(__x86_64__)
+#define PAGEDATTN_CPU_KERNEL(name) \
+  choose_cpu_kernel(cpu_default::name, cpu_avx2::name, cpu_avx512::name, cpu_avx512_bf16::name)
+#else
+#define PAGEDATTN_CPU_KERNEL(name) (&cpu_default::name)
+#endif

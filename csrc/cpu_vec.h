@@ -1,0 +1,289 @@
+// Vectors of fp32 for the CPU kernels, as wide as the capability that the file is compiled for, on the vector
+// extensions of GCC and Clang. Intrinsics appear only where the extensions cannot say it: fp16 and bf16 dot products.
+//
+// Everything is in an anonymous namespace: the copies of a kernel must not share symbols, or the linker may keep the
+// AVX512 copy of a helper for all of them.
+#pragma once
+
+#include <utility>
+
+#include "types.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define PAGEDATTN_ALWAYS_INLINE __attribute__((always_inline))
+#define PAGEDATTN_INLINE inline PAGEDATTN_ALWAYS_INLINE
+
+// Before a loop of constant length over accumulators: unrolled, they stay in registers.
+#if defined(__clang__)
+#define PAGEDATTN_UNROLL _Pragma("unroll")
+#else
+#define PAGEDATTN_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VEC_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int VEC_BYTES = 32;
+#else
+constexpr int VEC_BYTES = 16;
+#endif
+
+constexpr int VEC_SIZE = VEC_BYTES / 4;    // floats in a vector
+constexpr int NUM_LANES = VEC_BYTES / 16;  // 128-bit lanes in a vector
+
+typedef float Vec __attribute__((vector_size(VEC_BYTES)));
+typedef int32_t IntVec __attribute__((vector_size(VEC_BYTES)));
+typedef uint32_t UintVec __attribute__((vector_size(VEC_BYTES)));
+typedef uint16_t ShortVec __attribute__((vector_size(VEC_BYTES / 2)));
+typedef float Lane __attribute__((vector_size(16)));
+
+// ---- building vectors ----------------------------------------------------------------------------------------------
+
+PAGEDATTN_INLINE Vec broadcast(float value) {
+  return Vec{} + value;
+}
+PAGEDATTN_INLINE IntVec broadcast(int32_t value) {
+  return IntVec{} + value;
+}
+
+template <typename V>
+PAGEDATTN_INLINE V load_as(const void* source) {
+  V vector;
+  __builtin_memcpy(&vector, source, sizeof vector);
+  return vector;
+}
+
+template <typename IndexOf, int... I>
+PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, IndexOf{}(I)...);
+}
+
+// result[i] = concat(a, b)[index_of(i)]; index_of is a lambda without captures.
+template <typename IndexOf>
+PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf index_of) {
+  return shuffle(a, b, index_of, std::make_integer_sequence<int, VEC_SIZE>{});
+}
+
+template <int... I>
+PAGEDATTN_INLINE Vec repeat_lane(Lane lane, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(lane, lane, (I % 4)...);
+}
+
+// Four floats, repeated in every 128-bit lane.
+PAGEDATTN_INLINE Vec load_repeated_lane(const float* source) {
+  return repeat_lane(load_as<Lane>(source), std::make_integer_sequence<int, VEC_SIZE>{});
+}
+
+template <int... I>
+PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
+  return IntVec{I...};
+}
+PAGEDATTN_INLINE IntVec iota() {
+  return iota(std::make_integer_sequence<int, VEC_SIZE>{});
+}
+
+PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) {
+  return mask ? if_true : if_false;
+}
+PAGEDATTN_INLINE Vec max(Vec a, Vec b) {
+  return a > b ? a : b;
+}
+PAGEDATTN_INLINE Vec min(Vec a, Vec b) {
+  return a < b ? a : b;
+}
+
+// ---- conversions: 16-bit storage <-> fp32, round to nearest even
+// ------------------------------------------------------
+
+PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) {
+  return (Vec)(__builtin_convertvector(bits, UintVec) << 16);
+}
+
+// In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree.
+PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
+  const UintVec bits = (UintVec)value;
+  const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const UintVec quiet_nan = (bits >> 16) | 0x40;
+  return __builtin_convertvector(value == value ? rounded : quiet_nan, ShortVec);
+}
+
+#if defined(__AVX512F__)
+// The masked forms, all bits set, are the same instructions: GCC 12 warns inside the plain ones (bug 105593).
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
+}
+PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
+  return (ShortVec)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__AVX2__)
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
+  return (Vec)_mm256_cvtph_ps((__m128i)bits);
+}
+PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
+  return (ShortVec)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+// Source of both: F. Giesen, "half<->float conversions" (public domain): rebias the exponent; denormals go through a
+// float addition, which does the normalisation or the rounding.
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
+  const UintVec half = __builtin_convertvector(bits, UintVec);
+  const UintVec magnitude = half & 0x7fff;
+  const UintVec rebiased = (magnitude << 13) + (112u << 23);
+  const Vec denormal = (Vec)(rebiased + (1u << 23)) - 0x1p-14f;
+  UintVec result = magnitude < 0x400 ? (UintVec)denormal : rebiased;
+  result = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : result;
+  return (Vec)(result | (half & 0x8000) << 16);
+}
+PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
+  const UintVec bits = (UintVec)value;
+  const UintVec magnitude = bits & 0x7fffffff;
+  const UintVec normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const UintVec denormal = (UintVec)((Vec)magnitude + 0.5f) - 0x3f000000;
+  const UintVec overflow = magnitude > 0x7f800000 ? UintVec{} + 0x7e00 : UintVec{} + 0x7c00;
+  UintVec result = magnitude < 0x38800000 ? denormal : normal;
+  result = magnitude >= 0x47800000 ? overflow : result;
+  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), ShortVec);
+}
+#endif
+
+// ---- load and store VEC_SIZE elements, or the first `count`
+// ----------------------------------------------------------
+
+PAGEDATTN_INLINE Vec load(const float* source) {
+  return load_as<Vec>(source);
+}
+PAGEDATTN_INLINE Vec load(const float16* source) {
+  return float16_to_float(load_as<ShortVec>(source));
+}
+PAGEDATTN_INLINE Vec load(const bfloat16* source) {
+  return bfloat16_to_float(load_as<ShortVec>(source));
+}
+
+PAGEDATTN_INLINE void store(float* target, Vec value) {
+  __builtin_memcpy(target, &value, sizeof value);
+}
+PAGEDATTN_INLINE void store(float16* target, Vec value) {
+  const ShortVec bits = float_to_float16(value);
+  __builtin_memcpy(target, &bits, sizeof bits);
+}
+PAGEDATTN_INLINE void store(bfloat16* target, Vec value) {
+  const ShortVec bits = float_to_bfloat16(value);
+  __builtin_memcpy(target, &bits, sizeof bits);
+}
+
+// The other elements are zero.
+template <typename T>
+PAGEDATTN_INLINE Vec load_first(const T* source, int64_t count) {
+  T buffer[VEC_SIZE] = {};
+  __builtin_memcpy(buffer, source, count * sizeof(T));
+  return load(buffer);
+}
+
+template <typename T>
+PAGEDATTN_INLINE void store_first(T* target, Vec value, int64_t count) {
+  T buffer[VEC_SIZE];
+  store(buffer, value);
+  __builtin_memcpy(target, buffer, count * sizeof(T));
+}
+
+// Calls body(i, load, store) over [0, size) in steps of VEC_SIZE: `load(pointer)` and `store(pointer, vector)` touch a
+// whole vector, or, in the last step, only what is left of the row.
+template <typename Body>
+PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
+  int64_t i = 0;
+  for (; i + VEC_SIZE <= size; i += VEC_SIZE) {
+    body(i, [](const auto* source) { return load(source); }, [](auto* target, Vec value) { store(target, value); });
+  }
+  if (const int64_t rest = size - i; rest > 0) {
+    body(
+        i, [rest](const auto* source) { return load_first(source, rest); },
+        [rest](auto* target, Vec value) { store_first(target, value, rest); });
+  }
+}
+
+// ---- functions
+// -------------------------------------------------------------------------------------------------------
+
+// e^x within 2 ulp; 0 below -87.3, infinity above 88.7. Cephes expf: x = n ln 2 + r, a polynomial in r, times 2^n.
+PAGEDATTN_INLINE Vec exp(Vec x) {
+  constexpr float ROUND_TO_INT = 0x1.8p23f;
+  const Vec clamped = min(max(x, broadcast(-87.33654f)), broadcast(88.72283f));
+  const Vec n = min((clamped * 1.44269504f + ROUND_TO_INT) - ROUND_TO_INT, broadcast(127.0f));
+  const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Vec power_of_two = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
+  Vec result = select(x < -87.33654f, Vec{}, p * power_of_two);
+  result = select(x > 88.72283f, broadcast(__builtin_inff()), result);
+  return select(x == x, result, x);
+}
+
+PAGEDATTN_INLINE float exp(float x) {
+  return exp(broadcast(x))[0];
+}
+
+PAGEDATTN_INLINE Vec sigmoid(Vec x) {
+  return 1.0f / (1.0f + exp(-x));
+}
+PAGEDATTN_INLINE Vec tanh(Vec x) {
+  return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+}
+
+// ---- reductions
+// ------------------------------------------------------------------------------------------------------
+
+PAGEDATTN_INLINE float reduce_max(Vec v) {
+  if constexpr (VEC_SIZE > 8) v = max(v, shuffle(v, v, [](int i) { return i ^ 8; }));
+  if constexpr (VEC_SIZE > 4) v = max(v, shuffle(v, v, [](int i) { return i ^ 4; }));
+  v = max(v, shuffle(v, v, [](int i) { return i ^ 2; }));
+  return max(v, shuffle(v, v, [](int i) { return i ^ 1; }))[0];
+}
+
+PAGEDATTN_INLINE float reduce_sum(Vec v) {
+  if constexpr (VEC_SIZE > 8) v = v + shuffle(v, v, [](int i) { return i ^ 8; });
+  if constexpr (VEC_SIZE > 4) v = v + shuffle(v, v, [](int i) { return i ^ 4; });
+  v = v + shuffle(v, v, [](int i) { return i ^ 2; });
+  return (v + shuffle(v, v, [](int i) { return i ^ 1; }))[0];
+}
+
+// In every 128-bit lane: a0+a1, a2+a3, b0+b1, b2+b3.
+PAGEDATTN_INLINE Vec add_neighbours(Vec a, Vec b) {
+  const Vec even = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE); });
+  const Vec odd = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE) + 1; });
+  return even + odd;
+}
+
+// In every 128-bit lane: the sums of that lane of a, b, c and d.
+PAGEDATTN_INLINE Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+  return add_neighbours(add_neighbours(a, b), add_neighbours(c, d));
+}
+
+// Of the 128-bit lanes of concat(a, b): the even ones plus the odd ones.
+PAGEDATTN_INLINE Vec add_neighbour_lanes(Vec a, Vec b) {
+  const Vec even = shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4; });
+  const Vec odd = shuffle(a, b, [](int i) { return i / 4 * 8 + 4 + i % 4; });
+  return even + odd;
+}
+
+// result[i] = the sum of v[i]; every sum adds in the same order.
+PAGEDATTN_INLINE Vec sum_each(const Vec (&v)[VEC_SIZE]) {
+  Vec sums[NUM_LANES];
+  for (int i = 0; i < NUM_LANES; ++i) sums[i] = sum_lanes(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+  for (int n = NUM_LANES; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) sums[i] = add_neighbour_lanes(sums[2 * i], sums[2 * i + 1]);
+  }
+  return sums[0];
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -1,0 +1,50 @@
+// The ops as torch calls them. Schemas and documentation: torch_bindings.cpp and pagedattn_ext/ops.py.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace pagedattn {
+
+using torch::stable::Tensor;
+
+// attention
+void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
+                        int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale);
+std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                                           const Tensor& block_tables, const Tensor& seq_lens,
+                                           const std::optional<Tensor>& query_start_loc, double scale,
+                                           const std::optional<Tensor>& alibi_slopes,
+                                           std::optional<int64_t> sliding_window, double softcap,
+                                           const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
+                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+
+// cache
+void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                       const Tensor& slot_mapping, const std::string& kv_cache_dtype,
+                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                 const Tensor& block_mapping);
+void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping);
+
+// layernorm
+void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);
+void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
+
+// pos_encoding
+void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
+                           const Tensor& cos_sin_cache);
+
+// activation
+void silu_and_mul(Tensor& out, const Tensor& input);
+void gelu_new(Tensor& out, const Tensor& input);
+
+}  // namespace pagedattn

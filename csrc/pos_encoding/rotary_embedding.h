@@ -1,0 +1,27 @@
+// Rotary position embedding (RoFormer, Su et al. 2021): parameters and kernel.
+#pragma once
+
+#include "cpu_dispatch.h"
+#include "types.h"
+
+namespace pagedattn {
+
+struct RotaryEmbeddingParams {
+  DType dtype;
+  int64_t num_tokens;
+  int64_t num_heads;     // of query
+  int64_t num_kv_heads;  // of key
+  int64_t head_size;
+  int64_t rot_dim;           // the first rot_dim elements of a head are rotated; even
+  const int64_t* positions;  // [num_tokens]
+  void* query;               // [num_tokens, num_heads, head_size], updated
+  int64_t query_stride;      // elements between tokens
+  void* key;                 // [num_tokens, num_kv_heads, head_size], updated
+  int64_t key_stride;
+  const void* cos_sin_cache;  // [max_position, rot_dim], the cosines, then the sines
+};
+
+// Tokens [begin, end). Element i of the first half of a head is rotated with element i of its second half.
+PAGEDATTN_DECLARE_CPU_KERNEL(rotary_embedding_neox, const RotaryEmbeddingParams& params, int64_t begin, int64_t end)
+
+}  // namespace pagedattn

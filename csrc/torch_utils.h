@@ -1,0 +1,182 @@
+// What op files share, on LibTorch's stable ABI: the checks at an op's door. A failed check throws before any memory
+// is touched; the text is always "<op>: <argument>: expected ..., got ...".
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "types.h"
+
+namespace pagedattn {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// A size that a check leaves open.
+inline constexpr int64_t ANY = -1;
+
+// A tensor seen as rows: every leading dimension collapsed into one.
+struct RowView {
+  int64_t num_rows;
+  int64_t width;   // elements in a row, contiguous
+  int64_t stride;  // elements from one row to the next
+};
+
+inline std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+inline std::string sizes_text(IntHeaderOnlyArrayRef sizes) {
+  std::ostringstream text;
+  const char* separator = "[";
+  for (int64_t size : sizes) {
+    text << separator;
+    if (size == ANY) {
+      text << "*";
+    } else {
+      text << size;
+    }
+    separator = ", ";
+  }
+  if (sizes.size() == 0) text << separator;
+  text << "]";
+  return text.str();
+}
+
+// The checks of one op's arguments.
+class Door {
+ public:
+  explicit Door(const char* op) : op_(op) {}
+
+  template <typename... Text>
+  void check(bool condition, const char* argument, const Text&... text) const {
+    if (!condition) [[unlikely]]
+      fail(argument, text...);
+  }
+
+  // float32, float16 or bfloat16.
+  DType float_dtype(const char* argument, const Tensor& tensor) const {
+    switch (tensor.scalar_type()) {
+      case ScalarType::Float:
+        return DType::FLOAT32;
+      case ScalarType::Half:
+        return DType::FLOAT16;
+      case ScalarType::BFloat16:
+        return DType::BFLOAT16;
+      default:
+        fail(argument, "expected dtype float32, float16 or bfloat16, got ", dtype_name(tensor.scalar_type()));
+    }
+  }
+
+  void dtype(const char* argument, const Tensor& tensor, ScalarType expected) const {
+    check(tensor.scalar_type() == expected, argument, "expected dtype ", dtype_name(expected), ", got ",
+          dtype_name(tensor.scalar_type()));
+  }
+
+  void rank(const char* argument, const Tensor& tensor, int64_t expected) const {
+    check(tensor.dim() == expected, argument, "expected ", expected, " dimensions, got ", tensor.dim(), " (shape ",
+          sizes_text(tensor.sizes()), ")");
+  }
+
+  // Sizes that are ANY are not looked at.
+  void shape(const char* argument, const Tensor& tensor, IntHeaderOnlyArrayRef expected) const {
+    const auto sizes = tensor.sizes();
+    const auto fits = [](int64_t size, int64_t wanted) { return wanted == ANY || size == wanted; };
+    check(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end(), fits), argument, "expected shape ",
+          sizes_text(expected), ", got ", sizes_text(sizes));
+  }
+
+  void shape(const char* argument, const Tensor& tensor, std::initializer_list<int64_t> expected) const {
+    shape(argument, tensor, IntHeaderOnlyArrayRef(expected.begin(), expected.size()));
+  }
+
+  // Dimensions from `first_dim` on are contiguous; those before it may have any stride.
+  void contiguous_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
+    if (tensor.numel() == 0) return;
+    int64_t expected = 1;
+    for (int64_t dim = tensor.dim() - 1; dim >= first_dim; --dim) {
+      check(tensor.size(dim) == 1 || tensor.stride(dim) == expected, argument, "expected dimensions from ", first_dim,
+            " on to be contiguous, got shape ", sizes_text(tensor.sizes()), " with strides ",
+            sizes_text(tensor.strides()));
+      expected *= tensor.size(dim);
+    }
+  }
+
+  void contiguous(const char* argument, const Tensor& tensor) const { contiguous_from(argument, tensor, 0); }
+
+  // At least one dimension; the last is contiguous, the leading ones collapse into rows of one stride.
+  RowView rows(const char* argument, const Tensor& tensor) const {
+    check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
+    const int64_t last = tensor.dim() - 1;
+    RowView view{1, tensor.size(last), tensor.size(last)};
+    if (tensor.numel() == 0) {
+      view.num_rows = 0;
+      return view;
+    }
+    bool collapses = view.width == 1 || tensor.stride(last) == 1;
+    for (int64_t dim = last - 1; dim >= 0; --dim) {
+      if (tensor.size(dim) == 1) continue;
+      if (view.num_rows == 1) view.stride = tensor.stride(dim);
+      collapses = collapses && tensor.stride(dim) == view.stride * view.num_rows;
+      view.num_rows *= tensor.size(dim);
+    }
+    check(collapses, argument, "expected a contiguous last dimension and evenly spaced rows, got shape ",
+          sizes_text(tensor.sizes()), " with strides ", sizes_text(tensor.strides()));
+    return view;
+  }
+
+  int32_t to_int32(const char* argument, int64_t value) const {
+    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), argument, "expected 0 to 2^31 - 1, got ", value);
+    return static_cast<int32_t>(value);
+  }
+
+  // The quantised caches of the contract come later; until then nothing may pass for one.
+  void no_quantised_cache(const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                          const std::optional<Tensor>& v_scale) const {
+    check(kv_cache_dtype == "auto", "kv_cache_dtype", "expected \"auto\" (fp8 is not supported yet), got \"",
+          kv_cache_dtype, "\"");
+    check(!k_scale.has_value(), "k_scale", "expected None (fp8 is not supported yet), got a tensor");
+    check(!v_scale.has_value(), "v_scale", "expected None (fp8 is not supported yet), got a tensor");
+  }
+
+ private:
+  template <typename... Text>
+  [[noreturn]] void fail(const char* argument, const Text&... text) const {
+    std::ostringstream message;
+    message << op_ << ": " << argument << ": ";
+    ((message << text), ...);
+    throw std::runtime_error(message.str());
+  }
+
+  const char* op_;
+};
+
+}  // namespace pagedattn

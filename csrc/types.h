@@ -1,0 +1,31 @@
+// Types shared by op files and kernels. No torch, no CUDA.
+//
+// The paged cache, x = 16 / sizeof(element):
+//   key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
+//   value_cache  [num_blocks, num_kv_heads, head_size, block_size]
+// Token t of a sequence sits in block block_table[t / block_size] at offset t % block_size.
+#pragma once
+
+#include <cstdint>
+
+namespace pagedattn {
+
+enum class DType { FLOAT32, FLOAT16, BFLOAT16 };
+
+// Storage only: arithmetic is done in fp32 after a load.
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+// The `x` of the key cache: elements of one token that are adjacent in memory.
+template <typename T>
+inline constexpr int ELEMENTS_PER_CHUNK = 16 / sizeof(T);
+
+constexpr int64_t element_size(DType dtype) {
+  return dtype == DType::FLOAT32 ? 4 : 2;
+}
+
+}  // namespace pagedattn

@@ -1,0 +1,40 @@
+"""The cache tensors of every layer, and copies of blocks within them."""
+
+import torch
+
+from pagedattn_ext import ops
+from pagedattn_serve.layers import KVCache
+
+
+class CacheEngine:
+    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        x = 16 // dtype.itemsize
+        if head_size % x != 0:
+            raise ValueError(f"head_size: expected a multiple of {x} for {dtype}, got {head_size}")
+        key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+        value_shape = (num_blocks, num_kv_heads, head_size, block_size)
+        # Not filled: a slot is written before it is read, and memory that is never used is never taken.
+        self.kv_caches: list[KVCache] = [
+            (torch.empty(key_shape, dtype=dtype), torch.empty(value_shape, dtype=dtype)) for _ in range(num_layers)
+        ]
+
+    def copy(self, blocks: list[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks in every layer."""
+        key_caches = [key_cache for key_cache, _ in self.kv_caches]
+        value_caches = [value_cache for _, value_cache in self.kv_caches]
+        ops.copy_blocks(key_caches, value_caches, torch.tensor(blocks, dtype=torch.int64))
+
+
+def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values together."""
+    return 2 * num_layers * num_kv_heads * head_size * block_size * dtype.itemsize

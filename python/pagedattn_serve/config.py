@@ -1,0 +1,63 @@
+"""What the scheduler and the cache may use, checked once at construction, and the two checks that do it."""
+
+import math
+from dataclasses import dataclass
+
+
+def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Raise TypeError unless `value` is an int (a bool is not), ValueError unless it lies in [minimum, maximum]."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
+    if value < minimum or (maximum is not None and value > maximum):
+        expected = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
+        raise ValueError(f"{name}: expected an int {expected}, got {value}")
+
+
+def check_float(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one scheduler.
+
+    max_model_len: most tokens a sequence may hold, prompt and output together; at least 2, one of each.
+    max_num_seqs: most sequences running at once.
+    max_num_batched_tokens: most tokens run through the model in one step, over all sequences.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2560
+
+    def __post_init__(self) -> None:
+        check_int("max_model_len", self.max_model_len, 2)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CacheConfig:
+    """Size of the paged key-value cache, in blocks.
+
+    num_blocks: physical blocks in the pool.
+    block_size: tokens per block; a power of two from 8 to 64.
+    watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_int("num_blocks", self.num_blocks, 1)
+        check_int("block_size", self.block_size, 8, 64)
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
+        check_float("watermark", self.watermark)
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark: expected a share in [0, 1), got {self.watermark}")

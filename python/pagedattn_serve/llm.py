@@ -1,0 +1,78 @@
+"""Offline generation: a list of prompts in, a list of outputs out."""
+
+from typing import Any
+
+from tqdm import tqdm
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model with its engine.
+
+    `LLM(path, **options)` takes the options of `LLMEngine`.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.engine = LLMEngine(model, **options)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: str | list[str] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompt_token_ids: list[list[int]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts together, batched continuously.
+
+        Args:
+            prompts: one or several texts; or else prompt_token_ids.
+            sampling_params: one for all, or one a prompt; default `SamplingParams()`.
+            prompt_token_ids: one list of token ids a prompt.
+            use_tqdm: show progress on standard error.
+
+        Returns:
+            The finished requests, in the order of the prompts.
+
+        Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`).
+        """
+        requests = pair_up(prompts, prompt_token_ids)
+        params = one_each(sampling_params, len(requests))
+        request_ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for (prompt, token_ids), param in zip(requests, params, strict=True):
+                request_id = f"llm-{self._num_requests}"
+                self.engine.add_request(request_id, prompt, param, prompt_token_ids=token_ids)
+                request_ids.append(request_id)
+                self._num_requests += 1
+            with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
+                while len(outputs) < len(requests):
+                    finished = [output for output in self.engine.step() if output.finished]
+                    outputs.update((output.request_id, output) for output in finished)
+                    progress.update(len(finished))
+        finally:
+            for request_id in request_ids:  # after an error or an interrupt, nothing stays behind
+                self.engine.abort_request(request_id)
+        return [outputs[request_id] for request_id in request_ids]
+
+
+def pair_up(
+    prompts: str | list[str] | None, prompt_token_ids: list[list[int]] | None
+) -> list[tuple[str | None, list[int] | None]]:
+    if (prompts is None) == (prompt_token_ids is None):
+        raise ValueError("prompts: expected either prompts or prompt_token_ids")
+    if prompt_token_ids is not None:
+        return [(None, token_ids) for token_ids in prompt_token_ids]
+    return [(prompt, None) for prompt in ([prompts] if isinstance(prompts, str) else prompts or [])]
+
+
+def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if not isinstance(params, list):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params: expected one for all or one for each of {count} prompts, got {len(params)}")
+    return list(params)

@@ -1,0 +1,21 @@
+"""The scheduled batch as attention needs it: made by the runner, read by the layers."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the new tokens of one step go in the cache, and what they see there.
+
+    slot_mapping: int64 [num_tokens], slot of each new token.
+    block_tables: int32 [num_seqs, max_num_blocks_per_seq], padded with 0.
+    seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
+    query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens.
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor

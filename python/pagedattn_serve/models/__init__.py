@@ -1,0 +1,1 @@
+"""One file a model family, read top to bottom; `loader` fills them from a checkpoint."""

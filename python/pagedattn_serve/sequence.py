@@ -1,0 +1,75 @@
+"""One request as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pagedattn_serve.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH = auto()
+    FINISHED_ABORTED = auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason in a word, "stop", "length" or "abort"; None while not finished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+}
+
+
+@dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
+class Sequence:
+    """The tokens of one request and how far they are computed.
+
+    num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
+    num_preemptions: how often it lost its blocks and had to start over.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    output_token_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to run through the model: 1 while decoding, more while in prefill."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of prompt and output taken as one list, without building that list.
+
+        Raises ValueError if the range does not lie within the sequence.
+        """
+        if not 0 <= start <= end <= self.num_tokens:
+            raise ValueError(f"tokens: expected 0 <= start <= end <= {self.num_tokens}, got [{start}, {end})")
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]

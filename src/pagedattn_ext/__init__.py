@@ -1,0 +1,36 @@
+"""Paged attention as a library: torch ops for the PagedAttention serving design, with one schema on every device.
+
+`pagedattn_ext.ops` has a documented function for each op; `torch.ops.pagedattn_ext` has the ops themselves.
+"""
+
+import torch  # noqa: F401  (first: it loads the library that _C is linked to)
+
+from . import _C
+from . import ops as ops  # after _C, which registers the ops
+
+__version__ = "0.1.0"
+__all__ = ["build_info", "cpu_capability", "ops"]
+
+
+def cpu_capability() -> str:
+    """The instruction set that the CPU kernels use: "default", "avx2", "avx512" or "avx512_bf16".
+
+    The best that the machine has, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a lower one; it is
+    read once, at the first call of an op. RuntimeError if it names an unknown one, or one that the machine lacks.
+    """
+    return _C.cpu_capability()
+
+
+def build_info() -> dict[str, str | list[str]]:
+    """What this build is, and what it uses here.
+
+    version; torch_target, the oldest torch that it runs on; cpu_capability, in use; cpu_capabilities, all that this
+    machine runs, lowest first; cuda_arches that it was compiled for.
+    """
+    return {
+        "version": __version__,
+        "torch_target": _C.torch_target,
+        "cpu_capability": _C.cpu_capability(),
+        "cpu_capabilities": _C.available_cpu_capabilities(),
+        "cuda_arches": [],
+    }

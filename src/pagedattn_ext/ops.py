@@ -1,0 +1,295 @@
+"""Documented functions for the ops in `torch.ops.pagedattn_ext`.
+
+They allocate outputs and fill in what follows from the arguments; the ops themselves, with the argument order that the
+field uses (outputs first), are in `torch.ops.pagedattn_ext`. All work under `torch.compile(fullgraph=True)`.
+
+Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
+    key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
+    value_cache  [num_blocks, num_kv_heads, head_size, block_size]
+Token t of a sequence is in block `block_table[t // block_size]` at offset `t % block_size`; its slot is
+`block * block_size + offset`. Blocks may be strided in dimension 0. dtypes are fp32, fp16 and bf16, one for a cache and
+all that meets it; block_size is a power of two from 8 to 256, head_size a multiple of x up to 256.
+
+Arithmetic is fp32, rounded once on store. Devices: CPU. No op has a backward.
+
+Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or what is not a tensor, both before
+any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
+RuntimeError with the same text.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "copy_blocks",
+    "fused_add_rms_norm",
+    "gelu_new",
+    "paged_attention",
+    "paged_attention_v1",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding_neox",
+    "silu_and_mul",
+    "swap_blocks",
+]
+
+_ops = torch.ops.pagedattn_ext
+
+
+def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a raw op and gives its errors the Python types that the module's docstring promises."""
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        message = str(error)
+        if ": expected dtype" in message or "Expected a value of type" in message:
+            raise TypeError(message) from None
+        if ": expected " in message:
+            raise ValueError(message) from None
+        raise
+
+
+def _check_tensors(op: str, **tensors: object) -> None:
+    """For functions that look at an argument before the op does."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def paged_attention_v1(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence over its cached tokens (decode).
+
+    out[s, h] = softmax(scale * query[s, h] . keys + alibi_slopes[h] * (t - (seq_lens[s] - 1))) values, over the tokens
+    t < seq_lens[s], with the keys and values of KV head h // (num_heads // num_kv_heads). A sequence of length 0 gives
+    zeros. Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    SOSP 2023.
+
+    Args:
+        query: [num_seqs, num_heads, head_size], any stride in dimension 0.
+        key_cache, value_cache: see the module; slots past a sequence's end may hold anything, NaN included.
+        block_tables: int32 [num_seqs, max_num_blocks_per_seq].
+        seq_lens: int32 [num_seqs], tokens in the cache, the new one included.
+        scale: default head_size ** -0.5.
+        max_seq_len: bound of seq_lens; default the slots of a row of block_tables.
+        alibi_slopes: fp32 [num_heads].
+        out: like query; allocated by default.
+
+    Returns:
+        out, [num_seqs, num_heads, head_size].
+    """
+    _check_tensors("paged_attention_v1", query=query, value_cache=value_cache, block_tables=block_tables)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    num_kv_heads, block_size = (value_cache.shape[1], value_cache.shape[3]) if value_cache.dim() == 4 else (0, 0)
+    if max_seq_len is None:
+        max_seq_len = block_tables.shape[-1] * block_size
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _call(
+        _ops.paged_attention_v1,
+        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes,
+    )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
+
+    The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s, whose keys and values
+    are already in the cache: row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
+    p - sliding_window < t <= p. Its logits are scale * query . key, then softcap * tanh(logit / softcap) if softcap is
+    not 0, then + alibi_slopes[h] * (t - p). A row that sees nothing gives zeros and an lse of -inf. The result of a row
+    depends on its own sequence alone, bit for bit, however the batch is put together or a prompt cut into chunks.
+
+    Args:
+        query: [num_tokens, num_heads, head_size], any stride in dimension 0.
+        key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
+            sliding window) may have any id.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
+        scale: default head_size ** -0.5.
+        alibi_slopes: fp32 [num_heads].
+        sliding_window: tokens that a row sees, its own included; default all.
+        softcap: default 0, none.
+        sinks: fp32 [num_heads], a logit more in the softmax's denominator, without a value (counted in lse).
+
+    Returns:
+        out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
+        the exponentials of a row's logits.
+    """
+    _check_tensors("paged_attention", query=query)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return _call(
+        _ops.paged_attention, query, key_cache, value_cache, block_tables, seq_lens,
+        query_start_loc=query_start_loc, scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("pagedattn_ext::paged_attention")
+def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes the keys and values of new tokens into their slots of the cache.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_size], any stride in dimension 0.
+        key_cache, value_cache: see the module; updated.
+        slot_mapping: int64 [num_tokens], block * block_size + offset; a token with a negative slot is skipped.
+    """
+    _call(_ops.reshape_and_cache, key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copies whole blocks within the caches of every layer (the copy of copy-on-write).
+
+    Args:
+        key_caches, value_caches: one cache a layer, [num_blocks, ...]; updated.
+        block_mapping: int64 [num_pairs, 2], (source, target). A source may occur several times, a target once; no block
+            may be both.
+    """
+    _call(_ops.copy_blocks, key_caches, value_caches, block_mapping)
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    """Copies blocks of one pool to blocks of another.
+
+    Args:
+        src: [num_src_blocks, ...].
+        dst: [num_dst_blocks, ...], blocks shaped like those of src; updated.
+        block_mapping: int64 [num_pairs, 2], (block of src, block of dst), every block of dst at most once.
+    """
+    _call(_ops.swap_blocks, src, dst, block_mapping)
+
+
+# ---- layernorm ------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """out = input / sqrt(mean(input ** 2) + epsilon) * weight, over the last dimension (Zhang and Sennrich, 2019).
+
+    Args:
+        input: [..., hidden_size], evenly spaced rows.
+        weight: [hidden_size].
+        out: like input (it may be input); allocated by default.
+
+    Returns:
+        out.
+    """
+    _check_tensors("rms_norm", input=input)
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    _call(_ops.rms_norm, out, input, weight, epsilon)
+    return out
+
+
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """residual += input, then input = rms_norm(residual), both in place; the norm sees the unrounded sum.
+
+    Args:
+        input, residual: [..., hidden_size], evenly spaced rows; updated.
+        weight: [hidden_size].
+
+    Returns:
+        (input, residual).
+    """
+    _call(_ops.fused_add_rms_norm, input, residual, weight, epsilon)
+    return input, residual
+
+
+# ---- pos_encoding ---------------------------------------------------------------------------------------------------
+
+
+def rotary_embedding_neox(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding, in place (Su et al., "RoFormer", 2021; in halves, as GPT-NeoX has it).
+
+    (x, y) -> (x cos - y sin, y cos + x sin), where x is element i of the first half of a head's first rot_dim elements
+    and y is element i of the second half.
+
+    Args:
+        positions: int64 [num_tokens].
+        query: [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size], any stride in dimension 0.
+        key: likewise, with num_kv_heads.
+        cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
+
+    Returns:
+        (query, key).
+    """
+    _call(_ops.rotary_embedding_neox, positions, query, key, head_size, cos_sin_cache)
+    return query, key
+
+
+# ---- activation -----------------------------------------------------------------------------------------------------
+
+
+def silu_and_mul(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """out = silu(input[..., :d]) * input[..., d:] with silu(x) = x / (1 + exp(-x)) (the gate of SwiGLU, Shazeer 2020).
+
+    Args:
+        input: [..., 2 * d], evenly spaced rows.
+        out: [..., d]; allocated by default.
+
+    Returns:
+        out.
+    """
+    _check_tensors("silu_and_mul", input=input)
+    if out is None:
+        out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2 if input.dim() else 0))
+    _call(_ops.silu_and_mul, out, input)
+    return out
+
+
+def gelu_new(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """out = 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), GPT-2's gelu (Hendrycks and Gimpel, 2016).
+
+    Args:
+        input: [..., d], evenly spaced rows.
+        out: like input (it may be input); allocated by default.
+
+    Returns:
+        out.
+    """
+    _check_tensors("gelu_new", input=input)
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    _call(_ops.gelu_new, out, input)
+    return out

@@ -1,0 +1,113 @@
+"""What the op tests assert: the tolerance (the only one), equality bit for bit, a rejected call; and data to feed."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# The floor below which an error is not an error, as shares of the element and of the largest element of the result:
+# the one rounding at the store (four units in the last place for fp32, where the arithmetic is no finer than the
+# store), and the noise of fp32 arithmetic. fp16 also stores nothing finer than its subnormals.
+ROUNDING = {torch.float32: 4 * 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+NOISE = 2.0**-20
+SUBNORMAL = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}
+
+
+def assert_close_to_reference(actual: Tensor, reference: Tensor, eager: Tensor | None = None) -> None:
+    """|actual - reference| <= 2 * max|eager - reference| + floor, in every element; NaN is never close.
+
+    `eager` is what plain PyTorch computes in actual's dtype. Without it the floor alone must do, which says that the
+    result was computed in fp32 and rounded once.
+    """
+    assert actual.shape == reference.shape, f"shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
+    dtype, actual, reference = actual.dtype, actual.double(), reference.double()
+    finite = reference.isfinite()
+    if not finite.any():
+        assert torch.equal(actual, reference)
+        return
+    allowed = ROUNDING[dtype] * reference.abs() + SUBNORMAL[dtype] + NOISE * reference[finite].abs().max()
+    if eager is not None:
+        eager_error = (eager.double() - reference)[finite].abs().max()
+        assert eager_error.isfinite(), "plain PyTorch gives no finite result here: no yardstick"
+        allowed += 2 * eager_error
+    error = (actual - reference).abs()
+    close = (actual == reference) | (finite & (error <= allowed))  # equal infinities are close
+    if close.all():
+        return
+    worst = torch.where(close, -math.inf, error.nan_to_num(nan=math.inf) / allowed).argmax()
+    index = tuple(int(i) for i in torch.unravel_index(worst, actual.shape))
+    pytest.fail(
+        f"{dtype} {tuple(actual.shape)}: {int((~close).sum())} elements too far; worst at {index}: got "
+        f"{actual[index]:.9g}, expected {reference[index]:.9g}, error {error[index]:.3g}, allowed {allowed[index]:.3g}"
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The elements as integers, so that NaN equals itself and -0 differs from 0."""
+    same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(same_width)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    differ = bits(actual) != bits(expected)
+    assert not differ.any(), f"{int(differ.sum())} elements differ, first at {differ.nonzero()[0].tolist()}"
+
+
+def random_bits(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A tensor of any bit patterns, NaN of every kind among them: for ops that move elements and must not look."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def with_row_gap(tensor: Tensor, gap: int) -> Tensor:
+    """A copy of the tensor in which `gap` NaN elements follow each index of dim 0, like a slice of a fused qkv."""
+    row = math.prod(tensor.shape[1:])
+    buffer = torch.full((tensor.shape[0], row + gap), math.nan, dtype=tensor.dtype, device=tensor.device)
+    strided = buffer[:, :row].unflatten(1, tensor.shape[1:])
+    strided.copy_(tensor)
+    return strided
+
+
+def assert_row_gap_untouched(strided: Tensor) -> None:
+    """The gaps of a tensor made by `with_row_gap` are still NaN."""
+    row, num_rows = math.prod(strided.shape[1:]), strided.shape[0]
+    buffer = strided.as_strided((num_rows, strided.stride(0)), (strided.stride(0), 1))
+    assert buffer[:, row:].isnan().all(), "the padding between the rows was written"
+
+
+def tensors_in(arguments: Mapping[str, object]) -> list[Tensor]:
+    lists = (value if isinstance(value, list) else [value] for value in arguments.values())
+    return [value for values in lists for value in values if isinstance(value, Tensor)]
+
+
+def assert_raises_and_writes_nothing(
+    function: Callable, arguments: Mapping[str, object], error: type[Exception], match: str
+) -> None:
+    before = [(tensor, tensor.clone()) for tensor in tensors_in(arguments)]
+    with pytest.raises(error, match=match):
+        function(**arguments)
+    for tensor, copy in before:
+        assert_same_bits(tensor, copy)
+
+
+def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:
+    """The raw op raises RuntimeError and the wrapper `error`, both naming `argument`; neither writes anything.
+
+    `arguments` are the raw op's; the wrapper gets those that it knows.
+    """
+    from pagedattn_ext import ops
+
+    raw, wrapper = getattr(torch.ops.pagedattn_ext, op), getattr(ops, op)
+    message = rf"^{op}: {argument}: expected .+, got .+"
+    assert_raises_and_writes_nothing(raw, arguments, RuntimeError, message)
+    known = inspect.signature(wrapper).parameters
+    if any(name in known for name in argument.strip("()").split("|")):
+        accepted = {name: value for name, value in arguments.items() if name in known}
+        assert_raises_and_writes_nothing(wrapper, accepted, error, message)

@@ -1,0 +1,163 @@
+"""silu_and_mul and gelu_new against the reference: fp32 arithmetic, one rounding at the store."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from checks import (
+    DTYPES,
+    assert_close_to_reference,
+    assert_rejected,
+    assert_row_gap_untouched,
+    assert_same_bits,
+    with_row_gap,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedattn_ext import ops
+
+OPS = torch.ops.pagedattn_ext
+ACTIVATIONS = ["silu_and_mul", "gelu_new"]
+
+
+def run(name: str, input: torch.Tensor) -> torch.Tensor:
+    """The raw op, into an `out` full of NaN."""
+    width = input.shape[-1] // (2 if name == "silu_and_mul" else 1)
+    out = torch.full((*input.shape[:-1], width), math.nan, dtype=input.dtype, device=input.device)
+    getattr(OPS, name)(out, input)
+    return out
+
+
+def formula(name: str) -> Callable[..., torch.Tensor]:
+    return getattr(reference, name)
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0, magnitude: float = 1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * magnitude).to(dtype).to(device)
+
+
+@given(
+    name=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from(DTYPES),
+    num_tokens=st.integers(0, 9),
+    half_width=st.integers(1, 70) | st.sampled_from([384, 511, 1024, 1025]),
+    magnitude=st.sampled_from([1e-3, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_activation(device, name, dtype, num_tokens, half_width, magnitude, seed):
+    input = normal(num_tokens, 2 * half_width, dtype=dtype, device=device, seed=seed, magnitude=magnitude)
+    assert_close_to_reference(run(name, input), formula(name)(input))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2,), (14,), (0, 64), (2, 3, 64), (2, 0, 64)], ids=str)
+def test_shapes(device, name, dtype, shape):
+    """No leading dimension, no rows, several leading dimensions."""
+    input = normal(*shape, dtype=dtype, device=device)
+    assert_close_to_reference(run(name, input), formula(name)(input))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_gaps(device, name, dtype):
+    input = with_row_gap(normal(6, 34, dtype=dtype, device=device), 3).unflatten(0, (2, 3))
+    expected = formula(name)(input)
+    out = with_row_gap(torch.zeros(6, expected.shape[-1], dtype=dtype, device=device), 5)
+    getattr(OPS, name)(out.unflatten(0, (2, 3)), input)
+    assert_close_to_reference(out.unflatten(0, (2, 3)), expected)
+    assert_row_gap_untouched(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_new_in_place(device, dtype):
+    input = normal(5, 100, dtype=dtype, device=device)
+    expected = ops.gelu_new(input)
+    OPS.gelu_new(input, input)
+    assert_same_bits(input, expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows(device, several_threads, name, dtype):
+    """Large enough to run in parallel."""
+    input = normal(300, 2048, dtype=dtype, device=device)
+    assert_close_to_reference(run(name, input), formula(name)(input))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 1023])
+def test_gelu_new_of_odd_width(device, dtype, width):
+    input = normal(3, width, dtype=dtype, device=device)
+    assert_close_to_reference(run("gelu_new", input), reference.gelu_new(input))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_within_eager_pytorch(device, name, dtype):
+    """What the one rounding says more sharply, against the yardstick that the other families use."""
+    input = normal(64, 514, dtype=dtype, device=device, magnitude=3.0)
+    expected, eager = (formula(name)(input, dtype=compute) for compute in (torch.float64, dtype))
+    assert_close_to_reference(run(name, input), expected, eager)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [10.0, 88.0, 89.0, 104.0, 1e4, 3e4])
+def test_large_inputs_do_not_overflow(device, name, dtype, magnitude):
+    """exp(magnitude) and magnitude^3 leave fp32 and fp16; x and 0 are the limits."""
+    input = torch.tensor([[magnitude, -magnitude, 1.0, 1.0]], dtype=dtype, device=device)
+    assert_close_to_reference(run(name, input), formula(name)(input))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_inputs_do_not_overflow(device, dtype):
+    input = torch.tensor([[1e30, -1e30, 1.0, 1.0]], dtype=dtype, device=device)
+    limits = torch.tensor([[input[0, 0].double(), 0.0]], dtype=torch.float64, device=device)
+    assert_close_to_reference(run("silu_and_mul", input), limits)
+    assert_close_to_reference(run("gelu_new", input[:, :2].contiguous()), limits)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_wrapper(device, name):
+    input, wrapper = normal(3, 40, dtype=torch.float16, device=device), getattr(ops, name)
+    expected = run(name, input)
+    out = torch.empty_like(expected)
+    assert wrapper(input, out=out) is out
+    assert_same_bits(out, expected)
+    assert_same_bits(wrapper(input), expected)
+
+
+# what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
+ERRORS = {
+    "input dtype": ("input", TypeError, lambda a: {"input": a["input"].double(), "out": a["out"].double()}),
+    "input scalar": ("input", ValueError, lambda a: {"input": a["input"][0, 0], "out": a["out"][0, 0]}),
+    "input not dense in a row": ("input", ValueError, lambda a: {"input": a["input"].T.contiguous().T}),
+    "input rows not evenly spaced": (
+        "input",
+        ValueError,
+        lambda a: {"input": torch.ones(2, 3, 8).transpose(0, 1), "out": a["out"].expand(2, 3, -1).mT.contiguous().mT},
+    ),
+    "out shape": ("out", ValueError, lambda a: {"out": a["out"][:2]}),
+    "out width": ("out", ValueError, lambda a: {"out": torch.zeros(3, 5)}),
+    "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
+    "out not dense in a row": ("out", ValueError, lambda a: {"out": a["out"].T.contiguous().T}),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("what", ERRORS)
+def test_activation_rejects(device, name, what):
+    argument, error, change = ERRORS[what]
+    input = normal(3, 8, dtype=torch.float32, device=device)
+    arguments = {"out": torch.zeros_like(run(name, input)), "input": input}
+    assert_rejected(name, arguments | change(arguments), argument, error)
+
+
+def test_silu_and_mul_rejects_an_odd_width(device):
+    arguments = {"out": torch.zeros(3, 3, device=device), "input": torch.ones(3, 7, device=device)}
+    assert_rejected("silu_and_mul", arguments, "input", ValueError)

@@ -1,0 +1,328 @@
+"""reshape_and_cache, copy_blocks and swap_blocks: every element moved bit for bit, every other one left alone."""
+
+import pytest
+import reference
+import torch
+from checks import (
+    DTYPES,
+    assert_raises_and_writes_nothing,
+    assert_rejected,
+    assert_row_gap_untouched,
+    assert_same_bits,
+    random_bits,
+    with_row_gap,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedattn_ext import ops
+
+OPS = torch.ops.pagedattn_ext
+
+
+def make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device):
+    """A key and a value cache of any bits."""
+    x = 16 // dtype.itemsize
+    key_cache = random_bits(num_blocks, num_kv_heads, head_size // x, block_size, x, dtype=dtype, generator=generator)
+    value_cache = random_bits(num_blocks, num_kv_heads, head_size, block_size, dtype=dtype, generator=generator)
+    return key_cache.to(device), value_cache.to(device)
+
+
+def make_reshape_arguments(
+    device, dtype, slots, num_kv_heads=2, head_size=16, block_size=8, num_blocks=6, gaps=(0, 0), block_gap=0, seed=0
+) -> dict:
+    """`gaps` follow the rows of key and of value, `block_gap` the blocks of the caches."""
+    generator = torch.Generator().manual_seed(seed)
+    key, value = random_bits(2, len(slots), num_kv_heads, head_size, dtype=dtype, generator=generator).unbind()
+    caches = make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device)
+    return {
+        "key": with_row_gap(key, gaps[0]).to(device),
+        "value": with_row_gap(value, gaps[1]).to(device),
+        "key_cache": with_row_gap(caches[0], block_gap),
+        "value_cache": with_row_gap(caches[1], block_gap),
+        "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
+    }
+
+
+def assert_reshape_and_cache(arguments: dict) -> None:
+    expected = reference.reshape_and_cache(**arguments)
+    OPS.reshape_and_cache(**arguments)
+    for i, cache in enumerate(("key_cache", "value_cache")):
+        assert_same_bits(arguments[cache], expected[i])
+        assert_row_gap_untouched(arguments[cache])
+
+
+# ---- reshape_and_cache ---------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_reshape_and_cache(device, data):
+    """Runs of slots, lone slots and padding in any order."""
+    draw = data.draw
+    dtype = draw(st.sampled_from(DTYPES))
+    block_size, num_blocks = draw(st.sampled_from([8, 16, 32, 64, 256])), draw(st.integers(1, 6))
+    all_slots = range(block_size * num_blocks)
+    slots = draw(st.permutations(all_slots)) if draw(st.booleans()) else list(all_slots)
+    begin, end = sorted((draw(st.integers(0, len(slots))), draw(st.integers(0, len(slots)))))
+    slots = slots[begin:end]
+    for token in draw(st.lists(st.integers(0, len(slots) - 1), max_size=5)) if slots else []:
+        slots[token] = draw(st.sampled_from([-1, -7, -(2**40)]))
+    arguments = make_reshape_arguments(
+        device,
+        dtype,
+        slots,
+        num_kv_heads=draw(st.integers(1, 4)),
+        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 32 if dtype.itemsize == 2 else 64)),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
+        block_gap=draw(st.sampled_from([0, 3, 512])),
+        seed=draw(st.integers(0, 99)),
+    )
+    assert_reshape_and_cache(arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout(device, dtype):
+    """The layout, written out; this also checks the reference."""
+    x = 16 // dtype.itemsize
+    arguments = make_reshape_arguments(device, dtype, [19, 3], head_size=24)
+    OPS.reshape_and_cache(**arguments)
+    for token, slot in enumerate([19, 3]):
+        block, offset = divmod(slot, 8)
+        for head in range(2):
+            for d in range(24):
+                key = arguments["key_cache"][block, head, d // x, offset, d % x]
+                value = arguments["value_cache"][block, head, d, offset]
+                assert_same_bits(key, arguments["key"][token, head, d])
+                assert_same_bits(value, arguments["value"][token, head, d])
+    expected = reference.reshape_and_cache(**arguments)
+    assert_same_bits(arguments["key_cache"], expected[0])
+    assert_same_bits(arguments["value_cache"], expected[1])
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1], [0], [47], [7, 8], [5, -1, 6, 7, -1, 8, 9]], ids=str)
+def test_reshape_and_cache_edges(device, slots):
+    """No token, only padding, the first and last slot, a block boundary, padding inside a run."""
+    assert_reshape_and_cache(make_reshape_arguments(device, torch.bfloat16, slots))
+
+
+def test_reshape_and_cache_many_tokens(device, several_threads):
+    """Large enough to run in parallel, from a fused qkv."""
+    arguments = make_reshape_arguments(
+        device, torch.bfloat16, list(range(100, 1100)), 8, 128, 16, num_blocks=80, gaps=(3072, 3072)
+    )
+    assert_reshape_and_cache(arguments)
+
+
+def test_wrapper_of_reshape_and_cache(device):
+    arguments = make_reshape_arguments(device, torch.float32, [9, -1, 2])
+    expected = reference.reshape_and_cache(**arguments)
+    ops.reshape_and_cache(**arguments)
+    assert_same_bits(arguments["key_cache"], expected[0])
+    assert_same_bits(arguments["value_cache"], expected[1])
+
+
+# ---- copy_blocks, swap_blocks --------------------------------------------------------------------------------------
+
+
+@st.composite
+def mappings(draw: st.DrawFn, num_src: int, num_dst: int, distinct: bool) -> list[tuple[int, int]]:
+    """Pairs with a destination at most once each; `distinct` keeps sources and destinations apart."""
+    dst = draw(st.lists(st.integers(0, num_dst - 1), unique=True, max_size=num_dst - 1 if distinct else num_dst))
+    allowed = [block for block in range(num_src) if not (distinct and block in dst)]
+    return [(draw(st.sampled_from(allowed)), block) for block in dst]
+
+
+def mapping_tensor(pairs: list[tuple[int, int]], device) -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+
+
+@given(st.data())
+def test_copy_blocks(device, data):
+    draw = data.draw
+    dtype, generator = draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    num_blocks, num_kv_heads = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    head_size, block_size = 16 // dtype.itemsize * draw(st.integers(1, 9)), draw(st.sampled_from([8, 16, 32, 64]))
+    key_caches, value_caches = [], []
+    for _ in range(draw(st.integers(0, 3))):
+        caches = make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device)
+        key_caches.append(with_row_gap(caches[0], draw(st.sampled_from([0, 3, 512]))))
+        value_caches.append(with_row_gap(caches[1], draw(st.sampled_from([0, 3, 512]))))
+    mapping = mapping_tensor(draw(mappings(num_blocks, num_blocks, distinct=True)), device)
+    expected = reference.copy_blocks(key_caches, value_caches, mapping)
+    OPS.copy_blocks(key_caches, value_caches, mapping)
+    for cache, copy in zip(key_caches + value_caches, expected[0] + expected[1], strict=True):
+        assert_same_bits(cache, copy)
+        assert_row_gap_untouched(cache)
+
+
+@given(st.data())
+def test_swap_blocks(device, data):
+    draw = data.draw
+    dtype, generator = draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    block_shape = draw(st.sampled_from([(2, 2, 8, 16 // dtype.itemsize), (3, 24, 32), (1, 5, 7)]))
+    num_src, num_dst = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    src_gap, dst_gap = draw(st.sampled_from([0, 5])), draw(st.sampled_from([0, 7, 512]))
+    src = with_row_gap(random_bits(num_src, *block_shape, dtype=dtype, generator=generator).to(device), src_gap)
+    dst = with_row_gap(random_bits(num_dst, *block_shape, dtype=dtype, generator=generator).to(device), dst_gap)
+    mapping = mapping_tensor(draw(mappings(num_src, num_dst, distinct=False)), device)
+    expected, src_before = reference.swap_blocks(src, dst, mapping), src.clone()
+    OPS.swap_blocks(src, dst, mapping)
+    assert_same_bits(dst, expected)
+    assert_same_bits(src, src_before)
+    assert_row_gap_untouched(dst)
+
+
+def test_large_blocks(device, several_threads):
+    """Large enough for several threads and for stores past the cache."""
+    generator = torch.Generator().manual_seed(0)
+    caches = make_caches(48, 8, 128, 32, torch.float32, generator, device)
+    pairs = [(block, block + 24) for block in range(24)]
+    expected = reference.copy_blocks([caches[0]], [caches[1]], mapping_tensor(pairs, device))
+    host = torch.zeros_like(caches[0])
+    OPS.swap_blocks(caches[0], host, mapping_tensor(pairs, device))
+    assert_same_bits(host[24:], caches[0][:24])
+    OPS.copy_blocks([caches[0]], [caches[1]], mapping_tensor(pairs, device))
+    assert_same_bits(caches[0], expected[0][0])
+    assert_same_bits(caches[1], expected[1][0])
+
+
+def test_wrappers_of_copy_and_swap(device):
+    generator = torch.Generator().manual_seed(0)
+    (key, value), (host, _) = (make_caches(4, 2, 16, 8, torch.float16, generator, device) for _ in range(2))
+    mapping = mapping_tensor([(0, 3), (0, 1)], device)
+    expected_host = reference.swap_blocks(key, host, mapping)
+    expected = reference.copy_blocks([key], [value], mapping)
+    ops.swap_blocks(key, host, mapping)
+    ops.copy_blocks([key], [value], mapping)
+    for actual, wanted in [(host, expected_host), (key, expected[0][0]), (value, expected[1][0])]:
+        assert_same_bits(actual, wanted)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+# what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
+
+RESHAPE_ERRORS = {
+    "key rank": ("key", ValueError, lambda a: {"key": a["key"].flatten(1)}),
+    "key dtype": ("(key|key_cache)", TypeError, lambda a: {"key": a["key"].half()}),
+    "key float64": ("key", TypeError, lambda a: {"key": a["key"].double()}),
+    "key not dense in a row": ("key", ValueError, lambda a: {"key": a["key"].mT.contiguous().mT}),
+    "key heads": ("(key|key_cache)", ValueError, lambda a: {"key": a["key"][:, :1]}),
+    "value shape": ("value", ValueError, lambda a: {"value": a["value"][:2]}),
+    "value dtype": ("value", TypeError, lambda a: {"value": a["value"].half()}),
+    "value not dense in a row": ("value", ValueError, lambda a: {"value": a["value"].mT.contiguous().mT}),
+    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(3)}),
+    "key_cache dtype": (
+        "(key|key_cache|value_cache)",
+        TypeError,
+        lambda a: {"key_cache": a["key_cache"].half().reshape(6, 2, 2, 8, 8)},
+    ),
+    "key_cache float8": ("key_cache", TypeError, lambda a: {"key_cache": a["key_cache"].to(torch.float8_e5m2)}),
+    "key_cache x": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].reshape(6, 2, 2, 8, 8)}),
+    "key_cache not contiguous": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].mT.contiguous().mT}),
+    "value_cache dtype": ("value_cache", TypeError, lambda a: {"value_cache": a["value_cache"].half()}),
+    "value_cache blocks": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"][:5]}),
+    "value_cache layout": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"].mT.contiguous()}),
+    "value_cache not contiguous": (
+        "value_cache",
+        ValueError,
+        lambda a: {"value_cache": a["value_cache"].mT.contiguous().mT},
+    ),
+    "block size": (
+        "(key_cache|value_cache)",
+        ValueError,
+        lambda a: {"key_cache": torch.ones(6, 2, 4, 12, 4), "value_cache": torch.ones(6, 2, 16, 12)},
+    ),
+    "head size": (
+        "(key|key_cache)",
+        ValueError,
+        lambda a: {
+            "key": torch.ones(4, 2, 260),
+            "value": torch.ones(4, 2, 260),
+            "key_cache": torch.ones(6, 2, 65, 8, 4),
+            "value_cache": torch.ones(6, 2, 260, 8),
+        },
+    ),
+    "slot_mapping dtype": ("slot_mapping", TypeError, lambda a: {"slot_mapping": a["slot_mapping"].int()}),
+    "slot_mapping shape": ("(slot_mapping|key)", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][:3]}),
+    "slot_mapping rank": ("slot_mapping", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][None]}),
+    "slot past the cache": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 1, 2, 48])}),
+    "slot of 2^40": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 1, 2, 2**40])}),
+}
+
+
+@pytest.mark.parametrize("what", RESHAPE_ERRORS)
+def test_reshape_and_cache_rejects(device, what):
+    argument, error, change = RESHAPE_ERRORS[what]
+    arguments = make_reshape_arguments(device, torch.float32, [0, 1, 2, 3])
+    assert_rejected("reshape_and_cache", arguments | change(arguments), argument, error)
+
+
+def test_bad_slot_names_its_token(device):
+    arguments = make_reshape_arguments(device, torch.float32, [0, 1, 2, 48, 3])
+    match = "slot_mapping: expected .*, got 48 at token 3"
+    assert_raises_and_writes_nothing(OPS.reshape_and_cache, arguments, RuntimeError, match)
+
+
+@pytest.mark.parametrize("what", ["kv_cache_dtype", "k_scale", "v_scale"])
+def test_quantised_cache_is_not_supported_yet(device, what):
+    change = {what: "fp8" if what == "kv_cache_dtype" else torch.ones((), device=device)}
+    arguments = make_reshape_arguments(device, torch.float32, [0]) | change
+    assert_raises_and_writes_nothing(OPS.reshape_and_cache, arguments, RuntimeError, f"{what}.*not supported yet")
+
+
+MAPPING_ERRORS = {
+    "dtype": (TypeError, lambda m: m.int()),
+    "rank": (ValueError, lambda m: m.flatten()),
+    "columns": (ValueError, lambda m: torch.ones(2, 3, dtype=torch.int64)),
+    "src too large": (ValueError, lambda m: torch.tensor([[0, 1], [6, 2]])),
+    "dst too large": (ValueError, lambda m: torch.tensor([[0, 1], [2, 6]])),
+    "src negative": (ValueError, lambda m: torch.tensor([[0, 1], [-1, 2]])),
+    "dst negative": (ValueError, lambda m: torch.tensor([[0, 1], [2, -1]])),
+}
+
+
+@pytest.mark.parametrize("what", MAPPING_ERRORS)
+def test_copy_and_swap_reject_mapping(device, what):
+    error, change = MAPPING_ERRORS[what]
+    caches = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)
+    mapping = change(mapping_tensor([(0, 1), (2, 3)], device))
+    copy = {"key_caches": [caches[0]], "value_caches": [caches[1]], "block_mapping": mapping}
+    swap = {"src": caches[0], "dst": caches[0].clone(), "block_mapping": mapping}
+    assert_rejected("copy_blocks", copy, "block_mapping", error)
+    assert_rejected("swap_blocks", swap, "block_mapping", error)
+
+
+COPY_ERRORS = {
+    "one list longer": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k, k], [v])),
+    "blocks differ": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k], [v[:5]])),
+    "not contiguous": ("key_caches", ValueError, lambda k, v: ([k.mT.contiguous().mT], [v])),
+    "value not contiguous": ("value_caches", ValueError, lambda k, v: ([k], [v.mT.contiguous().mT])),
+}
+
+
+@pytest.mark.parametrize("what", COPY_ERRORS)
+def test_copy_blocks_rejects(device, what):
+    argument, error, change = COPY_ERRORS[what]
+    caches = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)
+    key_caches, value_caches = change(*caches)
+    mapping = mapping_tensor([(0, 1)], device)
+    arguments = {"key_caches": key_caches, "value_caches": value_caches, "block_mapping": mapping}
+    assert_rejected("copy_blocks", arguments, argument, error)
+
+
+SWAP_ERRORS = {
+    "dtype differs": ("dst", TypeError, lambda cache: {"dst": cache.half()}),
+    "block shape differs": ("dst", ValueError, lambda cache: {"dst": cache[:, :1].contiguous()}),
+    "src not contiguous": ("src", ValueError, lambda cache: {"src": cache.mT.contiguous().mT}),
+    "dst not contiguous": ("dst", ValueError, lambda cache: {"dst": cache.mT.contiguous().mT}),
+}
+
+
+@pytest.mark.parametrize("what", SWAP_ERRORS)
+def test_swap_blocks_rejects(device, what):
+    argument, error, change = SWAP_ERRORS[what]
+    cache, _ = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)
+    arguments = {"src": cache, "dst": cache.clone(), "block_mapping": mapping_tensor([(0, 1)], device)}
+    assert_rejected("swap_blocks", arguments | change(cache), argument, error)

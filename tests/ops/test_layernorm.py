@@ -1,0 +1,200 @@
+"""rms_norm and fused_add_rms_norm against the reference: fp32 arithmetic, one rounding at the store."""
+
+import math
+
+import pytest
+import reference
+import torch
+from checks import (
+    DTYPES,
+    assert_close_to_reference,
+    assert_rejected,
+    assert_row_gap_untouched,
+    assert_same_bits,
+    with_row_gap,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedattn_ext import ops
+
+OPS = torch.ops.pagedattn_ext
+EPSILON = 1e-6
+WIDTHS = st.integers(1, 70) | st.sampled_from([768, 1023, 1024, 2048, 2049])
+GAPS = st.sampled_from([0, 1, 16])
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0, magnitude: float = 1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * magnitude).to(dtype).to(device)
+
+
+def assert_rms_norm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, epsilon: float = EPSILON) -> None:
+    OPS.rms_norm(out, input, weight, epsilon)
+    assert_close_to_reference(out, reference.rms_norm(input, weight, epsilon))
+
+
+def assert_fused_add_rms_norm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    expected, _ = reference.fused_add_rms_norm(input, residual, weight, EPSILON)
+    expected_residual = (input.float() + residual.float()).to(input.dtype)
+    OPS.fused_add_rms_norm(input, residual, weight, EPSILON)
+    assert_close_to_reference(input, expected)
+    assert_same_bits(residual.contiguous(), expected_residual)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_tokens=st.integers(0, 9),
+    width=WIDTHS,
+    input_gap=GAPS,
+    out_gap=GAPS,
+    magnitude=st.sampled_from([1e-4, 1.0, 1e3]),
+    epsilon=st.sampled_from([1e-6, 1e-5, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_rms_norm(device, dtype, num_tokens, width, input_gap, out_gap, magnitude, epsilon, seed):
+    input = normal(num_tokens, width, dtype=dtype, device=device, seed=seed, magnitude=magnitude)
+    weight = normal(width, dtype=dtype, device=device, seed=seed + 1)
+    out = with_row_gap(torch.full_like(input, math.nan), out_gap)
+    assert_rms_norm(with_row_gap(input, input_gap), weight, out, epsilon)
+    assert_row_gap_untouched(out)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_tokens=st.integers(0, 9),
+    width=WIDTHS,
+    input_gap=GAPS,
+    residual_gap=GAPS,
+    seed=st.integers(0, 99),
+)
+def test_fused_add_rms_norm(device, dtype, num_tokens, width, input_gap, residual_gap, seed):
+    input = with_row_gap(normal(num_tokens, width, dtype=dtype, device=device, seed=seed), input_gap)
+    residual = with_row_gap(normal(num_tokens, width, dtype=dtype, device=device, seed=seed + 1), residual_gap)
+    assert_fused_add_rms_norm(input, residual, normal(width, dtype=dtype, device=device, seed=seed + 2))
+    assert_row_gap_untouched(input)
+    assert_row_gap_untouched(residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (7,), (1023,), (0, 64), (2, 3, 64), (2, 0, 64), (3, 1), (2, 2, 2, 7)], ids=str)
+def test_shapes(device, dtype, shape):
+    """One row without a leading dimension, no rows, several leading dimensions, odd widths."""
+    input = normal(*shape, dtype=dtype, device=device)
+    weight = normal(shape[-1], dtype=dtype, device=device, seed=1)
+    assert_rms_norm(input, weight, torch.full_like(input, math.nan))
+    assert_fused_add_rms_norm(input, normal(*shape, dtype=dtype, device=device, seed=2), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evenly_spaced_rows_of_several_dimensions(device, dtype):
+    input = with_row_gap(normal(6, 40, dtype=dtype, device=device), 3).unflatten(0, (2, 3))
+    weight = normal(40, dtype=dtype, device=device, seed=1)
+    out = with_row_gap(torch.zeros(6, 40, dtype=dtype, device=device), 5)
+    assert_rms_norm(input, weight, out.unflatten(0, (2, 3)))
+    assert_row_gap_untouched(out)
+    residual = with_row_gap(normal(6, 40, dtype=dtype, device=device, seed=2), 7)
+    assert_fused_add_rms_norm(input, residual.unflatten(0, (2, 3)), weight)
+    assert_row_gap_untouched(input.flatten(0, 1))
+    assert_row_gap_untouched(residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows(device, several_threads, dtype):
+    """Large enough to run in parallel."""
+    input = normal(300, 1024, dtype=dtype, device=device)
+    weight = normal(1024, dtype=dtype, device=device, seed=1)
+    assert_rms_norm(input, weight, torch.full_like(input, math.nan))
+    assert_fused_add_rms_norm(input, normal(300, 1024, dtype=dtype, device=device, seed=2), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_within_eager_pytorch(device, dtype):
+    """What the one rounding says more sharply, against the yardstick that the other families use."""
+    input, weight = normal(64, 515, dtype=dtype, device=device), normal(515, dtype=dtype, device=device, seed=1)
+    out = ops.rms_norm(input, weight, EPSILON)
+    expected, eager = (reference.rms_norm(input, weight, EPSILON, compute) for compute in (torch.float64, dtype))
+    assert_close_to_reference(out, expected, eager)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_in_place(device, dtype):
+    input, weight = normal(5, 100, dtype=dtype, device=device), normal(100, dtype=dtype, device=device, seed=1)
+    expected = ops.rms_norm(input, weight, EPSILON)
+    OPS.rms_norm(input, input, weight, EPSILON)
+    assert_same_bits(input, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_is_of_the_unrounded_sum(device, dtype):
+    """A residual so large that the rounded sum loses the input; the norm of the exact sum does not."""
+    residual = torch.full((1, 64), 256.0, dtype=dtype, device=device)
+    input = torch.linspace(0, 1, 64, device=device).to(dtype)[None]
+    assert_fused_add_rms_norm(input, residual, torch.ones(64, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_and_large_values(device, dtype):
+    """A row of zeros stays zeros; squares beyond fp16 do not overflow; NaN stays in its row."""
+    input = torch.stack([torch.zeros(33), torch.full((33,), 3e4), torch.full((33,), math.nan), torch.ones(33)])
+    out = ops.rms_norm(input.to(dtype).to(device), torch.ones(33, dtype=dtype, device=device), EPSILON)
+    assert_same_bits(out[0], torch.zeros_like(out[0]))
+    assert_close_to_reference(out[1], torch.ones_like(out[1]))
+    assert out[2].isnan().all()
+    assert_close_to_reference(out[3], torch.full_like(out[3], (1 + EPSILON) ** -0.5, dtype=torch.float64))
+
+
+def test_wrappers(device):
+    input, residual = (normal(3, 40, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
+    weight = normal(40, dtype=torch.float32, device=device, seed=2)
+    out = torch.empty_like(input)
+    assert ops.rms_norm(input, weight, out=out) is out
+    assert_same_bits(ops.rms_norm(input, weight, 1e-6), out)
+    expected, _ = reference.fused_add_rms_norm(input, residual, weight, 1e-6)
+    result = ops.fused_add_rms_norm(input, residual, weight)
+    assert result[0] is input and result[1] is residual
+    assert_close_to_reference(input, expected)
+
+
+# what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
+RMS_NORM_ERRORS = {
+    "input dtype": ("input", TypeError, lambda a: {"input": a["input"].long(), "out": a["out"].long()}),
+    "input scalar": ("input", ValueError, lambda a: {"input": a["input"][0, 0], "out": a["out"][0, 0]}),
+    "input not dense in a row": ("input", ValueError, lambda a: {"input": a["input"].T.contiguous().T}),
+    "input rows not evenly spaced": (
+        "input",
+        ValueError,
+        lambda a: {"input": torch.ones(2, 3, 6).transpose(0, 1), "out": torch.ones(3, 2, 6)},
+    ),
+    "weight shape": ("weight", ValueError, lambda a: {"weight": a["weight"][:5]}),
+    "weight rank": ("weight", ValueError, lambda a: {"weight": a["weight"][None]}),
+    "weight dtype": ("weight", TypeError, lambda a: {"weight": a["weight"].half()}),
+    "weight not contiguous": ("weight", ValueError, lambda a: {"weight": torch.ones(12)[::2]}),
+    "out shape": ("out", ValueError, lambda a: {"out": a["out"][:2]}),
+    "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
+    "out not dense in a row": ("out", ValueError, lambda a: {"out": a["out"].T.contiguous().T}),
+}
+FUSED_ERRORS = {
+    "input dtype": ("input", TypeError, lambda a: {"input": a["input"].double(), "residual": a["residual"].double()}),
+    "residual shape": ("residual", ValueError, lambda a: {"residual": a["residual"][:2]}),
+    "residual dtype": ("residual", TypeError, lambda a: {"residual": a["residual"].half()}),
+    "residual not dense": ("residual", ValueError, lambda a: {"residual": a["residual"].T.contiguous().T}),
+    "weight shape": ("weight", ValueError, lambda a: {"weight": a["weight"][:5]}),
+    "weight dtype": ("weight", TypeError, lambda a: {"weight": a["weight"].half()}),
+}
+
+
+@pytest.mark.parametrize("what", RMS_NORM_ERRORS)
+def test_rms_norm_rejects(device, what):
+    argument, error, change = RMS_NORM_ERRORS[what]
+    input = normal(3, 6, dtype=torch.float32, device=device)
+    arguments = {"out": torch.zeros_like(input), "input": input, "weight": input[0].clone(), "epsilon": EPSILON}
+    assert_rejected("rms_norm", arguments | change(arguments), argument, error)
+
+
+@pytest.mark.parametrize("what", FUSED_ERRORS)
+def test_fused_add_rms_norm_rejects(device, what):
+    argument, error, change = FUSED_ERRORS[what]
+    input = normal(3, 6, dtype=torch.float32, device=device)
+    arguments = {"input": input, "residual": input.clone(), "weight": input[0].clone(), "epsilon": EPSILON}
+    assert_rejected("fused_add_rms_norm", arguments | change(arguments), argument, error)

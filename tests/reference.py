@@ -1,0 +1,205 @@
+"""Plain-torch references of the ops: the formula and nothing else, sharing no code with the package.
+
+A function has its op's name and takes the op's inputs, but never writes to them: it returns what the op writes, in the
+dtype of the arithmetic. `dtype` is that dtype: float64 (the default) gives the reference, the tensors' own dtype gives
+the form a PyTorch user would write, which is the yardstick of `checks.assert_close_to_reference`.
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+# ---- the paged layout ----------------------------------------------------------------------------------------------
+# x = 16 / element_size
+# key_cache   [num_blocks, num_kv_heads, head_size / x, block_size, x]
+# value_cache [num_blocks, num_kv_heads, head_size, block_size]
+
+
+def make_caches(
+    num_blocks: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A key and a value cache in which every slot is NaN."""
+    x = 16 // dtype.itemsize
+    key_cache = torch.full((num_blocks, num_kv_heads, head_size // x, block_size, x), math.nan, dtype=dtype)
+    value_cache = torch.full((num_blocks, num_kv_heads, head_size, block_size), math.nan, dtype=dtype)
+    return key_cache, value_cache
+
+
+def slots_of(block_table: Tensor, seq_len: int, block_size: int) -> Tensor:
+    """The slots (block * block_size + offset) of tokens 0..seq_len-1 of the sequence with this row of block_tables."""
+    token = torch.arange(seq_len, device=block_table.device)
+    return block_table.long()[token // block_size] * block_size + token % block_size
+
+
+def gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of reshape_and_cache: the key and value [num_tokens, num_kv_heads, head_size] at these slots."""
+    block_size = value_cache.shape[3]
+    block, offset = slots // block_size, slots % block_size
+    return key_cache[block, :, :, offset].flatten(2), value_cache[block, :, :, offset]
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """key_cache[block, head, d // x, offset, d % x] = key[token, head, d], and
+    value_cache[block, head, d, offset] = value[token, head, d];
+    block, offset = divmod(slot_mapping[token], block_size); tokens with a negative slot are skipped.
+    """
+    block_size, x = key_cache.shape[3:]
+    kept = slot_mapping >= 0
+    block, offset = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    key_cache[block, :, :, offset] = key[kept].unflatten(2, (-1, x))
+    value_cache[block, :, :, offset] = value[kept]
+    return key_cache, value_cache
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
+    """dst[j] = src[i] for each pair (i, j) of block_mapping."""
+    dst = dst.clone()
+    for i, j in block_mapping.tolist():
+        dst[j] = src[i]
+    return dst
+
+
+def copy_blocks(
+    key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """cache[j] = cache[i] for each pair (i, j) of block_mapping, in every cache."""
+    return (
+        [swap_blocks(cache, cache, block_mapping) for cache in key_caches],
+        [swap_blocks(cache, cache, block_mapping) for cache in value_caches],
+    )
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,  # [num_rows, num_heads, head_size]
+    key: Tensor,  # [seq_len, num_kv_heads, head_size]
+    value: Tensor,  # [seq_len, num_kv_heads, head_size]
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last num_rows positions of one sequence; returns out and lse [num_rows, num_heads].
+
+    logits[i, j] = cap(scale * q_i . k_j) + slope * (j - p_i),  p_i = seq_len - num_rows + i,  cap(z) = c * tanh(z / c)
+    over max(0, p_i - window + 1) <= j <= p_i;  lse_i = log(sum_j exp(logits[i, j]) + exp(sink));
+    out_i = sum_j exp(logits[i, j] - lse_i) * v_j; zeros where row i sees no token.
+    The softmax is taken in fp32 at least, as careful PyTorch code does.
+    """
+    num_rows, num_heads, head_size = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    softmax_dtype = torch.promote_types(dtype, torch.float32)
+    query = query.to(dtype).reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_size)
+    key, value = key.to(dtype), value.to(dtype)
+
+    logits = (torch.einsum("qhgd,khd->hgqk", query, key) * scale).to(softmax_dtype).flatten(0, 1)
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    position = torch.arange(seq_len - num_rows, seq_len, device=query.device)[:, None]  # [num_rows, 1]
+    token = torch.arange(seq_len, device=query.device)[None, :]  # [1, seq_len]
+    if alibi_slopes is not None:
+        logits = logits + alibi_slopes[:, None, None].to(softmax_dtype) * (token - position)
+    visible = token <= position
+    if sliding_window is not None:
+        visible &= token > position - sliding_window
+    logits = logits.masked_fill(~visible, -math.inf)
+
+    denominator = logits
+    if sinks is not None:
+        denominator = torch.cat([logits, sinks.to(softmax_dtype)[:, None, None].expand(-1, num_rows, 1)], dim=2)
+    lse = torch.logsumexp(denominator, dim=2, keepdim=True)  # [num_heads, num_rows, 1]
+    probs = torch.where(visible, torch.exp(logits - lse), 0).to(dtype)
+    out = torch.einsum("hgqk,khd->qhgd", probs.unflatten(0, (num_kv_heads, -1)), value)
+    return out.flatten(1, 2), lse.squeeze(2).T
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of each sequence s on rows query[query_start_loc[s]:query_start_loc[s + 1]] and its gathered K and V.
+
+    Without query_start_loc each sequence has one row. `options` are those of `attention`.
+    """
+    starts = range(len(seq_lens) + 1) if query_start_loc is None else query_start_loc.tolist()
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    lse = torch.zeros(query.shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=query.device)
+    for (begin, end), block_table, seq_len in zip(pairwise(starts), block_tables, seq_lens.tolist(), strict=True):
+        key, value = gather(key_cache, value_cache, slots_of(block_table, seq_len, value_cache.shape[3]))
+        out[begin:end], lse[begin:end] = attention(query[begin:end], key, value, dtype=dtype, **options)
+    return out, lse
+
+
+def paged_attention_v1(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, **options
+) -> Tensor:
+    """`paged_attention` of one row per sequence, without its lse."""
+    return paged_attention(query, key_cache, value_cache, block_tables, seq_lens, **options)[0]
+
+
+# ---- layernorm, pos_encoding, activation ---------------------------------------------------------------------------
+
+
+def rms_norm(input: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """input / sqrt(mean(input ** 2) + epsilon) * weight, the mean over the last dimension."""
+    input = input.to(dtype)
+    return input * torch.rsqrt(input.square().mean(-1, keepdim=True) + epsilon) * weight.to(dtype)
+
+
+def fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """residual = input + residual; input = rms_norm(residual), of the sum before it is rounded."""
+    residual = input.to(dtype) + residual.to(dtype)
+    return rms_norm(residual, weight, epsilon, dtype), residual
+
+
+def rotate_neox(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of each head (x1, x2, rest), with x1 and x2 of rot_dim / 2: (x1 cos - x2 sin, x2 cos + x1 sin, rest)."""
+    half = cos.shape[-1]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
+
+
+def rotary_embedding_neox(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """`rotate_neox` of every head of token t by cos, sin = cos_sin_cache[positions[t]]."""
+    cos, sin = cos_sin_cache[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rot_dim / 2] each
+    query_heads, key_heads = (x.to(dtype).flatten(1).unflatten(1, (-1, head_size)) for x in (query, key))
+    rotated_query, rotated_key = (rotate_neox(x, cos, sin) for x in (query_heads, key_heads))
+    return rotated_query.reshape(query.shape), rotated_key.reshape(key.shape)
+
+
+def silu_and_mul(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """gate * sigmoid(gate) * up of input = (gate, up), halves of the last dimension."""
+    gate, up = input.to(dtype).chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def gelu_new(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    x = input.to(dtype)
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,283 @@
+"""Imports and includes go one way: the diagram of the two packages and of csrc/, held by a test.
+
+ARROWS is the diagram. A module may import what its arrows lead to, in any number of steps; nothing else of ours.
+"""
+
+import ast
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVE = ROOT / "python" / "pagedattn_serve"
+EXT = ROOT / "src" / "pagedattn_ext"
+CSRC = ROOT / "csrc"
+
+# Module of pagedattn_serve -> the next ones to the right. "__init__" is the package itself, its lazy exports.
+ARROWS: dict[str, set[str]] = {
+    "__init__": {"llm"},
+    "cli": {"llm"},
+    "llm": {"engine"},
+    "engine": {"scheduler", "model_runner", "detokenizer", "outputs"},
+    # the scheduler's branch: counts
+    "scheduler": {"block_manager", "batch"},
+    "block_manager": {"block_allocator", "sequence", "config"},
+    "block_allocator": set(),
+    # the runner's branch: computes
+    "model_runner": {"models", "sampler", "cache_engine", "batch"},
+    "models": {"models.loader"},
+    "models.loader": {"models.gpt2", "models.llama"},
+    "models.gpt2": {"layers"},
+    "models.llama": {"layers"},
+    "layers": {"metadata", "config", "pagedattn_ext"},
+    "metadata": set(),
+    "sampler": {"sampling_params", "pagedattn_ext"},
+    "cache_engine": {"config", "pagedattn_ext"},
+    # plain data that both branches read
+    "outputs": {"sequence"},
+    "detokenizer": set(),
+    "batch": {"sequence"},
+    "sequence": {"sampling_params"},
+    "sampling_params": {"config"},
+    "config": set(),
+    # the op package: nothing of ours to its right
+    "pagedattn_ext": set(),
+}
+SCHEDULER_BRANCH = {"scheduler", "block_manager", "block_allocator"}
+RUNNER_BRANCH = {"model_runner", "models", "models.loader", "models.gpt2", "models.llama", "layers", "metadata"} | {
+    "sampler",
+    "cache_engine",
+    "pagedattn_ext",
+}
+TORCH_FREE = SCHEDULER_BRANCH | {"batch", "sequence", "sampling_params", "config"}
+
+ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding"}
+
+
+def reachable(module: str) -> set[str]:
+    """All modules that the arrows of `module` lead to."""
+    found: set[str] = set()
+    ahead = list(ARROWS[module])
+    while ahead:
+        target = ahead.pop()
+        if target not in found:
+            found.add(target)
+            ahead.extend(ARROWS[target])
+    return found
+
+
+def imported_names(source: str, package: str) -> Iterator[str]:
+    """Absolute dotted name of each import in a module of `package`, wherever it stands (TYPE_CHECKING counts)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_of(name: str) -> str | None:
+    """The key of ARROWS that an imported name belongs to: its longest listed prefix. None if it is not ours."""
+    top, *parts = name.split(".")
+    if top == "pagedattn_ext":
+        return top
+    if top != "pagedattn_serve":
+        return None
+    for length in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:length])) in ARROWS:
+            return module
+    return "__init__"
+
+
+def serve_errors(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Wrong imports of one module of pagedattn_serve."""
+    if module not in ARROWS:
+        return [
+            f"{module} is not in ARROWS of tests/test_layering.py: give it a place in the diagram, then a line there"
+        ]
+    path = "pagedattn_serve" if module == "__init__" else f"pagedattn_serve.{module}"
+    allowed = reachable(module) | {module}
+    errors = []
+    for name in imported_names(source, path if is_package else path.rpartition(".")[0]):
+        target = module_of(name)
+        if target is not None and target not in allowed:
+            errors.append(f"{module} imports {name}, but its arrows lead only to {sorted(allowed - {module})}")
+        if module in TORCH_FREE and name.split(".")[0] == "torch":
+            errors.append(f"{module} imports {name}, but must stay free of torch")
+    return errors
+
+
+def ext_errors(module: str, source: str) -> list[str]:
+    """Wrong imports of one module of pagedattn_ext."""
+    names = imported_names(source, "pagedattn_ext")
+    return [f"pagedattn_ext/{module} imports {name}" for name in names if name.split(".")[0] == "pagedattn_serve"]
+
+
+def is_torch_free(path: str) -> bool:
+    """Whether a file of csrc/ belongs to the kernels: kernel sources, the headers of a room, and what they share."""
+    name = posixpath.basename(path)
+    if name.endswith(("_cpu.cpp", ".cu", ".cuh")):
+        return True
+    if path.split("/")[0] in ROOMS:
+        return name.endswith(".h")
+    return path in {"cpu_vec.h", "types.h", "dispatch.h"}
+
+
+def includes(path: str, files: dict[str, str]) -> list[str]:
+    """What a file includes; our own files as paths from csrc/."""
+    folder = posixpath.dirname(path)
+    found = []
+    for quote, target in re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)', files[path], re.MULTILINE):
+        beside = posixpath.normpath(posixpath.join(folder, target))
+        found.append(beside if quote == '"' and (beside in files or target.startswith("..")) else target)
+    return found
+
+
+def torch_chains(path: str, files: dict[str, str], seen: set[str]) -> Iterator[str]:
+    """Each way from a file to a torch header, also through our own headers, as "a.h -> b.h -> torch/c.h"."""
+    seen.add(path)
+    for target in includes(path, files):
+        if target.startswith(("torch/", "ATen/", "c10/")):
+            yield f"{path} -> {target}"
+        elif target in files and target not in seen:
+            yield from (f"{path} -> {chain}" for chain in torch_chains(target, files, seen))
+
+
+def csrc_errors(files: dict[str, str]) -> list[str]:
+    """Wrong includes in csrc/, given as path -> text."""
+    errors = []
+    for path in sorted(files):
+        room = path.split("/")[0]
+        if room in ROOMS:
+            others = ROOMS - {room}
+            errors += [
+                f"{path} includes {t}, of another room" for t in includes(path, files) if t.split("/")[0] in others
+            ]
+        if is_torch_free(path):
+            errors += [f"a kernel file must not see torch: {chain}" for chain in torch_chains(path, files, set())]
+    return errors
+
+
+def test_imports_of_pagedattn_serve() -> None:
+    errors = []
+    for path in sorted(SERVE.rglob("*.py")):
+        is_package = path.name == "__init__.py"
+        parts = path.relative_to(SERVE).with_suffix("").parts
+        module = ".".join(parts[:-1] if is_package and len(parts) > 1 else parts)
+        errors += serve_errors(module, path.read_text(), is_package=is_package)
+    assert not errors, "\n".join(errors)
+    assert (SERVE / "scheduler.py").exists()
+
+
+def test_imports_of_pagedattn_ext() -> None:
+    paths = sorted(EXT.rglob("*.py"))
+    assert paths
+    errors = [error for path in paths for error in ext_errors(path.name, path.read_text())]
+    assert not errors, "\n".join(errors)
+
+
+def test_includes_of_csrc() -> None:
+    paths = [path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    assert paths
+    errors = csrc_errors({path.relative_to(CSRC).as_posix(): path.read_text() for path in paths})
+    assert not errors, "\n".join(errors)
+
+
+def test_scheduling_loads_without_torch() -> None:
+    program = (
+        f"import importlib, sys; sys.path.insert(0, {str(SERVE.parent)!r}); sys.modules['torch'] = None\n"
+        f"for module in {sorted(TORCH_FREE)}: importlib.import_module('pagedattn_serve.' + module)\n"
+        "assert 'pagedattn_ext' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_arrows_never_go_back() -> None:
+    for module in ARROWS:
+        assert module not in reachable(module), f"{module} can reach itself"
+    for module in SCHEDULER_BRANCH:
+        assert not reachable(module) & RUNNER_BRANCH
+    for module in RUNNER_BRANCH:
+        assert not reachable(module) & SCHEDULER_BRANCH
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("scheduler", "import torch"),
+        ("batch", "from torch.nn import Module"),
+        ("scheduler", "from pagedattn_serve.model_runner import ModelRunner"),
+        ("scheduler", "from pagedattn_serve import model_runner"),
+        ("scheduler", "from . import sampler"),
+        ("scheduler", "from .sampler import sample"),
+        ("scheduler", "import pagedattn_serve.engine"),
+        ("scheduler", "from pagedattn_serve import LLM"),
+        ("scheduler", "def f():\n    from pagedattn_serve.cache_engine import CacheEngine"),
+        ("block_manager", "import pagedattn_ext"),
+        ("block_allocator", "from pagedattn_serve.block_manager import BlockManager"),
+        ("model_runner", "if TYPE_CHECKING:\n    from pagedattn_serve.scheduler import Scheduler"),
+        ("cache_engine", "from pagedattn_serve.block_manager import BlockManager"),
+        ("layers", "from pagedattn_serve.models.llama import Llama"),
+        ("models.llama", "from ..model_runner import ModelRunner"),
+        ("models.llama", "from .gpt2 import Block"),
+        ("planted", ""),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert len(serve_errors(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine", "import torch\nfrom pagedattn_serve.scheduler import Scheduler\nfrom .sequence import Sequence"),
+        ("models.llama", "from ..layers import Linear\nfrom pagedattn_ext import ops"),
+        ("model_runner", "from pagedattn_serve.models.loader import load_model"),
+        ("scheduler", "from collections import deque\nfrom pagedattn_serve import batch"),
+    ],
+)
+def test_a_right_import_passes(module: str, source: str) -> None:
+    assert serve_errors(module, source) == []
+
+
+def test_the_op_package_must_not_import_serving() -> None:
+    assert ext_errors("ops.py", "from pagedattn_serve import LLM") and not ext_errors("ops.py", "from . import _C")
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"cache/cache_cpu.cpp": "#include <torch/csrc/stable/tensor.h>"},
+        {"cache/cache_cuda.cu": "#include <ATen/ATen.h>"},
+        {"ptx.cuh": "  #  include <c10/core/Device.h>"},
+        {"cache/cache.h": '#include "torch_utils.h"'},
+        {"types.h": '#include "torch_utils.h"'},
+        {"cpu_vec.h": '#include "more.h"', "more.h": '#include "torch_utils.h"'},
+        {"cache/cache.cpp": '#include "attention/attention.h"'},
+        {"cache/cache.cpp": '#include "../attention/attention.h"'},
+    ],
+)
+def test_a_wrong_include_is_found(planted: dict[str, str]) -> None:
+    assert len(csrc_errors({"torch_utils.h": "#include <torch/csrc/stable/tensor.h>", **planted})) == 1
+
+
+def test_right_includes_pass() -> None:
+    files = {
+        "torch_utils.h": '#include <torch/csrc/stable/tensor.h>\n#include "types.h"',
+        "types.h": "#include <cstdint>",
+        "cache/cache.h": '#include "types.h"',
+        "ops.h": '#include "torch_utils.h"',
+        "cache/cache.cpp": '#include "cache.h"\n#include "ops.h"\n#include "../torch_utils.h"',
+        "cache/cache_cpu.cpp": '#include "cache/cache.h"\n// #include <torch/all.h>',
+        "torch_bindings.cpp": '#include "cache/cache.h"\n#include "ops.h"',
+    }
+    assert csrc_errors(files) == []
