@@ -41,7 +41,6 @@ typedef float Vec __attribute__((vector_size(VEC_BYTES)));
 typedef int32_t IntVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint32_t UintVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t ShortVec __attribute__((vector_size(VEC_BYTES / 2)));
-typedef float Lane __attribute__((vector_size(16)));
 
 // ---- building vectors ----------------------------------------------------------------------------------------------
 
@@ -70,14 +69,15 @@ PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf index_of) {
   return shuffle(a, b, index_of, std::make_integer_sequence<int, VEC_SIZE>{});
 }
 
-template <int... I>
-PAGEDATTN_INLINE Vec repeat_lane(Lane lane, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(lane, lane, (I % 4)...);
-}
-
-// Four floats, repeated in every 128-bit lane.
+// Four floats, repeated in every 128-bit lane. Intrinsics: GCC 12 would go through memory, and stall on it.
 PAGEDATTN_INLINE Vec load_repeated_lane(const float* source) {
-  return repeat_lane(load_as<Lane>(source), std::make_integer_sequence<int, VEC_SIZE>{});
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(source));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(source));
+#else
+  return load_as<Vec>(source);
+#endif
 }
 
 template <int... I>
@@ -91,6 +91,18 @@ PAGEDATTN_INLINE IntVec iota() {
 PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) {
   return mask ? if_true : if_false;
 }
+// a * b + c. Written out wherever a product is added: the compiler is told not to contract on its own, as it would do
+// so in one copy of an inlined function and not in another, and the same row would give other bits in another batch.
+PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 PAGEDATTN_INLINE Vec max(Vec a, Vec b) {
   return a > b ? a : b;
 }
@@ -101,8 +113,35 @@ PAGEDATTN_INLINE Vec min(Vec a, Vec b) {
 // ---- conversions: 16-bit storage <-> fp32, round to nearest even
 // ------------------------------------------------------
 
+// Intrinsics, as GCC 12 takes vectors apart for __builtin_convertvector between these widths. For AVX512 in their
+// masked forms with all bits set: they are the same instructions, and GCC 12 warns inside the plain ones (its bug
+// 105593).
+#if defined(__AVX512F__)
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
+  return (UintVec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits);
+}
+PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
+  return (ShortVec)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits);
+}
+#elif defined(__AVX2__)
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
+  return (UintVec)_mm256_cvtepu16_epi32((__m128i)bits);
+}
+PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
+  const __m256i low = _mm256_and_si256((__m256i)bits, _mm256_set1_epi32(0xffff));
+  return (ShortVec)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+}
+#else
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
+  return __builtin_convertvector(bits, UintVec);
+}
+PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
+  return __builtin_convertvector(bits, ShortVec);
+}
+#endif
+
 PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) {
-  return (Vec)(__builtin_convertvector(bits, UintVec) << 16);
+  return (Vec)(widen(bits) << 16);
 }
 
 // In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree.
@@ -110,11 +149,10 @@ PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
   const UintVec bits = (UintVec)value;
   const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const UintVec quiet_nan = (bits >> 16) | 0x40;
-  return __builtin_convertvector(value == value ? rounded : quiet_nan, ShortVec);
+  return narrow(value == value ? rounded : quiet_nan);
 }
 
 #if defined(__AVX512F__)
-// The masked forms, all bits set, are the same instructions: GCC 12 warns inside the plain ones (bug 105593).
 PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
 }
@@ -132,7 +170,7 @@ PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
 // Source of both: F. Giesen, "half<->float conversions" (public domain): rebias the exponent; denormals go through a
 // float addition, which does the normalisation or the rounding.
 PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
-  const UintVec half = __builtin_convertvector(bits, UintVec);
+  const UintVec half = widen(bits);
   const UintVec magnitude = half & 0x7fff;
   const UintVec rebiased = (magnitude << 13) + (112u << 23);
   const Vec denormal = (Vec)(rebiased + (1u << 23)) - 0x1p-14f;
@@ -148,7 +186,7 @@ PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
   const UintVec overflow = magnitude > 0x7f800000 ? UintVec{} + 0x7e00 : UintVec{} + 0x7c00;
   UintVec result = magnitude < 0x38800000 ? denormal : normal;
   result = magnitude >= 0x47800000 ? overflow : result;
-  return __builtin_convertvector(result | ((bits >> 16) & 0x8000), ShortVec);
+  return narrow(result | ((bits >> 16) & 0x8000));
 }
 #endif
 
@@ -210,20 +248,26 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
 // ---- functions
 // -------------------------------------------------------------------------------------------------------
 
+// c[0] + c[1] x + c[2] x^2 + ...
+template <int N>
+PAGEDATTN_INLINE Vec polynomial(Vec x, const float (&c)[N]) {
+  Vec sum = broadcast(c[N - 1]);
+  PAGEDATTN_UNROLL
+  for (int i = N - 2; i >= 0; --i) sum = fma(sum, x, broadcast(c[i]));
+  return sum;
+}
+
 // e^x within 2 ulp; 0 below -87.3, infinity above 88.7. Cephes expf: x = n ln 2 + r, a polynomial in r, times 2^n.
 PAGEDATTN_INLINE Vec exp(Vec x) {
-  constexpr float ROUND_TO_INT = 0x1.8p23f;
+  const Vec round_to_int = broadcast(0x1.8p23f);
   const Vec clamped = min(max(x, broadcast(-87.33654f)), broadcast(88.72283f));
-  const Vec n = min((clamped * 1.44269504f + ROUND_TO_INT) - ROUND_TO_INT, broadcast(127.0f));
-  const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const Vec n = min(fma(clamped, broadcast(1.44269504f), round_to_int) - round_to_int, broadcast(127.0f));
+  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), clamped));
+  const Vec p = polynomial(
+      r, {5.0000001201e-1f, 1.6666665459e-1f, 4.1665795894e-2f, 8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f});
+  const Vec mantissa = fma(p, r * r, r) + 1.0f;
   const Vec power_of_two = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
-  Vec result = select(x < -87.33654f, Vec{}, p * power_of_two);
+  Vec result = select(x < -87.33654f, Vec{}, mantissa * power_of_two);
   result = select(x > 88.72283f, broadcast(__builtin_inff()), result);
   return select(x == x, result, x);
 }
@@ -235,8 +279,15 @@ PAGEDATTN_INLINE float exp(float x) {
 PAGEDATTN_INLINE Vec sigmoid(Vec x) {
   return 1.0f / (1.0f + exp(-x));
 }
+
+// Cephes tanhf: near 0, where the quotient would lose digits, a polynomial.
 PAGEDATTN_INLINE Vec tanh(Vec x) {
-  return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  const Vec square = x * x;
+  const Vec p = polynomial(
+      square, {-3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f, -5.70498872745e-3f});
+  const Vec near_zero = fma(p * square, x, x);
+  const Vec quotient = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  return select(square < 0.625f * 0.625f, near_zero, quotient);
 }
 
 // ---- reductions

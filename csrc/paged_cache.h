@@ -31,14 +31,13 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   cache.head_size = key_cache.size(2) * x;
   cache.block_size = key_cache.size(3);
   cache.key_block_stride = key_cache.stride(0);
-  door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ",
-             sizes_text(key_cache.sizes()));
+  door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
   door.check(cache.head_size > 0 && cache.head_size <= MAX_HEAD_SIZE, "key_cache", "expected a head size of ", x,
-             " to ", MAX_HEAD_SIZE, ", got ", cache.head_size, " (shape ", sizes_text(key_cache.sizes()), ")");
+             " to ", MAX_HEAD_SIZE, ", got ", cache.head_size, " (shape ", key_cache.sizes(), ")");
   door.check(cache.block_size >= MIN_BLOCK_SIZE && cache.block_size <= MAX_BLOCK_SIZE &&
                  (cache.block_size & (cache.block_size - 1)) == 0,
              "key_cache", "expected a block size that is a power of two from ", MIN_BLOCK_SIZE, " to ", MAX_BLOCK_SIZE,
-             ", got ", cache.block_size, " (shape ", sizes_text(key_cache.sizes()), ")");
+             ", got ", cache.block_size, " (shape ", key_cache.sizes(), ")");
 
   door.dtype("value_cache", value_cache, key_cache.scalar_type());
   door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});

@@ -76,14 +76,21 @@ class Door {
  public:
   explicit Door(const char* op) : op_(op) {}
 
+  // `text` may hold sizes and dtypes as they are.
   template <typename... Text>
   void check(bool condition, const char* argument, const Text&... text) const {
     if (!condition) [[unlikely]]
       fail(argument, text...);
   }
 
+  // None reaches an op as a tensor without anything.
+  void defined(const char* argument, const Tensor& tensor) const {
+    check(tensor.defined(), argument, "expected a tensor, got None");
+  }
+
   // float32, float16 or bfloat16.
   DType float_dtype(const char* argument, const Tensor& tensor) const {
+    defined(argument, tensor);
     switch (tensor.scalar_type()) {
       case ScalarType::Float:
         return DType::FLOAT32;
@@ -92,18 +99,18 @@ class Door {
       case ScalarType::BFloat16:
         return DType::BFLOAT16;
       default:
-        fail(argument, "expected dtype float32, float16 or bfloat16, got ", dtype_name(tensor.scalar_type()));
+        fail(argument, "expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
     }
   }
 
   void dtype(const char* argument, const Tensor& tensor, ScalarType expected) const {
-    check(tensor.scalar_type() == expected, argument, "expected dtype ", dtype_name(expected), ", got ",
-          dtype_name(tensor.scalar_type()));
+    defined(argument, tensor);
+    check(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
   }
 
   void rank(const char* argument, const Tensor& tensor, int64_t expected) const {
     check(tensor.dim() == expected, argument, "expected ", expected, " dimensions, got ", tensor.dim(), " (shape ",
-          sizes_text(tensor.sizes()), ")");
+          tensor.sizes(), ")");
   }
 
   // Sizes that are ANY are not looked at.
@@ -111,7 +118,7 @@ class Door {
     const auto sizes = tensor.sizes();
     const auto fits = [](int64_t size, int64_t wanted) { return wanted == ANY || size == wanted; };
     check(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end(), fits), argument, "expected shape ",
-          sizes_text(expected), ", got ", sizes_text(sizes));
+          expected, ", got ", sizes);
   }
 
   void shape(const char* argument, const Tensor& tensor, std::initializer_list<int64_t> expected) const {
@@ -124,8 +131,7 @@ class Door {
     int64_t expected = 1;
     for (int64_t dim = tensor.dim() - 1; dim >= first_dim; --dim) {
       check(tensor.size(dim) == 1 || tensor.stride(dim) == expected, argument, "expected dimensions from ", first_dim,
-            " on to be contiguous, got shape ", sizes_text(tensor.sizes()), " with strides ",
-            sizes_text(tensor.strides()));
+            " on to be contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
       expected *= tensor.size(dim);
     }
   }
@@ -149,7 +155,7 @@ class Door {
       view.num_rows *= tensor.size(dim);
     }
     check(collapses, argument, "expected a contiguous last dimension and evenly spaced rows, got shape ",
-          sizes_text(tensor.sizes()), " with strides ", sizes_text(tensor.strides()));
+          tensor.sizes(), " with strides ", tensor.strides());
     return view;
   }
 
@@ -172,8 +178,16 @@ class Door {
   [[noreturn]] void fail(const char* argument, const Text&... text) const {
     std::ostringstream message;
     message << op_ << ": " << argument << ": ";
-    ((message << text), ...);
+    (write(message, text), ...);
     throw std::runtime_error(message.str());
+  }
+
+  // Text is put together only for a check that failed.
+  static void write(std::ostream& message, IntHeaderOnlyArrayRef sizes) { message << sizes_text(sizes); }
+  static void write(std::ostream& message, ScalarType dtype) { message << dtype_name(dtype); }
+  template <typename Text>
+  static void write(std::ostream& message, const Text& text) {
+    message << text;
   }
 
   const char* op_;

@@ -13,7 +13,7 @@ ActivationParams check_activation(const Door& door, const Tensor& out, const Ten
   params.dtype = door.float_dtype("input", input);
   const RowView input_rows = door.rows("input", input);
   door.check(input_rows.width % input_widths == 0, "input", "expected an even last dimension, got shape ",
-             sizes_text(input.sizes()));
+             input.sizes());
   params.width = input_rows.width / input_widths;
 
   std::vector<int64_t> out_sizes(input.sizes().begin(), input.sizes().end());

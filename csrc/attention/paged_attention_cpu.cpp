@@ -47,15 +47,14 @@ PAGEDATTN_INLINE ChunkPair load_keys(const bfloat16* keys) {
 
 PAGEDATTN_INLINE ChunkPair load_keys(const float16* keys) {
   const UintVec pairs = load_as<UintVec>(keys);
-  return {float16_to_float(__builtin_convertvector(pairs & 0xffff, ShortVec)),
-          float16_to_float(__builtin_convertvector(pairs >> 16, ShortVec))};
+  return {float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))};
 }
 
 PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) {
   return sum + keys * query;
 }
 PAGEDATTN_INLINE Vec multiply_add(Vec sum, const ChunkPair& keys, const ChunkPair& query) {
-  return sum + keys.even * query.even + keys.odd * query.odd;
+  return fma(keys.odd, query.odd, fma(keys.even, query.even, sum));
 }
 #if defined(__AVX512BF16__)
 PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bf16Vec keys, Bf16Vec query) {
@@ -123,34 +122,45 @@ PAGEDATTN_INLINE Vec load_values(const T* first, const T* second) {
 // ---- a tile of tokens
 // --------------------------------------------------------------------------------------------------
 
-// Where the tokens of a tile lie, in elements from the start of a cache, for KV head 0.
+// Where the visible tokens of a tile lie, in elements from the start of a cache, for KV head 0. Tokens that no row sees
+// are masked, and may lie in slots with NaN or in blocks that do not exist: vectors without a visible token are
+// skipped.
 struct Tile {
-  int64_t begin;       // first token
-  int64_t num_tokens;  // at most TILE_TOKENS; what lies beyond is never looked at
+  int64_t token;       // the tile's first token in its sequence
+  int32_t begin, end;  // the visible tokens, counted from there
   int64_t key_offset[TILE_LANE_VECS];
-  int64_t value_offset[2 * TILE_VECS];  // of both halves of every vector
+  int64_t value_offset[2 * TILE_VECS];  // of both halves of every vector; of the whole vector in the first if it is one
+
+  int first_vec() const { return begin / VEC_SIZE; }
+  int last_vec() const { return (end - 1) / VEC_SIZE; }
+  bool all_visible(int vec) const { return begin <= vec * VEC_SIZE && (vec + 1) * VEC_SIZE <= end; }
+  IntVec visible(int vec) const {
+    const IntVec token_idx = iota() + vec * VEC_SIZE;
+    return (token_idx >= begin) & (token_idx < end);
+  }
 };
 
-// Tokens [begin, begin + TILE_TOKENS), of which [visible_begin, visible_end) may be looked at.
+// The tile at `token`, of which the tokens [visible_begin, visible_end) of the sequence are visible.
 template <typename T>
-Tile locate_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t begin, int64_t visible_begin,
+Tile locate_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t token, int64_t visible_begin,
                  int64_t visible_end) {
   Tile tile;
-  tile.begin = begin;
-  tile.num_tokens = visible_end - begin < TILE_TOKENS ? visible_end - begin : TILE_TOKENS;
-  // A group of tokens outside is replaced by the nearest inside, which is loaded in its place, and masked.
-  const auto locate = [&](int64_t token, int64_t group, int64_t block_stride, int64_t token_stride) {
-    const int64_t first = visible_begin / group * group;
-    const int64_t last = (visible_end - 1) / group * group;
-    if (token < first) token = first;
-    if (token > last) token = last;
-    return block_table[token / p.block_size] * block_stride + token % p.block_size * token_stride;
+  tile.token = token;
+  tile.begin = static_cast<int32_t>(visible_begin > token ? visible_begin - token : 0);
+  tile.end = static_cast<int32_t>(visible_end - token < TILE_TOKENS ? visible_end - token : TILE_TOKENS);
+  // A group of tokens that are loaded together, but of which none is visible, is replaced by the nearest that has one.
+  const auto locate = [&](int64_t index, int64_t group, int64_t block_stride, int64_t token_stride) {
+    const int64_t first = tile.begin / group * group;
+    const int64_t last = (tile.end - 1) / group * group;
+    const int64_t t = token + (index < first ? first : index > last ? last : index);
+    return block_table[t / p.block_size] * block_stride + t % p.block_size * token_stride;
   };
   for (int i = 0; i < TILE_LANE_VECS; ++i) {
-    tile.key_offset[i] = locate(begin + i * NUM_LANES, NUM_LANES, p.key_block_stride, ELEMENTS_PER_CHUNK<T>);
+    tile.key_offset[i] = locate(i * NUM_LANES, NUM_LANES, p.key_block_stride, ELEMENTS_PER_CHUNK<T>);
   }
+  const int64_t value_group = p.block_size < VEC_SIZE ? VEC_SIZE / 2 : VEC_SIZE;
   for (int i = 0; i < 2 * TILE_VECS; ++i) {
-    tile.value_offset[i] = locate(begin + i * VEC_SIZE / 2, VEC_SIZE / 2, p.value_block_stride, 1);
+    tile.value_offset[i] = locate(i * VEC_SIZE / 2 / value_group * value_group, value_group, p.value_block_stride, 1);
   }
   return tile;
 }
@@ -160,8 +170,11 @@ template <typename T>
 struct HeadTile {
   const PagedAttentionParams& params;
   const Tile& tile;
-  const T* keys;    // key_cache at this KV head
-  const T* values;  // value_cache at this KV head
+  const T* keys;          // key_cache at this KV head
+  const T* values;        // value_cache at this KV head
+  const Tile& next_tile;  // where the walk goes from here: the next head, or the first one in the next tile
+  const T* next_keys;     // key_cache at that KV head
+  bool prefetch;          // for the first rows that go over the tile
 };
 
 // One query row of one head.
@@ -174,18 +187,31 @@ struct Row {
   float* values;  // [head_size]
 };
 
+// While the keys of VEC_SIZE tokens are at work, their values come from memory, and the same part of the keys that are
+// next. The hardware does not foresee the jumps from block to block: without this, a decode step over a large cache
+// takes half as long again.
+template <typename T>
+PAGEDATTN_INLINE void prefetch_chunk(const HeadTile<T>& h, int vec, int64_t chunk, int64_t chunk_stride) {
+  const T* values = h.values + h.tile.value_offset[2 * vec] + chunk * chunk_stride;
+  for (int j = 0; j < 4; ++j) {
+    __builtin_prefetch(values + j * chunk_stride / 4, 0, 2);
+    __builtin_prefetch(h.next_keys + h.next_tile.key_offset[4 * vec + j] + chunk * chunk_stride, 0, 2);
+  }
+}
+
 template <typename T, int NUM_ROWS>
 void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_TOKENS]) {
   using Query = QueryRow<T>;
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
-  for (int vec = 0; vec * VEC_SIZE < h.tile.num_tokens; ++vec) {
+  for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
     const T* keys[4];
     for (int j = 0; j < 4; ++j) keys[j] = h.keys + h.tile.key_offset[4 * vec + j];
     Vec sums[NUM_ROWS][4] = {};
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
       decltype(Query::load_chunk(nullptr)) query[NUM_ROWS];
       for (int r = 0; r < NUM_ROWS; ++r) query[r] = Query::load_chunk(rows[r].query + chunk * Query::CHUNK_FLOATS);
+      if (h.prefetch) prefetch_chunk(h, vec, chunk, chunk_stride);
       for (int j = 0; j < 4; ++j) {
         const auto key = load_keys(keys[j] + chunk * chunk_stride);
         for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = multiply_add(sums[r][j], key, query[r]);
@@ -202,23 +228,22 @@ void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_
 
 // Turns a row's logits into exponentials relative to its new maximum; the sums so far are rescaled to it.
 void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& row, float* logits) {
-  const int64_t visible_begin = p.first_visible(row.position) - tile.begin;
-  const int64_t visible_end =
-      row.position + 1 - tile.begin < tile.num_tokens ? row.position + 1 - tile.begin : tile.num_tokens;
-  const int num_vecs = static_cast<int>((tile.num_tokens + VEC_SIZE - 1) / VEC_SIZE);
+  // What this row sees of the tile; the other rows of the item may see more.
+  const int64_t row_begin = p.first_visible(row.position) - tile.token;
+  const int64_t row_end = row.position + 1 - tile.token;
+  const auto begin = static_cast<int32_t>(row_begin > tile.begin ? row_begin : tile.begin);
+  const auto end = static_cast<int32_t>(row_end < tile.end ? row_end : tile.end);
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec max_logits = minus_infinity;
-  for (int vec = 0; vec < num_vecs; ++vec) {
+  for (int vec = tile.first_vec(); vec <= tile.last_vec(); ++vec) {
     Vec x = load(logits + vec * VEC_SIZE);
-    const IntVec token = iota() + vec * VEC_SIZE;
+    const IntVec token_idx = iota() + vec * VEC_SIZE;
     if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
     if (row.alibi_slope != 0.0f) {
-      const auto distance = static_cast<int32_t>(tile.begin - row.position);
-      x = x + row.alibi_slope * __builtin_convertvector(token + distance, Vec);
+      const auto distance = static_cast<int32_t>(tile.token - row.position);
+      x = fma(broadcast(row.alibi_slope), __builtin_convertvector(token_idx + distance, Vec), x);
     }
-    const auto begin = static_cast<int32_t>(visible_begin > 0 ? visible_begin : 0);
-    const IntVec visible = (token >= begin) & (token < static_cast<int32_t>(visible_end));
-    x = select(visible, x, minus_infinity);
+    x = select((token_idx >= begin) & (token_idx < end), x, minus_infinity);
     max_logits = max(max_logits, x);
     store(logits + vec * VEC_SIZE, x);
   }
@@ -229,7 +254,7 @@ void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& 
   // Nothing visible yet: relative to 0, every exponential is 0.
   const float base = new_max == -__builtin_inff() ? 0.0f : new_max;
   Vec sum{};
-  for (int vec = 0; vec < num_vecs; ++vec) {
+  for (int vec = tile.first_vec(); vec <= tile.last_vec(); ++vec) {
     const Vec weight = exp(load(logits + vec * VEC_SIZE) - base);
     store(logits + vec * VEC_SIZE, weight);
     sum = sum + weight;
@@ -263,20 +288,33 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       const int64_t offset = (WHOLE || i < num_elements ? i : num_elements - 1) * block_size;
       const Vec value = mask(load_values<TWO_BLOCKS>(first + offset, second + offset));
       PAGEDATTN_UNROLL
-      for (int r = 0; r < NUM_ROWS; ++r) sums[r * STEP + i] = sums[r * STEP + i] + value * weight[r];
+      for (int r = 0; r < NUM_ROWS; ++r) sums[r * STEP + i] = fma(value, weight[r], sums[r * STEP + i]);
     }
   };
-  const int num_full = static_cast<int>(h.tile.num_tokens / VEC_SIZE);
-  for (int vec = 0; vec < num_full; ++vec) add_tokens(vec, [](Vec value) { return value; });
-  if (const auto rest = static_cast<int32_t>(h.tile.num_tokens % VEC_SIZE); rest > 0) {
-    // Slots past the sequence may hold NaN, which a weight of 0 would not silence.
-    const IntVec valid = iota() < rest;
-    add_tokens(num_full, [valid](Vec value) { return select(valid, value, Vec{}); });
+  for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
+    if (h.tile.all_visible(vec)) {
+      add_tokens(vec, [](Vec value) { return value; });
+    } else {
+      // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
+      const IntVec visible = h.tile.visible(vec);
+      add_tokens(vec, [visible](Vec value) { return select(visible, value, Vec{}); });
+    }
   }
   float totals[VEC_SIZE];
   store(totals, sum_each(sums));
   for (int r = 0; r < NUM_ROWS; ++r) {
-    for (int i = 0; i < num_elements; ++i) rows[r].values[d + i] += totals[r * STEP + i];
+    float* values = rows[r].values + d;
+    if constexpr (WHOLE) {
+      typedef float Part __attribute__((vector_size(STEP * sizeof(float))));
+      Part sum;
+      Part addition;
+      __builtin_memcpy(&sum, values, sizeof sum);
+      __builtin_memcpy(&addition, totals + r * STEP, sizeof addition);
+      sum += addition;
+      __builtin_memcpy(values, &sum, sizeof sum);
+    } else {
+      for (int i = 0; i < num_elements; ++i) values[i] += totals[r * STEP + i];
+    }
   }
 }
 
@@ -334,7 +372,7 @@ void merge(const Results& results, int64_t index, const Results& from, int64_t f
   float* values = results.values + index * head_size;
   const float* from_values = from.values + from_index * head_size;
   for_each_vector(head_size, [&](int64_t d, auto load, auto store) {
-    store(values + d, load(values + d) * weight + load(from_values + d) * from_weight);
+    store(values + d, fma(load(values + d), broadcast(weight), load(from_values + d) * from_weight));
   });
 }
 
@@ -390,22 +428,41 @@ class ItemWalk {
     clear(results, num_results(), p_.head_size);
     const int64_t begin = partition * PARTITION_TOKENS;
     const int64_t end = begin + PARTITION_TOKENS < visible_end_ ? begin + PARTITION_TOKENS : visible_end_;
-    for (int64_t tile_begin = begin; tile_begin < end; tile_begin += TILE_TOKENS) {
-      if (tile_begin + TILE_TOKENS <= visible_begin_) continue;
-      const Tile tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
-      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, head, results);
+    int64_t tile_begin = begin;
+    while (tile_begin + TILE_TOKENS <= visible_begin_) tile_begin += TILE_TOKENS;
+    if (tile_begin >= end) return;
+    Tile tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
+    while (tile_begin < end) {
+      tile_begin += TILE_TOKENS;
+      const Tile next = tile_begin < end ? locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end) : tile;
+      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, next, head, results);
+      tile = next;
     }
   }
 
  private:
-  void attend_head(const Tile& tile, int64_t kv_head, const Results& results) const {
-    const int64_t head_offset = kv_head * p_.head_size * p_.block_size;
-    const HeadTile<T> head_tile{p_, tile, static_cast<const T*>(p_.key_cache) + head_offset,
-                                static_cast<const T*>(p_.value_cache) + head_offset};
+  void attend_head(const Tile& tile, const Tile& next, int64_t kv_head, const Results& results) const {
+    const int64_t head_stride = p_.head_size * p_.block_size;
+    const T* key_cache = static_cast<const T*>(p_.key_cache);
+    const T* value_cache = static_cast<const T*>(p_.value_cache);
+    const bool last = kv_head + 1 == item_.head_end;
+    HeadTile<T> head_tile{p_,
+                          tile,
+                          key_cache + kv_head * head_stride,
+                          value_cache + kv_head * head_stride,
+                          last ? next : tile,
+                          key_cache + (last ? item_.head_begin : kv_head + 1) * head_stride,
+                          true};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;
-    for (; i + MAX_ROWS <= end; i += MAX_ROWS) attend_results<MAX_ROWS>(head_tile, i, results);
-    for (; i + 2 <= end; i += 2) attend_results<2>(head_tile, i, results);
+    for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
+      attend_results<MAX_ROWS>(head_tile, i, results);
+      head_tile.prefetch = false;
+    }
+    for (; i + 2 <= end; i += 2) {
+      attend_results<2>(head_tile, i, results);
+      head_tile.prefetch = false;
+    }
     if (i < end) attend_results<1>(head_tile, i, results);
   }
 

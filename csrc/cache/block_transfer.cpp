@@ -67,7 +67,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   const auto check_caches = [&](const char* argument, const std::vector<Tensor>& caches) {
     for (const Tensor& cache : caches) {
       door.check(cache.dim() >= 2 && cache.size(0) == num_blocks, argument, "expected caches of ", num_blocks,
-                 " blocks (as in the first layer), got shape ", sizes_text(cache.sizes()));
+                 " blocks (as in the first layer), got shape ", cache.sizes());
       door.contiguous_from(argument, cache, 1);
     }
   };
@@ -83,14 +83,15 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
 
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   const Door door("swap_blocks");
-  door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", sizes_text(src.sizes()));
+  door.defined("src", src);
+  door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", src.sizes());
   door.contiguous_from("src", src, 1);
   door.dtype("dst", dst, src.scalar_type());
-  door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", sizes_text(src.sizes()),
-             ", got ", sizes_text(dst.sizes()));
+  door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", src.sizes(), ", got ",
+             dst.sizes());
   for (int64_t dim = 1; dim < src.dim(); ++dim) {
-    door.check(dst.size(dim) == src.size(dim), "dst", "expected blocks shaped like those of src ",
-               sizes_text(src.sizes()), ", got ", sizes_text(dst.sizes()));
+    door.check(dst.size(dim) == src.size(dim), "dst", "expected blocks shaped like those of src ", src.sizes(),
+               ", got ", dst.sizes());
   }
   door.contiguous_from("dst", dst, 1);
   door.check(src.const_data_ptr() != dst.const_data_ptr() || src.numel() == 0, "dst",

@@ -21,7 +21,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto) {
     Vec x = load(input + i);
     if constexpr (HAS_RESIDUAL) x = x + load(residual + i);
-    sums[step++ % 4] += x * x;
+    sums[step % 4] = fma(x, x, sums[step % 4]);
+    ++step;
   });
   const float sum = reduce_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   const float mean = sum / static_cast<float>(p.hidden_size);

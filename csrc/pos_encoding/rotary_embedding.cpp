@@ -16,7 +16,7 @@ int64_t check_heads(const Door& door, const char* argument, const Tensor& tensor
   } else {
     door.shape(argument, tensor, {num_tokens, ANY});
     door.check(tensor.size(1) % head_size == 0, argument, "expected a last dimension that is a multiple of head_size ",
-               head_size, ", got shape ", sizes_text(tensor.sizes()));
+               head_size, ", got shape ", tensor.sizes());
   }
   door.contiguous_from(argument, tensor, 1);
   return tensor.dim() == 3 ? tensor.size(1) : tensor.size(1) / head_size;
@@ -45,7 +45,7 @@ void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, 
   params.rot_dim = cos_sin_cache.size(1);
   door.check(params.rot_dim % 2 == 0 && params.rot_dim <= head_size, "cos_sin_cache",
              "expected shape [max_position, rot_dim] with an even rot_dim of at most head_size ", head_size, ", got ",
-             sizes_text(cos_sin_cache.sizes()));
+             cos_sin_cache.sizes());
 
   params.positions = positions.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < params.num_tokens; ++token) {

@@ -18,8 +18,8 @@ void rotate_heads(T* heads, int64_t num_heads, int64_t head_size, const T* cos, 
       const Vec y = load(second + i);
       const Vec c = load(cos + i);
       const Vec s = load(sin + i);
-      store(first + i, x * c - y * s);
-      store(second + i, y * c + x * s);
+      store(first + i, fma(x, c, -(y * s)));
+      store(second + i, fma(y, c, x * s));
     });
   }
 }

@@ -4,7 +4,7 @@ Usage: python python/examples/train_demo_model.py [--output DIR] [--steps N] [--
 
 The text is `pydoc_data.topics` (465 KB in CPython 3.11, PSF licence). The result is a Hugging Face directory:
 3.5 million parameters in bf16 (7 MB) and a byte-level BPE tokenizer of 2,048 pieces. On two cores it takes
-about 20 minutes; the same CPython and library versions give the same text, tokens and batches.
+about 24 minutes; the same CPython and library versions give the same text, tokens and batches.
 """
 
 import argparse

@@ -114,6 +114,16 @@ def test_large_inputs_do_not_overflow(device, name, dtype, magnitude):
     assert_close_to_reference(run(name, input), formula(name)(input))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_new_of_very_negative_inputs_alone(device, dtype):
+    """Nothing but underflow and cancellation."""
+    input = torch.linspace(-60, -5, 100, device=device).to(dtype)
+    for x in input:
+        assert_close_to_reference(
+            run("gelu_new", x[None]), reference.gelu_new(x[None]), reference.gelu_new(x[None], dtype)
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_inputs_do_not_overflow(device, dtype):
     input = torch.tensor([[1e30, -1e30, 1.0, 1.0]], dtype=dtype, device=device)

@@ -317,6 +317,16 @@ def test_each_option_alone_over_several_partitions(device, dtype, option):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 50.0])
+def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):
+    """Small logits and few tokens, so that the error of one logit shows in lse."""
+    arguments = make_arguments(Case(((1, 1), (1, 1), (1, 2)), dtype, group_size=5, softcap=softcap), device)
+    for scale in (0.02, 0.2, 2.0):
+        arguments["scale"] = scale
+        assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 10])
 def test_sliding_window_may_begin_anywhere(device, dtype, block_size, rows):

@@ -1,0 +1,130 @@
+"""Text from tokens: all of it, in pieces that are never taken back, and no halves of characters."""
+
+import pytest
+from checkpoints import TOKENIZER_SIZE
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from pagedattn_serve.detokenizer import REPLACEMENT, IncrementalDetokenizer
+
+TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
+TEXT = st.text(max_size=12) | st.text(alphabet="the cat, 🙂é한\u200d👩", max_size=12)
+
+
+@pytest.fixture(scope="module")
+def metaspace() -> PreTrainedTokenizerBase:
+    """As LLaMA-2's: "▁" for a space, one put before every text and dropped from the first decoded token; unknown
+    characters in bytes, of which an incomplete run decodes to a replacement character for each."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdehot",
+        "▁t",
+        "▁th",
+        "▁the",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[("▁", "t"), ("▁t", "h"), ("▁th", "e")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def stream(tokenizer: PreTrainedTokenizerBase, prompt: list[int], output: list[int]) -> list[str]:
+    """The text after each token, and after `finish`. It only grows, and never ends within a character before."""
+    detokenizer = IncrementalDetokenizer(tokenizer, list(prompt))
+    texts = [""]
+    for token_id in output:
+        detokenizer.add(token_id)
+        assert detokenizer.text.startswith(texts[-1]) and not detokenizer.text.endswith(REPLACEMENT)
+        texts.append(detokenizer.text)
+    detokenizer.finish()
+    assert detokenizer.text.startswith(texts[-1])
+    return [*texts, detokenizer.text]
+
+
+@given(prompt=TEXT, output=TEXT, num_tokens=st.integers(0, 60))
+def test_any_text(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, num_tokens: int) -> None:
+    prompt_ids, output_ids = tokenizer(prompt).input_ids, tokenizer(output).input_ids
+    texts = stream(tokenizer, prompt_ids, output_ids)
+    assert texts[-1] == output
+    assert all(output.startswith(text) for text in texts)
+    # Ended anywhere, maybe within a character: the whole characters, and a sign for the rest when it is finished.
+    cut = stream(tokenizer, prompt_ids, output_ids[:num_tokens])
+    assert cut[-1] == tokenizer.decode(output_ids[:num_tokens])
+    assert output.startswith(cut[-2]) and output.startswith(cut[-1].removesuffix(REPLACEMENT))
+
+
+@given(prompt=st.lists(TOKENS, max_size=12), output=st.lists(TOKENS, max_size=30))
+def test_any_tokens(tokenizer: PreTrainedTokenizerBase, prompt: list[int], output: list[int]) -> None:
+    """Broken bytes and special tokens anywhere, in the prompt as well."""
+    text = stream(tokenizer, prompt, output)[-1]
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    full = tokenizer.decode([*prompt, *output], skip_special_tokens=True)
+    if before.endswith(REPLACEMENT):  # the character that the output completes may be counted to either side
+        assert full.endswith(text) and text.endswith(full[len(before) :])
+    else:
+        assert before + text == full
+
+
+@given(prompt=TEXT, output=TEXT, eos=st.booleans())
+def test_any_text_where_the_first_space_is_dropped(
+    metaspace: PreTrainedTokenizerBase, prompt: str, output: str, eos: bool
+) -> None:
+    prompt_ids = [metaspace.bos_token_id, *metaspace(prompt).input_ids]
+    output_ids = metaspace(output).input_ids + [metaspace.eos_token_id] * eos
+    texts = stream(metaspace, prompt_ids, output_ids)
+    before = metaspace.decode(prompt_ids, skip_special_tokens=True)
+    assert before + texts[-1] == metaspace.decode([*prompt_ids, *output_ids], skip_special_tokens=True)
+    if REPLACEMENT not in output:
+        assert not any(REPLACEMENT in text for text in texts)
+
+
+def test_space_after_a_prompt_and_none_at_the_beginning(metaspace: PreTrainedTokenizerBase) -> None:
+    the = metaspace.convert_tokens_to_ids("▁the")
+    assert stream(metaspace, metaspace("abc").input_ids, [the, the]) == ["", " the", " the the", " the the"]
+    assert stream(metaspace, [metaspace.bos_token_id], [the, the]) == ["", "the", "the the", "the the"]
+
+
+def test_an_emoji_of_four_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    emoji = tokenizer("🙂").input_ids
+    assert len(emoji) == 4
+    a, b = tokenizer("ab").input_ids
+    assert stream(tokenizer, [a], [b, *emoji, a]) == ["", "b", "b", "b", "b", "b🙂", "b🙂a", "b🙂a"]
+    assert stream(tokenizer, [a], [b, *emoji[:3]]) == ["", "b", "b", "b", "b", "b" + REPLACEMENT]
+    assert stream(tokenizer, [a], [*emoji[:3], b]) == ["", "", "", "", REPLACEMENT + "b", REPLACEMENT + "b"]
+
+
+def test_a_prompt_that_ends_within_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The prompt's text has a replacement character there already; the text after it is complete."""
+    emoji, (a, b) = tokenizer("🙂").input_ids, tokenizer("ab").input_ids
+    assert stream(tokenizer, [a, *emoji[:2]], [*emoji[2:], a, b])[-1].endswith("ab")
+    assert stream(tokenizer, [a, *emoji[:2]], [a, b])[-1] == "ab"
+
+
+def test_a_prompt_that_ends_within_a_run_of_bytes(metaspace: PreTrainedTokenizerBase) -> None:
+    """Three replacement characters in the prompt's text become one character; what follows must not get lost."""
+    emoji, (a, b) = metaspace("🙂").input_ids[1:], metaspace("ab").input_ids[1:]
+    assert len(emoji) == 4
+    assert stream(metaspace, [a, *emoji[:3]], [emoji[3], a, b])[-1].endswith("ab")
+
+
+def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
+    a, b = tokenizer("ab").input_ids
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert stream(tokenizer, [bos, a], [eos, a, bos, bos, b, eos])[-1] == "ab"
+    assert stream(tokenizer, [], [eos]) == ["", "", ""]
