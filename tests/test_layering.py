@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "layers": {"metadata", "config", "pagedattn_ext"},
     "metadata": set(),
     "sampler": {"sampling_params", "pagedattn_ext"},
-    "cache_engine": {"config", "pagedattn_ext"},
+    "cache_engine": {"config", "metadata", "pagedattn_ext"},
     # plain data that both branches read
     "outputs": {"sequence"},
     "detokenizer": set(),

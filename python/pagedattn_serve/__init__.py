@@ -1,13 +1,13 @@
 """The serving loop of the PagedAttention paper on `pagedattn_ext`: scheduler, block manager, runner, engine.
 
-from pagedattn_serve import LLM, SamplingParams
+`LLM` for a list of prompts; `LLMEngine` for requests that come and go; `SamplingParams` for both.
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
     from pagedattn_serve.llm import LLM as LLM
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
 
-# The small LLaMA that comes with the package (see its README.md).
-DEMO_MODEL = str(Path(__file__).parent / "demo_model")
-
 _PUBLIC = {
+    "DEMO_MODEL": "config",
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",
@@ -26,7 +24,7 @@ _PUBLIC = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
 }
-__all__ = ["DEMO_MODEL", *_PUBLIC]
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,7 @@
 import torch
 
 from pagedattn_ext import ops
-from pagedattn_serve.layers import KVCache
+from pagedattn_serve.metadata import KVCache
 
 
 class CacheEngine:
@@ -19,8 +19,8 @@ class CacheEngine:
         dtype: torch.dtype,
     ) -> None:
         x = 16 // dtype.itemsize
-        if head_size % x != 0:
-            raise ValueError(f"head_size: expected a multiple of {x} for {dtype}, got {head_size}")
+        if head_size % x != 0 or head_size > 256:
+            raise ValueError(f"head_size: expected a multiple of {x} up to 256 for {dtype}, got {head_size}")
         key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
         value_shape = (num_blocks, num_kv_heads, head_size, block_size)
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve import DEMO_MODEL
+from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams
 

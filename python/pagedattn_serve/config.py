@@ -2,6 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+
+# The small LLaMA that comes with the package (see its README.md).
+DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """Text from tokens as they come, without ever taking back what was given out."""
 
+from os.path import commonprefix
 from typing import Protocol
 
 # Enough of the prompt for a tokenizer to decide whether the first new token starts with a space.
@@ -8,7 +9,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
 class IncrementalDetokenizer:
@@ -42,7 +43,10 @@ class IncrementalDetokenizer:
 
     def _pending_text(self) -> str:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
-        return self._decode(self._token_ids[self._context_begin :])[len(before) :]
+        after = self._decode(self._token_ids[self._context_begin :])
+        # `before` is not a prefix of `after` where a prompt ends within a character that the output completes.
+        return after[len(commonprefix((before, after))) :]  # noqa: RUF071 (of characters, not of paths)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        # Cleaning up spaces would change text that was given out already.
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

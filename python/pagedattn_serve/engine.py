@@ -60,13 +60,16 @@ class LLMEngine:
         max_model_len: int | None = None,
         seed: int = 0,
     ) -> None:
+        check_int("block_size", block_size, 8, 64)
+        check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("seed", seed, 0, 2**64 - 1)
+        if num_blocks is not None and kv_cache_memory is not None:
+            raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
         causal_lm = load_model(model, dtype)
         max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)
         if num_blocks is None:
             memory = DEFAULT_KV_CACHE_MEMORY if kv_cache_memory is None else kv_cache_memory
             num_blocks = choose_num_blocks(causal_lm, memory, block_size, max_num_seqs * max_model_len)
-        elif kv_cache_memory is not None:
-            raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
         scheduler_config = SchedulerConfig(
             max_model_len=min(max_model_len, num_blocks * block_size),
@@ -113,6 +116,8 @@ class LLMEngine:
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, or the request id is taken.
         """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
@@ -162,7 +167,9 @@ class LLMEngine:
                 raise TypeError(f"prompt: expected a string, got {type(prompt).__name__}")
             if self.tokenizer is None:
                 raise ValueError("prompt: expected prompt_token_ids, as the model's directory has no tokenizer")
-            return self.tokenizer(prompt, verbose=False).input_ids
+            token_ids = self.tokenizer(prompt, verbose=False).input_ids
+        if not isinstance(token_ids, list):
+            raise TypeError(f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}")
         for token_id in token_ids:
             check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
         return list(token_ids)

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.metadata import AttentionMetadata
-
-KVCache = tuple[Tensor, Tensor]  # key_cache and value_cache of one layer
+from pagedattn_serve.metadata import AttentionMetadata, KVCache
 
 
 def attention(
@@ -29,6 +27,14 @@ def attention(
         scale=scale,
     )
     return out.flatten(1)
+
+
+class FusedLinear(nn.Linear):
+    """Several linear layers with the same input as one. `parts`: their names in the checkpoint, and output sizes."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts
 
 
 class RMSNorm(nn.Module):

@@ -49,9 +49,11 @@ class LLM:
                 self.engine.add_request(request_id, prompt, param, prompt_token_ids=token_ids)
                 request_ids.append(request_id)
                 self._num_requests += 1
+            own = set(request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
-                    finished = [output for output in self.engine.step() if output.finished]
+                    stepped = self.engine.step()  # somebody else's requests may be in the engine as well
+                    finished = [o for o in stepped if o.finished and o.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
         finally:

@@ -1,8 +1,10 @@
-"""The scheduled batch as attention needs it: made by the runner, read by the layers."""
+"""What attention needs of the scheduled batch, made by the runner and read by the layers; and the cache of a layer."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+KVCache = tuple[Tensor, Tensor]  # key_cache and value_cache of one layer
 
 
 @dataclass(slots=True)

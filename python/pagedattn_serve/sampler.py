@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pagedattn_serve.sampling_params import SamplingParams
 
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # spreads neighbouring seeds over 64 bits
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
@@ -33,8 +34,10 @@ class Sampler:
         if all(row.params.greedy for row in rows):
             return logits.argmax(dim=-1).tolist()
         greedy = torch.tensor([row.params.greedy for row in rows])
-        temperatures = torch.tensor([row.params.temperature or 1.0 for row in rows])
-        probabilities = restrict(logits.float() / temperatures[:, None], [row.params for row in rows]).softmax(dim=-1)
+        temperatures = torch.tensor([max(row.params.temperature, _SMALLEST) for row in rows])
+        # Relative to the largest, which stays 0 however small the temperature is.
+        relative = logits.float() - logits.float().amax(dim=-1, keepdim=True)
+        probabilities = restrict(relative / temperatures[:, None], [row.params for row in rows]).softmax(dim=-1)
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p: the exponential race, as Gumbel-max is.
         drawn = (probabilities / self._exponential_noise(probabilities, rows)).argmax(dim=-1)
         return torch.where(greedy, logits.argmax(dim=-1), drawn).tolist()
@@ -44,7 +47,8 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.params.seed is not None and not row.params.greedy:
                 # Seeded afresh for each token: nothing to keep, so nothing that a preemption could lose.
-                seed = (row.params.seed * _GOLDEN_RATIO + row.num_output_tokens) % 2**64
+                mixed = (row.params.seed * _GOLDEN_RATIO + row.num_output_tokens) % 2**64
+                seed = mixed ^ (mixed >> 32)  # the generator looks at the low half
                 noise[i].exponential_(generator=self._request_generator.manual_seed(seed))
         return noise
 
@@ -61,5 +65,6 @@ def restrict(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     probabilities = ordered.softmax(dim=-1)
     # A token stays while the more likely ones do not reach top_p; the most likely always does.
     before = probabilities.cumsum(dim=-1) - probabilities
+    before[:, 0] = -1.0
     ordered = ordered.masked_fill((before >= top_p[:, None]) & (top_p < 1.0)[:, None], -torch.inf)
     return torch.empty_like(logits).scatter_(dim=-1, index=order, src=ordered)

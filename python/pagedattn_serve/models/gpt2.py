@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.layers import KVCache, attention
-from pagedattn_serve.metadata import AttentionMetadata
+from pagedattn_serve.layers import attention
+from pagedattn_serve.metadata import AttentionMetadata, KVCache
 
 
 class GPT2Attention(nn.Module):
@@ -71,7 +71,6 @@ class GPT2Model(nn.Module):
 class GPT2LMHeadModel(nn.Module):
     """Token ids to logits. The names of the parameters are those of the checkpoint."""
 
-    FUSED: ClassVar[dict[str, tuple[str, ...]]] = {}
     # GPT-2 keeps these weights as [in, out].
     TRANSPOSED: ClassVar = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     # The causal mask, and what old versions wrote into masked places.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.layers import KVCache, RMSNorm, RotaryEmbedding, attention
-from pagedattn_serve.metadata import AttentionMetadata
+from pagedattn_serve.layers import FusedLinear, RMSNorm, RotaryEmbedding, attention
+from pagedattn_serve.metadata import AttentionMetadata, KVCache
 
 
 class LlamaAttention(nn.Module):
@@ -17,9 +17,10 @@ class LlamaAttention(nn.Module):
         self.num_kv_heads = config.num_key_value_heads
         self.head_size = rotary.head_size
         self.rotary = rotary
-        num_all_heads = self.num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, num_all_heads * self.head_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_size, config.hidden_size, bias=config.attention_bias)
+        query_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, hidden: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size))
@@ -31,7 +32,8 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -79,9 +81,8 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Token ids to logits. The names of the parameters are those of the checkpoint, but for what FUSED joins."""
+    """Token ids to logits. The names of the parameters are those of the checkpoint, but for the fused layers."""
 
-    FUSED: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     TRANSPOSED: ClassVar[tuple[str, ...]] = ()
     NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)
     PREFIX: ClassVar = ""

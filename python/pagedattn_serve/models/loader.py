@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from pagedattn_serve.layers import FusedLinear
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.llama import LlamaForCausalLM
 
@@ -41,7 +42,7 @@ def load_model(path: str, dtype: str = "auto") -> CausalLM:
 
 def choose_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
     if name == "auto":
-        return of_checkpoint or torch.float32
+        return next((dtype for dtype in DTYPES.values() if dtype == of_checkpoint), torch.float32)
     if name not in DTYPES:
         raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {name}")
     return DTYPES[name]
@@ -62,21 +63,23 @@ def load_weights(model: CausalLM, directory: Path, dtype: torch.dtype) -> None:
         unexpected = {name for name in sources if not name.endswith(model.NOT_PARAMETERS)}
         problems = []
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
-        for name, parameter in parameters.items():
-            parts = source_names(model, name)
-            missing = [part for part in parts if part not in sources]
-            problems += [f"missing {part}" for part in missing]
-            unexpected.difference_update(parts)
-            if missing:
-                continue
-            tensors = [sources[part][0].get_tensor(sources[part][1]) for part in parts]
-            if name.endswith(model.TRANSPOSED):
-                tensors = [tensor.t() for tensor in tensors]
-            weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            if weight.shape != parameter.shape:
-                problems.append(f"{' + '.join(parts)}: expected {list(parameter.shape)}, got {list(weight.shape)}")
-                continue
-            set_parameter(model, name, weight.to(dtype).contiguous())
+        for parameter_name in parameters:
+            tensors = []
+            for name, shape in expected_tensors(model, parameter_name).items():
+                unexpected.discard(name)
+                if name not in sources:
+                    problems.append(f"missing {name}")
+                    continue
+                handle, name_in_file = sources[name]
+                tensor = handle.get_tensor(name_in_file)
+                if list(tensor.shape) == shape:
+                    tensors.append(tensor)
+                else:
+                    problems.append(f"{name}: expected {shape}, got {list(tensor.shape)}")
+            if not problems:
+                weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                weight = weight.t() if parameter_name.endswith(model.TRANSPOSED) else weight
+                set_parameter(model, parameter_name, weight.to(dtype).contiguous())
         # A checkpoint of a model with tied embeddings may carry the copy all the same.
         if "lm_head.weight" not in parameters:
             unexpected.discard("lm_head.weight")
@@ -91,12 +94,15 @@ def checkpoint_name(model: CausalLM, name: str) -> str:
     return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
 
 
-def source_names(model: CausalLM, name: str) -> list[str]:
-    """The checkpoint's tensors that make up a parameter, in order."""
-    for fused, parts in model.FUSED.items():
-        if f".{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
+def expected_tensors(model: CausalLM, parameter_name: str) -> dict[str, list[int]]:
+    """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
+    shape = list(model.get_parameter(parameter_name).shape)
+    layer_name, _, kind = parameter_name.rpartition(".")
+    layer = model.get_submodule(layer_name)
+    if isinstance(layer, FusedLinear):
+        parent = layer_name.rpartition(".")[0]
+        return {f"{parent}.{part}.{kind}": [size, *shape[1:]] for part, size in layer.parts.items()}
+    return {parameter_name: shape[::-1] if parameter_name.endswith(model.TRANSPOSED) else shape}
 
 
 def set_parameter(model: CausalLM, name: str, weight: Tensor) -> None:

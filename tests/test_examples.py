@@ -1,0 +1,75 @@
+"""What a reader copies: the programs in python/examples and bench, and the code in the README, all run as they are."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def run(program: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / program), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_demo():
+    out = run("python/examples/demo.py", "--requests", "5")
+    assert re.search(r"continuous batching on the paged cache +\d+ +1\.00x faster", out)
+    assert re.search(r"one request at a time +\d+ +\d+\.\d\dx faster", out)
+    assert re.search(r"padded batches of 16 +\d+ +\d+\.\d\dx faster", out)
+    assert re.search(r"peak use of the cache: [1-9]\d* blocks of 16 tokens", out)
+    wasted, reserved = map(float, re.search(r"wasted slots: (\S+)% \(reserving 512 .*: (\S+)%\)", out).groups())
+    assert 0 < wasted < reserved < 100
+
+
+def test_train_demo_model(tmp_path):
+    run("python/examples/train_demo_model.py", "--steps", "2", "--output", str(tmp_path / "model"))
+    from pagedattn_serve import LLM, SamplingParams
+
+    output = LLM(str(tmp_path / "model")).generate("The", SamplingParams(max_tokens=3), use_tqdm=False)[0]
+    assert 1 <= len(output.outputs[0].token_ids) <= 3
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", python_blocks(README), ids=lambda code: code.splitlines()[-1].strip()[:20])
+def test_readme_code(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_readme_has_its_examples():
+    assert len(python_blocks(README)) == 2 and ">>>" in README
+
+
+def test_readme_sessions():
+    from pagedattn_ext import ops
+
+    # doctest wants the traceback's header, which the README leaves out for the reader.
+    text = re.sub(r"^(\w+Error: )", r"Traceback (most recent call last):\n\1", README, flags=re.MULTILINE)
+    session = doctest.DocTestParser().get_doctest(
+        text.replace("```", ""), {"torch": torch, "ops": ops}, "README", None, 0
+    )
+    results = doctest.DocTestRunner().run(session)
+    assert results.attempted > 0 and results.failed == 0
+
+
+def test_readme_decode_loop_is_attention():
+    """The README's loop, checked: its last output is SDPA over all keys and values that it put into the cache."""
+    (code,) = [code for code in python_blocks(README) if "reshape_and_cache" in code]
+    code = code.replace("    ops.reshape_and_cache(", "    history.append((key, value))\n    ops.reshape_and_cache(")
+    names = {"history": []}
+    exec(compile(code, "README.md", "exec"), names)
+    key, value = (torch.stack(tensors, dim=2).float() for tensors in zip(*names["history"], strict=True))
+    query = names["query"].float()[:, :, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(names["out"].float(), expected[:, :, 0], rtol=2**-7, atol=2**-8)
