@@ -42,14 +42,10 @@ typedef int32_t IntVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint32_t UintVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t ShortVec __attribute__((vector_size(VEC_BYTES / 2)));
 
-// ---- building vectors ----------------------------------------------------------------------------------------------
+// ---- building vectors
 
-PAGEDATTN_INLINE Vec broadcast(float value) {
-  return Vec{} + value;
-}
-PAGEDATTN_INLINE IntVec broadcast(int32_t value) {
-  return IntVec{} + value;
-}
+PAGEDATTN_INLINE Vec broadcast(float value) { return Vec{} + value; }
+PAGEDATTN_INLINE IntVec broadcast(int32_t value) { return IntVec{} + value; }
 
 template <typename V>
 PAGEDATTN_INLINE V load_as(const void* source) {
@@ -84,13 +80,9 @@ template <int... I>
 PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
   return IntVec{I...};
 }
-PAGEDATTN_INLINE IntVec iota() {
-  return iota(std::make_integer_sequence<int, VEC_SIZE>{});
-}
+PAGEDATTN_INLINE IntVec iota() { return iota(std::make_integer_sequence<int, VEC_SIZE>{}); }
 
-PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) {
-  return mask ? if_true : if_false;
-}
+PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) { return mask ? if_true : if_false; }
 // a * b + c. Written out wherever a product is added: the compiler is told not to contract on its own, as it would do
 // so in one copy of an inlined function and not in another, and the same row would give other bits in another batch.
 PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
@@ -103,46 +95,29 @@ PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-PAGEDATTN_INLINE Vec max(Vec a, Vec b) {
-  return a > b ? a : b;
-}
-PAGEDATTN_INLINE Vec min(Vec a, Vec b) {
-  return a < b ? a : b;
-}
+PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
 // ---- conversions: 16-bit storage <-> fp32, round to nearest even
-// ------------------------------------------------------
 
 // Intrinsics, as GCC 12 takes vectors apart for __builtin_convertvector between these widths. For AVX512 in their
 // masked forms with all bits set: they are the same instructions, and GCC 12 warns inside the plain ones (its bug
 // 105593).
 #if defined(__AVX512F__)
-PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
-  return (UintVec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits);
-}
-PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
-  return (ShortVec)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits);
-}
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) { return (UintVec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits); }
+PAGEDATTN_INLINE ShortVec narrow(UintVec bits) { return (ShortVec)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits); }
 #elif defined(__AVX2__)
-PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
-  return (UintVec)_mm256_cvtepu16_epi32((__m128i)bits);
-}
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) { return (UintVec)_mm256_cvtepu16_epi32((__m128i)bits); }
 PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
   const __m256i low = _mm256_and_si256((__m256i)bits, _mm256_set1_epi32(0xffff));
   return (ShortVec)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
 }
 #else
-PAGEDATTN_INLINE UintVec widen(ShortVec bits) {
-  return __builtin_convertvector(bits, UintVec);
-}
-PAGEDATTN_INLINE ShortVec narrow(UintVec bits) {
-  return __builtin_convertvector(bits, ShortVec);
-}
+PAGEDATTN_INLINE UintVec widen(ShortVec bits) { return __builtin_convertvector(bits, UintVec); }
+PAGEDATTN_INLINE ShortVec narrow(UintVec bits) { return __builtin_convertvector(bits, ShortVec); }
 #endif
 
-PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) {
-  return (Vec)(widen(bits) << 16);
-}
+PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) { return (Vec)(widen(bits) << 16); }
 
 // In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree.
 PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
@@ -153,16 +128,12 @@ PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
 }
 
 #if defined(__AVX512F__)
-PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
-  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
-}
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
 PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
   return (ShortVec)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #elif defined(__AVX2__)
-PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) {
-  return (Vec)_mm256_cvtph_ps((__m128i)bits);
-}
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)_mm256_cvtph_ps((__m128i)bits); }
 PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
   return (ShortVec)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -191,21 +162,12 @@ PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
 #endif
 
 // ---- load and store VEC_SIZE elements, or the first `count`
-// ----------------------------------------------------------
 
-PAGEDATTN_INLINE Vec load(const float* source) {
-  return load_as<Vec>(source);
-}
-PAGEDATTN_INLINE Vec load(const float16* source) {
-  return float16_to_float(load_as<ShortVec>(source));
-}
-PAGEDATTN_INLINE Vec load(const bfloat16* source) {
-  return bfloat16_to_float(load_as<ShortVec>(source));
-}
+PAGEDATTN_INLINE Vec load(const float* source) { return load_as<Vec>(source); }
+PAGEDATTN_INLINE Vec load(const float16* source) { return float16_to_float(load_as<ShortVec>(source)); }
+PAGEDATTN_INLINE Vec load(const bfloat16* source) { return bfloat16_to_float(load_as<ShortVec>(source)); }
 
-PAGEDATTN_INLINE void store(float* target, Vec value) {
-  __builtin_memcpy(target, &value, sizeof value);
-}
+PAGEDATTN_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof value); }
 PAGEDATTN_INLINE void store(float16* target, Vec value) {
   const ShortVec bits = float_to_float16(value);
   __builtin_memcpy(target, &bits, sizeof bits);
@@ -246,7 +208,6 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
 }
 
 // ---- functions
-// -------------------------------------------------------------------------------------------------------
 
 // c[0] + c[1] x + c[2] x^2 + ...
 template <int N>
@@ -272,13 +233,9 @@ PAGEDATTN_INLINE Vec exp(Vec x) {
   return select(x == x, result, x);
 }
 
-PAGEDATTN_INLINE float exp(float x) {
-  return exp(broadcast(x))[0];
-}
+PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
-PAGEDATTN_INLINE Vec sigmoid(Vec x) {
-  return 1.0f / (1.0f + exp(-x));
-}
+PAGEDATTN_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 // Cephes tanhf: near 0, where the quotient would lose digits, a polynomial.
 PAGEDATTN_INLINE Vec tanh(Vec x) {
@@ -291,7 +248,6 @@ PAGEDATTN_INLINE Vec tanh(Vec x) {
 }
 
 // ---- reductions
-// ------------------------------------------------------------------------------------------------------
 
 PAGEDATTN_INLINE float reduce_max(Vec v) {
   if constexpr (VEC_SIZE > 8) v = max(v, shuffle(v, v, [](int i) { return i ^ 8; }));

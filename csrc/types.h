@@ -24,8 +24,6 @@ struct bfloat16 {
 template <typename T>
 inline constexpr int ELEMENTS_PER_CHUNK = 16 / sizeof(T);
 
-constexpr int64_t element_size(DType dtype) {
-  return dtype == DType::FLOAT32 ? 4 : 2;
-}
+constexpr int64_t element_size(DType dtype) { return dtype == DType::FLOAT32 ? 4 : 2; }
 
 }  // namespace pagedattn

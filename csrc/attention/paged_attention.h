@@ -71,9 +71,7 @@ struct MergeItem {
 };
 
 // Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
-constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) {
-  return num_results * (head_size + 2);
-}
+constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { return num_results * (head_size + 2); }
 
 // `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for three sets.
 PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item, float* scratch,

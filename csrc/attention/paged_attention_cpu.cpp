@@ -2,14 +2,14 @@
 // of one head in a physical block are contiguous, and the next head's follow them, so every block is read front to
 // back, once for all query heads that share a KV head.
 //
-// Dot products. 16 bytes of the key cache belong to one token, and the next 16 to the next token, so a vector covers
-// NUM_LANES tokens, one a 128-bit lane, with four partial sums each. Four such vectors make VEC_SIZE tokens, and one
-// transposing reduction turns their partial sums into VEC_SIZE logits.
+// Logits. A vector covers NUM_LANES tokens with four partial sums each (key_dot_cpu.h). Four such vectors make VEC_SIZE
+// tokens, and one transposing reduction turns their partial sums into VEC_SIZE logits.
 //
 // Values. A row of the value cache holds one element of consecutive tokens: VEC_SIZE sums of (row, element) pairs stay
 // in registers over a tile, and one transposing reduction a tile turns them into VEC_SIZE elements.
 #include "attention/paged_attention.h"
 
+#include "attention/key_dot_cpu.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 
@@ -20,90 +20,6 @@ namespace {
 constexpr int MAX_ROWS = VEC_SIZE == 16 ? 4 : 2;
 constexpr int TILE_VECS = TILE_TOKENS / VEC_SIZE;
 constexpr int TILE_LANE_VECS = TILE_TOKENS / NUM_LANES;
-
-// ---- keys: a 16-byte chunk of NUM_LANES tokens, against the same chunk of a query row
-// ----------------------------------
-
-// 16-bit elements are taken as 32-bit pairs: the even elements in one vector, the odd ones in another.
-struct ChunkPair {
-  Vec even, odd;
-};
-
-PAGEDATTN_INLINE Vec load_keys(const float* keys) {
-  return load(keys);
-}
-
-#if defined(__AVX512BF16__)
-typedef __m512bh Bf16Vec;
-PAGEDATTN_INLINE Bf16Vec load_keys(const bfloat16* keys) {
-  return load_as<Bf16Vec>(keys);
-}
-#else
-PAGEDATTN_INLINE ChunkPair load_keys(const bfloat16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)};
-}
-#endif
-
-PAGEDATTN_INLINE ChunkPair load_keys(const float16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))};
-}
-
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) {
-  return sum + keys * query;
-}
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, const ChunkPair& keys, const ChunkPair& query) {
-  return fma(keys.odd, query.odd, fma(keys.even, query.even, sum));
-}
-#if defined(__AVX512BF16__)
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bf16Vec keys, Bf16Vec query) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
-}
-#endif
-
-// A query row is unpacked once, chunk by chunk, into the form that multiply_add takes; it needs at most head_size
-// floats.
-template <typename T>
-struct QueryRow {
-  static constexpr int CHUNK_FLOATS = 8;
-  static void unpack(const T* query, int64_t head_size, float* row) {
-    for (int64_t d = 0; d < head_size; d += 8, row += 8) {
-      float chunk[2 * VEC_SIZE];
-      store(chunk, load_first(query + d, 8 < VEC_SIZE ? 8 : VEC_SIZE));
-      if constexpr (VEC_SIZE < 8) store(chunk + VEC_SIZE, load_first(query + d + VEC_SIZE, 8 - VEC_SIZE));
-      for (int i = 0; i < 4; ++i) {
-        row[i] = chunk[2 * i];
-        row[4 + i] = chunk[2 * i + 1];
-      }
-    }
-  }
-  static PAGEDATTN_INLINE ChunkPair load_chunk(const float* chunk) {
-    return {load_repeated_lane(chunk), load_repeated_lane(chunk + 4)};
-  }
-};
-
-template <>
-struct QueryRow<float> {
-  static constexpr int CHUNK_FLOATS = 4;
-  static void unpack(const float* query, int64_t head_size, float* row) {
-    __builtin_memcpy(row, query, head_size * sizeof(float));
-  }
-  static PAGEDATTN_INLINE Vec load_chunk(const float* chunk) { return load_repeated_lane(chunk); }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct QueryRow<bfloat16> {
-  static constexpr int CHUNK_FLOATS = 4;
-  static void unpack(const bfloat16* query, int64_t head_size, float* row) {
-    __builtin_memcpy(row, query, head_size * sizeof(bfloat16));
-  }
-  static PAGEDATTN_INLINE Bf16Vec load_chunk(const float* chunk) {
-    return (Bf16Vec)_mm512_castps_si512((__m512)load_repeated_lane(chunk));
-  }
-};
-#endif
 
 // VEC_SIZE consecutive tokens of a row of values: in one block, or, where blocks are smaller than a vector, half in one
 // and half in the next.
@@ -120,7 +36,6 @@ PAGEDATTN_INLINE Vec load_values(const T* first, const T* second) {
 }
 
 // ---- a tile of tokens
-// --------------------------------------------------------------------------------------------------
 
 // Where the visible tokens of a tile lie, in elements from the start of a cache, for KV head 0. Tokens that no row sees
 // are masked, and may lie in slots with NaN or in blocks that do not exist: vectors without a visible token are
@@ -187,15 +102,22 @@ struct Row {
   float* values;  // [head_size]
 };
 
-// While the keys of VEC_SIZE tokens are at work, their values come from memory, and the same part of the keys that are
-// next. The hardware does not foresee the jumps from block to block: without this, a decode step over a large cache
-// takes half as long again.
+// Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
+// are next while values are summed. The hardware does not foresee the jumps from block to block: without this, a decode
+// step over a large cache takes 1.5 to 1.9 times as long.
 template <typename T>
-PAGEDATTN_INLINE void prefetch_chunk(const HeadTile<T>& h, int vec, int64_t chunk, int64_t chunk_stride) {
+PAGEDATTN_INLINE void prefetch_values(const HeadTile<T>& h, int vec, int64_t chunk, int64_t chunk_stride) {
   const T* values = h.values + h.tile.value_offset[2 * vec] + chunk * chunk_stride;
-  for (int j = 0; j < 4; ++j) {
-    __builtin_prefetch(values + j * chunk_stride / 4, 0, 2);
-    __builtin_prefetch(h.next_keys + h.next_tile.key_offset[4 * vec + j] + chunk * chunk_stride, 0, 2);
+  for (int j = 0; j < 4; ++j) __builtin_prefetch(values + j * chunk_stride / 4, 0, 2);
+}
+
+// As many bytes of the next keys as elements [d, d + STEP) of VEC_SIZE values take.
+template <int STEP, typename T>
+PAGEDATTN_INLINE void prefetch_next_keys(const HeadTile<T>& h, int vec, int64_t d) {
+  constexpr int X = ELEMENTS_PER_CHUNK<T>;
+  for (int64_t i = d * 4 / X; i < (d + STEP) * 4 / X; ++i) {
+    const T* keys = h.next_keys + h.next_tile.key_offset[4 * vec + i % 4];
+    __builtin_prefetch(keys + i / 4 * h.params.block_size * X, 0, 2);
   }
 }
 
@@ -211,7 +133,7 @@ void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
       decltype(Query::load_chunk(nullptr)) query[NUM_ROWS];
       for (int r = 0; r < NUM_ROWS; ++r) query[r] = Query::load_chunk(rows[r].query + chunk * Query::CHUNK_FLOATS);
-      if (h.prefetch) prefetch_chunk(h, vec, chunk, chunk_stride);
+      if (h.prefetch) prefetch_values(h, vec, chunk, chunk_stride);
       for (int j = 0; j < 4; ++j) {
         const auto key = load_keys(keys[j] + chunk * chunk_stride);
         for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = multiply_add(sums[r][j], key, query[r]);
@@ -280,6 +202,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   const auto add_tokens = [&](int vec, auto mask) PAGEDATTN_ALWAYS_INLINE {
     const T* first = h.values + h.tile.value_offset[2 * vec] + d * block_size;
     const T* second = h.values + h.tile.value_offset[2 * vec + 1] + d * block_size;
+    if (WHOLE && h.prefetch) prefetch_next_keys<STEP>(h, vec, d);
     Vec weight[NUM_ROWS];
     for (int r = 0; r < NUM_ROWS; ++r) weight[r] = load(weights[r] + vec * VEC_SIZE);
     PAGEDATTN_UNROLL
@@ -341,7 +264,6 @@ void attend_rows(const HeadTile<T>& h, const Row* rows) {
 }
 
 // ---- results: partial, merged, final
-// -------------------------------------------------------------------------------------
 
 // One result for each (row, head) of an item, in memory that the caller owns.
 struct Results {
@@ -399,7 +321,6 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
 }
 
 // ---- items
-// ---------------------------------------------------------------------------------------------------------------
 
 // One item at work. Its results are ordered by head, then by row, so those of one KV head are adjacent.
 template <typename T>
