@@ -22,9 +22,9 @@ def run(program: str, *arguments: str) -> str:
 
 def test_demo():
     out = run("python/examples/demo.py", "--requests", "5")
-    assert re.search(r"continuous batching on the paged cache +\d+ +1\.00x faster", out)
-    assert re.search(r"one request at a time +\d+ +\d+\.\d\dx faster", out)
-    assert re.search(r"padded batches of 16 +\d+ +\d+\.\d\dx faster", out)
+    assert re.search(r"continuous batching on the paged cache +\d+ +1\.00x", out)
+    assert re.search(r"one request at a time +\d+ +\d+\.\d\dx", out)
+    assert re.search(r"padded batches of 16 +\d+ +\d+\.\d\dx", out)
     assert re.search(r"peak use of the cache: [1-9]\d* blocks of 16 tokens", out)
     wasted, reserved = map(float, re.search(r"wasted slots: (\S+)% \(reserving 512 .*: (\S+)%\)", out).groups())
     assert 0 < wasted < reserved < 100

@@ -104,13 +104,13 @@ def main() -> None:
 
     one_by_one = serve_one_by_one(engine, requests)
     static = serve_static_batches(requests)
-    print(f"\n{'':44}{'tokens/s':>10}{'paged is':>16}")
+    print(f"\n{'':44}{'tokens/s':>10}{'speed-up':>10}")
     for name, other in [
         ("continuous batching on the paged cache", seconds),
         ("the same engine, one request at a time", one_by_one),
         (f"transformers generate, padded batches of {BATCH_SIZE}", static),
     ]:
-        print(f"{name:44}{num_tokens / other:10.0f}{other / seconds:9.2f}x faster")
+        print(f"{name:44}{num_tokens / other:10.0f}{other / seconds:9.2f}x")
 
     block_size = engine.scheduler.block_manager.block_size
     peak = max(history, key=lambda stats: stats.num_used_blocks)
