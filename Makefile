@@ -3,9 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build demo test bench lint format clean
+.PHONY: help build demo test test-long sanitize bench lint format clean
 help:
-	@echo "make build | demo | test | bench | lint | format | clean"
+	@echo "make build | demo | test | test-long | sanitize | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation.
 .venv/ready: pyproject.toml setup.py
@@ -22,17 +22,40 @@ build: .venv/ready
 demo: build
 	$(BIN)/python python/examples/demo.py
 
-# The op tests once for each instruction set that this machine has; the rest once.
-test: build
-	set -e; for capability in $$($(BIN)/python -c \
+# $(call for_each_capability,COMMAND): COMMAND once for each instruction set that this machine has.
+for_each_capability = set -e; for capability in $$($(BIN)/python -c \
 	    "import pagedattn_ext; print(*pagedattn_ext.build_info()['cpu_capabilities'])"); do \
-	  echo "tests/ops, PAGEDATTN_CPU_CAPABILITY=$$capability"; \
-	  PAGEDATTN_CPU_CAPABILITY=$$capability $(BIN)/python -m pytest -q tests/ops; \
+	  echo "PAGEDATTN_CPU_CAPABILITY=$$capability"; \
+	  env PAGEDATTN_CPU_CAPABILITY=$$capability $(1); \
 	done
+
+# The op tests once for each instruction set; the rest once.
+test: build
+	$(call for_each_capability,$(BIN)/python -m pytest -q tests/ops)
 	$(BIN)/python -m pytest -q --ignore=tests/ops
+
+# Hypothesis searches for new examples, thousands for each property: hours.
+test-long: build
+	$(call for_each_capability,HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q --ignore=tests/ops
+
+# The op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and
+# torch leave much behind. What compiles code or reads the binary is left out.
+SANITIZED := build/sanitize
+CXX ?= c++
+sanitize: build
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON
+	$(BIN)/cmake --build $(SANITIZED)
+	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
+	cp src/pagedattn_ext/*.py $(SANITIZED)/package/pagedattn_ext/
+	$(call for_each_capability,PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  $(BIN)/python -m pytest -q tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py)
 
 bench: build
 	$(BIN)/python bench/attn.py --quick
+	$(BIN)/python bench/cache.py --quick
 	$(BIN)/python bench/elementwise.py --quick
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')

@@ -1,74 +1,132 @@
-"""Norm, activation and rotary embedding, beside what torch offers for them.
+"""Norms, activations and rotary embedding, beside what torch offers for them.
 
-Usage: python bench/elementwise.py [--quick] [--threads N]
+Usage: python bench/elementwise.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
+
+GB/s counts each input and output once; the share is of tensor.copy_. Where there is an output, both allocate it;
+fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so can pass 100%.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from harness import parse_args, print_hardware, print_table, time_interleaved
+from harness import Probe, Row, copy_probe, finish, hardware, make_inputs, parse_args, print_rows, time_interleaved
+from torch import Tensor
+from torch.nn import functional as F
 
 from pagedattn_ext import ops
 
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 11008
 NUM_HEADS, HEAD_SIZE = 32, 128
+EPSILON = 1e-6
+
+Inputs = tuple[Tensor, ...]
 
 
-def rotate_half_eager(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """The form of the Hugging Face models: cos and sin are [num_tokens, 1, head_size]."""
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[int, torch.dtype], Inputs]  # of a number of tokens
+    ours: Callable[[Inputs], object]
+    theirs: Callable[[Inputs], object]
+    num_elements: Callable[[int], int]  # read and written, of a number of tokens
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+
+def make_norm(num_tokens: int, dtype: torch.dtype) -> Inputs:
+    hidden, residual = torch.randn(2, num_tokens, HIDDEN_SIZE, dtype=dtype)
+    return hidden, residual, torch.randn(HIDDEN_SIZE, dtype=dtype)
+
+
+def make_rotary(num_tokens: int, dtype: torch.dtype) -> Inputs:
+    """Ours reads cos and sin as they lie in the table; the models of Hugging Face, repeated for both halves."""
+    query, key = torch.randn(2, num_tokens, NUM_HEADS, HEAD_SIZE, dtype=dtype)
+    angles = torch.rand(num_tokens, HEAD_SIZE // 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    repeated = (torch.cat((t, t), dim=-1)[:, None] for t in (cos, sin))
+    return torch.arange(num_tokens), query, key, torch.cat((cos, sin), dim=-1), *repeated
+
+
+def fused_add_rms_norm_eager(inputs: Inputs) -> Inputs:
+    hidden, residual, weight = inputs
+    residual = residual + hidden
+    return F.rms_norm(residual, (HIDDEN_SIZE,), weight, EPSILON), residual
+
+
+def silu_and_mul_eager(inputs: Inputs) -> Tensor:
+    gate, up = inputs[0].chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary_eager(inputs: Inputs) -> Inputs:
+    _, query, key, _, cos, sin = inputs
+
+    def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     return rotated(query), rotated(key)
 
 
-def cases(num_tokens: int, dtype: torch.dtype) -> list[tuple[str, Callable, Callable]]:
-    """(name, ours, torch's); outputs are allocated by both."""
-    hidden = torch.randn(num_tokens, HIDDEN_SIZE).to(dtype)
-    weight = torch.randn(HIDDEN_SIZE).to(dtype)
-    gate_up = torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE).to(dtype)
-    query, key = torch.randn(2, num_tokens, NUM_HEADS, HEAD_SIZE).to(dtype)
-    positions = torch.arange(num_tokens)
-    cos_sin = torch.rand(num_tokens, HEAD_SIZE).to(dtype)
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((sin, sin), -1)[:, None]
+CASES = [
+    Case(
+        "rms_norm",
+        make_norm,
+        lambda t: ops.rms_norm(t[0], t[2], EPSILON),
+        lambda t: F.rms_norm(t[0], (HIDDEN_SIZE,), t[2], EPSILON),
+        lambda num_tokens: (2 * num_tokens + 1) * HIDDEN_SIZE,
+    ),
+    Case(
+        "fused_add_rms_norm",
+        make_norm,
+        lambda t: ops.fused_add_rms_norm(*t, EPSILON),
+        fused_add_rms_norm_eager,
+        lambda num_tokens: (4 * num_tokens + 1) * HIDDEN_SIZE,
+    ),
+    Case(
+        "silu_and_mul",
+        lambda num_tokens, dtype: (torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE, dtype=dtype),),
+        lambda t: ops.silu_and_mul(t[0]),
+        silu_and_mul_eager,
+        lambda num_tokens: 3 * num_tokens * INTERMEDIATE_SIZE,
+    ),
+    Case(
+        "gelu_new",
+        lambda num_tokens, dtype: (torch.randn(num_tokens, INTERMEDIATE_SIZE, dtype=dtype),),
+        lambda t: ops.gelu_new(t[0]),
+        lambda t: F.gelu(t[0], approximate="tanh"),
+        lambda num_tokens: 2 * num_tokens * INTERMEDIATE_SIZE,
+    ),
+    Case(
+        "rotary_embedding_neox",
+        make_rotary,
+        lambda t: ops.rotary_embedding_neox(*t[:3], HEAD_SIZE, t[3]),
+        rotary_eager,
+        lambda num_tokens: num_tokens * (4 * NUM_HEADS + 1) * HEAD_SIZE,
+    ),
+]
 
-    def silu_and_mul_eager(_: int) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
 
-    return [
-        (
-            "rms_norm vs F.rms_norm",
-            lambda _: ops.rms_norm(hidden, weight),
-            lambda _: torch.nn.functional.rms_norm(hidden, (HIDDEN_SIZE,), weight, 1e-6),
-        ),
-        ("silu_and_mul vs eager", lambda _: ops.silu_and_mul(gate_up), silu_and_mul_eager),
-        (
-            "rotary_embedding_neox vs eager",
-            lambda _: ops.rotary_embedding_neox(positions, query, key, HEAD_SIZE, cos_sin),
-            lambda _: rotate_half_eager(query, key, cos, sin),
-        ),
-    ]
+def bench(case: Case, num_tokens: int, dtype: torch.dtype, args: Namespace, probe: Probe) -> Row:
+    num_bytes = case.num_elements(num_tokens) * dtype.itemsize
+    # Half of the bytes: what is read and what is written is the same memory where an op works in place.
+    inputs = make_inputs(lambda: case.make(num_tokens, dtype), num_bytes // 2, args.device)
+    functions = {"ours": case.ours, "torch": case.theirs, "probe": probe.run}
+    seconds = time_interleaved(functions, inputs, 5 if args.quick else 25)
+    name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}"
+    return Row("elementwise", name, dtype, num_bytes, probe, seconds)
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
-    print_hardware()
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_tokens in (32, 512):
-            for name, ours, theirs in cases(num_tokens, dtype):
-                seconds = time_interleaved({"ours": ours, "torch": theirs}, 5 if args.quick else 25)
-                label = f"{name}, {num_tokens} tokens, {str(dtype).removeprefix('torch.')}"
-                ratio = seconds["torch"] / seconds["ours"]
-                rows.append([label, f"{seconds['ours'] * 1e3:.3f}", f"{seconds['torch'] * 1e3:.3f}", f"{ratio:.1f}x"])
-    print_table(["op", "ms", "torch ms", "ratio"], rows)
+    facts = hardware(args.device)
+    cases = [(case, num_tokens) for case in CASES for num_tokens in (1, 32, 512)]
+    with torch.device(args.device):
+        probe = copy_probe()
+    rows = [bench(*case, dtype, args, probe) for dtype in args.dtypes for case in cases]
+    print_rows(rows)
+    finish(args, facts, rows)
 
 
 if __name__ == "__main__":

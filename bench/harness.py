@@ -1,66 +1,263 @@
-"""What the benchmarks share: interleaved timing, a bandwidth probe, the hardware, a table."""
+"""What the benchmarks share: options, interleaved timing with cold caches, probes, tables, JSON and the plot.
+
+A share is never taken of a number from a data sheet: a probe (the plainest torch call of the same kind) runs in the
+same rounds. Ratios are a peer's time over ours: more than 1 means that ours is faster.
+"""
 
 import argparse
+import ctypes
+import importlib.util
+import json
+import os
 import platform
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import TypeVar
 
 import torch
 
 import pagedattn_ext
 
-PROBE_BYTES = 512 << 20  # far beyond any cache
+T = TypeVar("T")
+COLD_BYTES = 64 << 20  # buffers rotate over this much, beyond the last-level cache
+PROBE_BYTES = 256 << 20
+BATCH_SECONDS = 3e-4  # short calls are timed in batches of about this long
 
 
 def parse_args(description: str) -> argparse.Namespace:
+    """The options of every benchmark, with the device found to be usable and the threads set."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    dtypes = ["float32", "float16", "bfloat16"]
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=dtypes, action="append", help="repeatable; default float32 and bfloat16")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds, under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command and raw times")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the share of the probe (needs matplotlib)")
     args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if args.device == "cuda":
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("pagedattn_ext::rms_norm", "CUDA"):
+            parser.error("--device cuda: this build of pagedattn_ext has no CUDA ops")
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch finds no CUDA device")
+    args.dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
     torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    keep_freed_memory()
     return args
 
 
-def time_interleaved(functions: dict[str, Callable[[int], object]], num_rounds: int) -> dict[str, float]:
-    """Median seconds of each function, called in turn as function(round), so that noise falls on all alike.
+def keep_freed_memory() -> None:
+    """Memory up to 32 MiB (as much as glibc takes) is not fetched from the kernel anew for every result and temporary.
 
-    With one thread the time is that of the CPU, which other processes disturb less than the wall clock.
+    The page faults come and go with the history of the heap; with them ratios to torch swing between 2x and 12x.
     """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for i in range(num_rounds + 1):
-        for name, function in functions.items():
-            started = clock()
-            function(i)
-            if i > 0:  # the first round warms up
-                seconds[name].append(clock() - started)
-    return {name: median(values) for name, values in seconds.items()}
+    if platform.libc_ver()[0] == "glibc":
+        libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
+        libc.mallopt(m_trim_threshold, 1 << 30)
+        libc.mallopt(m_mmap_threshold, 32 << 20)
 
 
-def make_read_probe() -> Callable[[int], object]:
-    """torch.sum over PROBE_BYTES of fp32: the bandwidth that reading once can reach here."""
-    data = torch.ones(PROBE_BYTES // 4)  # written: pages of untouched zeros would all be the same one
-    return lambda _: data.sum()
-
-
-def print_hardware() -> None:
-    cpu = platform.processor() or "unknown CPU"
+def hardware(device: str) -> dict[str, object]:
+    """What a number needs beside it; printed too."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = f"{names[0]}, {len(names)} CPUs" if names else cpu
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    huge_pages = pages.read_text().strip() if pages.exists() else "unknown"
-    capability = pagedattn_ext.cpu_capability()
-    print(f"{cpu}; {torch.get_num_threads()} threads; pagedattn_ext {capability}; torch {torch.__version__}")
-    print(f"transparent huge pages: {huge_pages}")
+    facts = {
+        "cpu": names[0] if names else platform.processor() or "unknown CPU",
+        "num_cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "transparent_huge_pages": pages.read_text().strip() if pages.exists() else "unknown",
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "pagedattn_ext": pagedattn_ext.build_info(),
+    }
+    where = facts["gpu"] or "{cpu}, {num_cpus} CPUs, load {load}; threads: {threads}".format(**facts)
+    print(f"{where}; pagedattn_ext {pagedattn_ext.cpu_capability()}; torch {torch.__version__}")
+    print(f"transparent huge pages: {facts['transparent_huge_pages']}")
+    return facts
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(cell.ljust(widths[0]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)))
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    name: str
+    unit: str
+    work: int  # bytes or floating-point operations of a call
+    run: Callable[[object], object]
+
+
+def read_probe() -> Probe:
+    data = torch.ones(PROBE_BYTES // 4)  # written: pages of untouched zeros would all be the same one
+    return Probe("read", "GB/s", PROBE_BYTES, lambda _: data.sum())
+
+
+def copy_probe() -> Probe:
+    source, target = torch.ones(2, PROBE_BYTES // 8)
+    return Probe("copy", "GB/s", PROBE_BYTES, lambda _: target.copy_(source))
+
+
+def matmul_probe(dtype: torch.dtype) -> Probe:
+    n = 1024
+    a, b = torch.randn(2, n, n, dtype=dtype)
+    return Probe("matmul", "GFLOP/s", 2 * n**3, lambda _: a @ b)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():  # never in a run on CPU
+        torch.cuda.synchronize()
+
+
+def make_inputs(make: Callable[[], T], num_bytes: int, device: str) -> list[T]:
+    """As many inputs as keep one another out of the caches, if a call touches num_bytes."""
+    with torch.device(device):  # not while timing: it costs microseconds a call
+        return [make() for _ in range(ceil(COLD_BYTES / num_bytes))]
+
+
+def time_interleaved(
+    functions: dict[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a call of each function in each round. The functions take turns, so that noise falls on all alike.
+
+    Every call takes the input that was used longest ago, and its result is kept until that input comes again: neither
+    what it reads nor what it allocates is in a cache, if the inputs are enough for that. With one CPU thread the time
+    is that of the CPU, which other processes disturb less than the wall clock.
+    """
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
+    clock = time.process_time if alone else time.perf_counter
+    results: list[object] = [None] * len(inputs)
+    num_done = 0
+
+    def timed(function: Callable[[T], object], num_calls: int) -> float:
+        nonlocal num_done
+        synchronize()
+        started = clock()
+        for i in range(num_done, num_done + num_calls):
+            results[i % len(inputs)] = function(inputs[i % len(inputs)])
+        synchronize()
+        num_done += num_calls
+        return (clock() - started) / num_calls
+
+    timed(next(iter(functions.values())), len(inputs))  # the memory of the results is fresh only once
+    num_calls = {}
+    for name, function in functions.items():
+        timed(function, 1)
+        num_calls[name] = min(100, ceil(BATCH_SECONDS / timed(function, 1)))
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(num_rounds):
+        for name, function in functions.items():
+            seconds[name].append(timed(function, num_calls[name]))
+    return seconds
+
+
+def latency(function: Callable[[], object], num_calls: int = 2000) -> dict[str, float]:
+    """Microseconds of a call, with everything warm."""
+    microseconds = []
+    for _ in range(num_calls):
+        started = time.perf_counter()
+        function()
+        synchronize()
+        microseconds.append((time.perf_counter() - started) * 1e6)
+    percentiles = quantiles(microseconds, n=100)
+    return {"p50_us": percentiles[49], "p99_us": percentiles[98], "num_calls": num_calls}
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    case: str
+    dtype: torch.dtype
+    work: int  # of ours, in the unit of the probe
+    probe: Probe
+    seconds: dict[str, list[float]]  # "ours", "probe" and the peers
+
+    def rate(self) -> float:
+        return self.work / median(self.seconds["ours"]) / 1e9
+
+    def share(self) -> float:
+        return self.rate() / (self.probe.work / median(self.seconds["probe"]) / 1e9)
+
+    def ratios(self) -> dict[str, float]:
+        peers = self.seconds.keys() - {"ours", "probe"}
+        return {name: median(s) / median(self.seconds["ours"]) for name, s in self.seconds.items() if name in peers}
+
+    def label(self) -> str:
+        return f"{self.case}, {str(self.dtype).removeprefix('torch.')}"
+
+    def as_dict(self) -> dict[str, object]:
+        derived = {self.probe.unit: self.rate(), f"share_of_{self.probe.name}_probe": self.share()}
+        ratios = {f"ratio_to_{name}": ratio for name, ratio in self.ratios().items()}
+        raw = {"work": self.work, "probe_work": self.probe.work, "seconds": self.seconds}
+        return {"group": self.group, "case": self.label(), **derived, **ratios, **raw}
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """One table: rows of one group."""
+    peers = list(dict.fromkeys(name for row in rows for name in row.ratios()))
+    probe = rows[0].probe
+    table = [[rows[0].group, "ms", probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
+    for row in rows:
+        ratios = row.ratios()
+        cells = [f"{ratios[name]:.1f}x" if name in ratios else "-" for name in peers]
+        table.append(
+            [row.label(), f"{median(row.seconds['ours']) * 1e3:.3f}", f"{row.rate():.1f}", f"{row.share():.0%}", *cells]
+        )
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    print()
+    for first, *rest in table:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]), flush=True)
+
+
+def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:
+    """Writes the files that were asked for."""
+    command = shlex.join(["python", *sys.argv])
+    if args.json:
+        report = {"command": command, "hardware": facts, **extra, "rows": [row.as_dict() for row in rows]}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        plot(args.plot, f"{command}\n{facts['gpu'] or facts['cpu']}, threads: {facts['threads']}", rows)
+
+
+def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Bars of the share of the probe, a place for each case and a colour for each dtype."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    cases = list(dict.fromkeys((row.group, row.case) for row in rows))
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    height = 0.8 / len(dtypes)
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.35 * len(cases)), layout="constrained")
+    for i, dtype in enumerate(dtypes):
+        of_dtype = [row for row in rows if row.dtype == dtype]
+        places = [cases.index((row.group, row.case)) + (i - (len(dtypes) - 1) / 2) * height for row in of_dtype]
+        bars = axes.barh(places, [row.share() for row in of_dtype], height, label=str(dtype).removeprefix("torch."))
+        axes.bar_label(bars, fmt="{:.0%}", padding=2, fontsize=7)
+    probes = {row.group: row.probe.name for row in rows}
+    axes.set_yticks(range(len(cases)), [f"{group}: {case} (of {probes[group]})" for group, case in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.margins(x=0.1)
+    axes.set_xlabel("share of the probe in the same run")
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set_title(title, fontsize=8)
+    axes.legend()
+    figure.savefig(path, dpi=120)

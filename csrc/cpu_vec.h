@@ -41,6 +41,7 @@ typedef float Vec __attribute__((vector_size(VEC_BYTES)));
 typedef int32_t IntVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint32_t UintVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t ShortVec __attribute__((vector_size(VEC_BYTES / 2)));
+typedef uint8_t ByteVec __attribute__((vector_size(VEC_BYTES / 4)));
 
 // ---- building vectors
 
@@ -161,11 +162,50 @@ PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
 }
 #endif
 
+// ---- conversions: 8-bit storage
+
+PAGEDATTN_INLINE Vec float8_to_float(ByteVec bytes, float8_e5m2) {
+  return float16_to_float(__builtin_convertvector(bytes, ShortVec) << 8);
+}
+
+PAGEDATTN_INLINE Vec float8_to_float(ByteVec bytes, float8_e4m3) {
+  const ShortVec bits = __builtin_convertvector(bytes, ShortVec);
+  // Exponent and mantissa where float16 has them; the biases differ by 8. The NaN becomes one of float16.
+  const ShortVec magnitude = (bits & 0x7f) == 0x7f ? ShortVec{} + 0x7e00 : (bits & 0x7f) << 7;
+  return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
+}
+
+// Round to nearest even, saturating; NaN gives NaN. The steps are those of float_to_float16.
+template <int MANTISSA_BITS, int BIAS>
+PAGEDATTN_INLINE UintVec float_to_float8(Vec value, float largest) {
+  constexpr int DROPPED_BITS = 23 - MANTISSA_BITS;
+  constexpr uint32_t SMALLEST_NORMAL = (127u + 1 - BIAS) << 23;
+  // Adding a power of two whose last bit is the denormals' step rounds to it.
+  constexpr uint32_t ROUND_DENORMAL = (127u + 24 - BIAS - MANTISSA_BITS) << 23;
+  const UintVec sign = (UintVec)value >> 24 & 0x80;
+  const Vec magnitude = min((Vec)((UintVec)value & 0x7fffffff), broadcast(largest));
+  const UintVec bits = (UintVec)magnitude;
+  const UintVec half = UintVec{} + ((1u << (DROPPED_BITS - 1)) - 1);
+  const UintVec normal =
+      ((bits + half + (bits >> DROPPED_BITS & 1)) >> DROPPED_BITS) - ((127u - BIAS) << MANTISSA_BITS);
+  const Vec round_denormal = (Vec)(UintVec{} + ROUND_DENORMAL);
+  const UintVec denormal = (UintVec)(magnitude + round_denormal) - ROUND_DENORMAL;
+  UintVec result = bits < SMALLEST_NORMAL ? denormal : normal;
+  result = value == value ? result : UintVec{} + 0x7f;
+  return result | sign;
+}
+
 // ---- load and store VEC_SIZE elements, or the first `count`
 
 PAGEDATTN_INLINE Vec load(const float* source) { return load_as<Vec>(source); }
 PAGEDATTN_INLINE Vec load(const float16* source) { return float16_to_float(load_as<ShortVec>(source)); }
 PAGEDATTN_INLINE Vec load(const bfloat16* source) { return bfloat16_to_float(load_as<ShortVec>(source)); }
+PAGEDATTN_INLINE Vec load(const float8_e4m3* source) {
+  return float8_to_float(load_as<ByteVec>(source), float8_e4m3{});
+}
+PAGEDATTN_INLINE Vec load(const float8_e5m2* source) {
+  return float8_to_float(load_as<ByteVec>(source), float8_e5m2{});
+}
 
 PAGEDATTN_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof value); }
 PAGEDATTN_INLINE void store(float16* target, Vec value) {
@@ -175,6 +215,17 @@ PAGEDATTN_INLINE void store(float16* target, Vec value) {
 PAGEDATTN_INLINE void store(bfloat16* target, Vec value) {
   const ShortVec bits = float_to_bfloat16(value);
   __builtin_memcpy(target, &bits, sizeof bits);
+}
+
+PAGEDATTN_INLINE void store_bytes(void* target, UintVec values) {
+  const ByteVec bytes = __builtin_convertvector(values, ByteVec);
+  __builtin_memcpy(target, &bytes, sizeof bytes);
+}
+PAGEDATTN_INLINE void store(float8_e4m3* target, Vec value) {
+  store_bytes(target, float_to_float8<3, 7>(value, 448.0f));
+}
+PAGEDATTN_INLINE void store(float8_e5m2* target, Vec value) {
+  store_bytes(target, float_to_float8<2, 15>(value, 57344.0f));
 }
 
 // The other elements are zero.
@@ -234,6 +285,14 @@ PAGEDATTN_INLINE Vec exp(Vec x) {
 }
 
 PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
+
+// 1 - erf(x) for x >= 0, to 2e-7 of itself: the Chebyshev fit in Press et al., Numerical Recipes, section 6.2.
+PAGEDATTN_INLINE Vec erfc(Vec x) {
+  const Vec t = 1.0f / fma(x, broadcast(0.5f), broadcast(1.0f));
+  const Vec p = polynomial(t, {-1.26551223f, 1.00002368f, 0.37409196f, 0.09678418f, -0.18628806f, 0.27886807f,
+                               -1.13520398f, 1.48851587f, -0.82215223f, 0.17087277f});
+  return t * exp(fma(-x, x, p));
+}
 
 PAGEDATTN_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 

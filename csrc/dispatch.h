@@ -5,7 +5,7 @@
 
 namespace pagedattn {
 
-// Calls function.operator()<T>() with the storage type of `dtype`.
+// Calls function.operator()<T>() with the storage type of `dtype`: what queries, weights and outputs have.
 template <typename Function>
 inline void dispatch_dtype(DType dtype, Function&& function) {
   switch (dtype) {
@@ -15,6 +15,21 @@ inline void dispatch_dtype(DType dtype, Function&& function) {
       return function.template operator()<float16>();
     case DType::BFLOAT16:
       return function.template operator()<bfloat16>();
+    default:
+      return;  // the op lets no other dtype through
+  }
+}
+
+// The same for a cache, which may hold 8-bit elements.
+template <typename Function>
+inline void dispatch_cache_dtype(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::FLOAT8_E4M3:
+      return function.template operator()<float8_e4m3>();
+    case DType::FLOAT8_E5M2:
+      return function.template operator()<float8_e5m2>();
+    default:
+      return dispatch_dtype(dtype, function);
   }
 }
 

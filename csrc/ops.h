@@ -19,6 +19,11 @@ void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cach
                         int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                         const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale);
+void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
+                        const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                        const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
+                        const std::optional<Tensor>& alibi_slopes, const std::string& kv_cache_dtype,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                                            const Tensor& block_tables, const Tensor& seq_lens,
                                            const std::optional<Tensor>& query_start_loc, double scale,
@@ -26,11 +31,15 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
+                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
 
 // cache
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                        const Tensor& slot_mapping, const std::string& kv_cache_dtype,
                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+                      const Tensor& slot_mapping);
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                  const Tensor& block_mapping);
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping);
@@ -40,11 +49,18 @@ void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double eps
 void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
 
 // pos_encoding
+void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
+                      const Tensor& cos_sin_cache, bool is_neox);
 void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
                            const Tensor& cos_sin_cache);
 
 // activation
 void silu_and_mul(Tensor& out, const Tensor& input);
+void mul_and_silu(Tensor& out, const Tensor& input);
+void gelu_and_mul(Tensor& out, const Tensor& input);
+void gelu_tanh_and_mul(Tensor& out, const Tensor& input);
 void gelu_new(Tensor& out, const Tensor& input);
+void gelu_fast(Tensor& out, const Tensor& input);
+void gelu_quick(Tensor& out, const Tensor& input);
 
 }  // namespace pagedattn

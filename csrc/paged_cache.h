@@ -1,6 +1,8 @@
 // The check of one layer's key and value cache, for every op that takes one (layout: types.h).
 #pragma once
 
+#include <cmath>
+
 #include "torch_utils.h"
 
 namespace pagedattn {
@@ -13,15 +15,49 @@ struct PagedCache {
   int64_t block_size;
   int64_t key_block_stride;  // elements between blocks
   int64_t value_block_stride;
+  float key_scale;  // what a stored key is multiplied with; 1 if the cache is not fp8
+  float value_scale;
 };
 
-inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache) {
-  constexpr int64_t MAX_HEAD_SIZE = 256;
+inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::string& kv_cache_dtype) {
+  door.defined("key_cache", key_cache);
+  const ScalarType dtype = key_cache.scalar_type();
+  const auto float8 = [&](DType result, ScalarType expected) {
+    door.check(dtype == expected || dtype == ScalarType::Byte, "key_cache", "expected dtype ", expected,
+               " or uint8 (kv_cache_dtype is \"", kv_cache_dtype, "\"), got ", dtype);
+    return result;
+  };
+  if (kv_cache_dtype == "fp8" || kv_cache_dtype == "fp8_e4m3") {
+    return float8(DType::FLOAT8_E4M3, ScalarType::Float8_e4m3fn);
+  }
+  if (kv_cache_dtype == "fp8_e5m2") return float8(DType::FLOAT8_E5M2, ScalarType::Float8_e5m2);
+  door.check(kv_cache_dtype == "auto", "kv_cache_dtype",
+             "expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"", kv_cache_dtype, "\"");
+  if (dtype == ScalarType::Float8_e4m3fn) return DType::FLOAT8_E4M3;
+  if (dtype == ScalarType::Float8_e5m2) return DType::FLOAT8_E5M2;
+  return door.float_dtype("key_cache", key_cache);
+}
+
+// None is 1. With a cache that is not fp8 nothing is scaled, and only 1 is taken.
+inline float cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
+  if (!scale.has_value()) return 1.0f;
+  door.dtype(argument, *scale, ScalarType::Float);
+  door.check(scale->numel() == 1, argument, "expected one element, got shape ", scale->sizes());
+  const float value = *scale->const_data_ptr<float>();
+  door.check(std::isfinite(value) && value > 0, argument, "expected a positive finite number, got ", value);
+  door.check(is_float8(dtype) || value == 1.0f, argument, "expected 1 or None for a cache that is not fp8, got ",
+             value);
+  return value;
+}
+
+inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
+                                    const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                                    const std::optional<Tensor>& v_scale) {
   constexpr int64_t MIN_BLOCK_SIZE = 8;
   constexpr int64_t MAX_BLOCK_SIZE = 256;
 
   PagedCache cache{};
-  cache.dtype = door.float_dtype("key_cache", key_cache);
+  cache.dtype = cache_dtype(door, key_cache, kv_cache_dtype);
   const int64_t x = 16 / element_size(cache.dtype);
   door.rank("key_cache", key_cache, 5);
   door.shape("key_cache", key_cache, {ANY, ANY, ANY, ANY, x});
@@ -43,7 +79,16 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});
   door.contiguous_from("value_cache", value_cache, 1);
   cache.value_block_stride = value_cache.stride(0);
+  cache.key_scale = cache_scale(door, "k_scale", k_scale, cache.dtype);
+  cache.value_scale = cache_scale(door, "v_scale", v_scale, cache.dtype);
   return cache;
+}
+
+// The dtype of a tensor that meets the cache: the cache's own, or, if that is fp8, any of fp32, fp16 and bf16.
+inline DType check_meets_cache(const Door& door, const char* argument, const Tensor& tensor, const PagedCache& cache,
+                               const Tensor& key_cache) {
+  if (!is_float8(cache.dtype)) door.dtype(argument, tensor, key_cache.scalar_type());
+  return door.float_dtype(argument, tensor);
 }
 
 }  // namespace pagedattn

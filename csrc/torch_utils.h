@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -49,6 +48,10 @@ inline std::string dtype_name(ScalarType dtype) {
       return "int64";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     default:
       return torch::headeronly::toString(dtype);
   }
@@ -159,18 +162,20 @@ class Door {
     return view;
   }
 
-  int32_t to_int32(const char* argument, int64_t value) const {
-    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), argument, "expected 0 to 2^31 - 1, got ", value);
-    return static_cast<int32_t>(value);
+  // Rows that are written must not share memory, as those of an expanded tensor do.
+  RowView written_rows(const char* argument, const Tensor& tensor) const {
+    const RowView view = rows(argument, tensor);
+    check(view.num_rows <= 1 || view.stride >= view.width, argument, "expected rows that do not overlap, got shape ",
+          tensor.sizes(), " with strides ", tensor.strides());
+    return view;
   }
 
-  // The quantised caches of the contract come later; until then nothing may pass for one.
-  void no_quantised_cache(const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                          const std::optional<Tensor>& v_scale) const {
-    check(kv_cache_dtype == "auto", "kv_cache_dtype", "expected \"auto\" (fp8 is not supported yet), got \"",
-          kv_cache_dtype, "\"");
-    check(!k_scale.has_value(), "k_scale", "expected None (fp8 is not supported yet), got a tensor");
-    check(!v_scale.has_value(), "v_scale", "expected None (fp8 is not supported yet), got a tensor");
+  // Contiguous from dimension 1 on; in dimension 0 any stride that keeps the parts apart.
+  void written_from_1(const char* argument, const Tensor& tensor) const {
+    contiguous_from(argument, tensor, 1);
+    check(tensor.numel() == 0 || tensor.size(0) == 1 || tensor.stride(0) >= tensor.numel() / tensor.size(0), argument,
+          "expected parts along dimension 0 that do not overlap, got shape ", tensor.sizes(), " with strides ",
+          tensor.strides());
   }
 
  private:

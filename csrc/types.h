@@ -10,7 +10,7 @@
 
 namespace pagedattn {
 
-enum class DType { FLOAT32, FLOAT16, BFLOAT16 };
+enum class DType { FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
 
 // Storage only: arithmetic is done in fp32 after a load.
 struct float16 {
@@ -19,11 +19,20 @@ struct float16 {
 struct bfloat16 {
   uint16_t bits;
 };
+struct float8_e4m3 {  // 4 exponent bits of bias 7, 3 mantissa bits; no infinity, 0x7f is NaN
+  uint8_t bits;
+};
+struct float8_e5m2 {  // the upper half of a float16
+  uint8_t bits;
+};
+
+constexpr int64_t MAX_HEAD_SIZE = 256;
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.
 template <typename T>
 inline constexpr int ELEMENTS_PER_CHUNK = 16 / sizeof(T);
 
-constexpr int64_t element_size(DType dtype) { return dtype == DType::FLOAT32 ? 4 : 2; }
+constexpr bool is_float8(DType dtype) { return dtype == DType::FLOAT8_E4M3 || dtype == DType::FLOAT8_E5M2; }
+constexpr int64_t element_size(DType dtype) { return dtype == DType::FLOAT32 ? 4 : is_float8(dtype) ? 1 : 2; }
 
 }  // namespace pagedattn

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN_BYTES = (0x7F, 0xFF)  # NaN in both float8 formats
 
 # The floor below which an error is not an error, as shares of the element and of the largest element of the result:
 # the one rounding at the store (four units in the last place for fp32, where the arithmetic is no finer than the
@@ -67,10 +68,18 @@ def random_bits(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> 
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
 
+def filled_with_nan(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Nothing but NaN; of one byte an element (float8, and uint8 that holds it) of both signs in turn."""
+    if dtype.itemsize > 1:
+        return torch.full(shape, math.nan, dtype=dtype, device=device)
+    nan = torch.tensor(NAN_BYTES, dtype=torch.uint8, device=device).repeat(math.prod(shape) // 2 + 1)
+    return nan[: math.prod(shape)].view(shape).view(dtype)
+
+
 def with_row_gap(tensor: Tensor, gap: int) -> Tensor:
     """A copy of the tensor in which `gap` NaN elements follow each index of dim 0, like a slice of a fused qkv."""
     row = math.prod(tensor.shape[1:])
-    buffer = torch.full((tensor.shape[0], row + gap), math.nan, dtype=tensor.dtype, device=tensor.device)
+    buffer = filled_with_nan(tensor.shape[0], row + gap, dtype=tensor.dtype, device=tensor.device)
     strided = buffer[:, :row].unflatten(1, tensor.shape[1:])
     strided.copy_(tensor)
     return strided
@@ -80,7 +89,13 @@ def assert_row_gap_untouched(strided: Tensor) -> None:
     """The gaps of a tensor made by `with_row_gap` are still NaN."""
     row, num_rows = math.prod(strided.shape[1:]), strided.shape[0]
     buffer = strided.as_strided((num_rows, strided.stride(0)), (strided.stride(0), 1))
-    assert buffer[:, row:].isnan().all(), "the padding between the rows was written"
+    gaps = buffer[:, row:]
+    if gaps.dtype.itemsize > 1:
+        untouched = gaps.isnan()
+    else:
+        expected = filled_with_nan(*buffer.shape, dtype=gaps.dtype, device=gaps.device)
+        untouched = bits(gaps) == bits(expected[:, row:])
+    assert untouched.all(), "the padding between the rows was written"
 
 
 def tensors_in(arguments: Mapping[str, object]) -> list[Tensor]:

@@ -15,16 +15,27 @@ from torch import Tensor
 # x = 16 / element_size
 # key_cache   [num_blocks, num_kv_heads, head_size / x, block_size, x]
 # value_cache [num_blocks, num_kv_heads, head_size, block_size]
+# An fp8 cache (x = 16) is a tensor of its torch dtype or of uint8; it stores element / scale and is read as
+# stored * scale.
+FP8_OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def make_caches(
-    num_blocks: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """A key and a value cache in which every slot is NaN."""
-    x = 16 // dtype.itemsize
-    key_cache = torch.full((num_blocks, num_kv_heads, head_size // x, block_size, x), math.nan, dtype=dtype)
-    value_cache = torch.full((num_blocks, num_kv_heads, head_size, block_size), math.nan, dtype=dtype)
-    return key_cache, value_cache
+def element_dtype(cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
+    """The dtype of what the cache holds, which may be a uint8 tensor."""
+    return cache.dtype if kv_cache_dtype == "auto" else FP8_OF_NAME[kv_cache_dtype]
+
+
+def quantise(tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """tensor / scale in fp32, rounded to the nearest element of the float8 dtype (even on ties), +-max beyond it."""
+    divided = tensor.float() if scale is None else tensor.float() / scale
+    largest = torch.finfo(dtype).max
+    return divided.clamp(-largest, largest).to(dtype)
+
+
+def dequantise(stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """stored * scale, exactly, of a tensor of this float8 dtype or of its bytes."""
+    stored = stored.view(dtype).double()
+    return stored if scale is None else stored * scale.double()
 
 
 def slots_of(block_table: Tensor, seq_len: int, block_size: int) -> Tensor:
@@ -40,13 +51,33 @@ def gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> tuple[Tenso
     return key_cache[block, :, :, offset].flatten(2), value_cache[block, :, :, offset]
 
 
-def reshape_and_cache(
+def gather_cached_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """key and value, with what `gather` gives in the rows of the tokens whose slot is not negative."""
+    key, value, kept = key.clone(), value.clone(), slot_mapping >= 0
+    key[kept], value[kept] = gather(key_cache, value_cache, slot_mapping[kept])
+    return key, value
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """key_cache[block, head, d // x, offset, d % x] = key[token, head, d], and
-    value_cache[block, head, d, offset] = value[token, head, d];
+    value_cache[block, head, d, offset] = value[token, head, d], both `quantise`d for an fp8 cache;
     block, offset = divmod(slot_mapping[token], block_size); tokens with a negative slot are skipped.
     """
+    dtype = element_dtype(key_cache, kv_cache_dtype)
+    if dtype.itemsize == 1:
+        key = quantise(key, dtype, k_scale).view(key_cache.dtype)
+        value = quantise(value, dtype, v_scale).view(value_cache.dtype)
     block_size, x = key_cache.shape[3:]
     kept = slot_mapping >= 0
     block, offset = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
@@ -131,6 +162,9 @@ def paged_attention(
     seq_lens: Tensor,
     *,
     query_start_loc: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     **options,
 ) -> tuple[Tensor, Tensor]:
@@ -138,11 +172,14 @@ def paged_attention(
 
     Without query_start_loc each sequence has one row. `options` are those of `attention`.
     """
+    cached = element_dtype(key_cache, kv_cache_dtype)
     starts = range(len(seq_lens) + 1) if query_start_loc is None else query_start_loc.tolist()
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = torch.zeros(query.shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=query.device)
     for (begin, end), block_table, seq_len in zip(pairwise(starts), block_tables, seq_lens.tolist(), strict=True):
         key, value = gather(key_cache, value_cache, slots_of(block_table, seq_len, value_cache.shape[3]))
+        if cached.itemsize == 1:
+            key, value = dequantise(key, cached, k_scale), dequantise(value, cached, v_scale)
         out[begin:end], lse[begin:end] = attention(query[begin:end], key, value, dtype=dtype, **options)
     return out, lse
 
@@ -152,6 +189,22 @@ def paged_attention_v1(
 ) -> Tensor:
     """`paged_attention` of one row per sequence, without its lse."""
     return paged_attention(query, key_cache, value_cache, block_tables, seq_lens, **options)[0]
+
+
+def merge_attn_states(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """lse = log(exp(prefix_lse) + exp(suffix_lse)), and the outputs weighted by exp(their lse - lse); zeros if it is
+    -inf.
+    """
+    lse = torch.stack([prefix_lse, suffix_lse]).to(torch.promote_types(dtype, torch.float32))
+    weights = torch.softmax(lse, dim=0).nan_to_num(nan=0.0).to(dtype).unsqueeze(-1)
+    outputs = torch.stack([prefix_output, suffix_output]).to(dtype)
+    return (weights * outputs).sum(dim=0), torch.logsumexp(lse, dim=0)
 
 
 # ---- layernorm, pos_encoding, activation ---------------------------------------------------------------------------
@@ -171,26 +224,30 @@ def fused_add_rms_norm(
     return rms_norm(residual, weight, epsilon, dtype), residual
 
 
-def rotate_neox(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of each head (x1, x2, rest), with x1 and x2 of rot_dim / 2: (x1 cos - x2 sin, x2 cos + x1 sin, rest)."""
-    half = cos.shape[-1]
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
-
-
-def rotary_embedding_neox(
+def rotary_embedding(
     positions: Tensor,
     query: Tensor,
-    key: Tensor,
+    key: Tensor | None,
     head_size: int,
     cos_sin_cache: Tensor,
+    is_neox: bool,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
-    """`rotate_neox` of every head of token t by cos, sin = cos_sin_cache[positions[t]]."""
+) -> tuple[Tensor, Tensor | None]:
+    """(x, y) -> (x cos - y sin, y cos + x sin) of every head of token t, cos and sin being the halves of
+    cos_sin_cache[positions[t]]; x and y are the halves of a head's first rot_dim elements, or, if not is_neox, its even
+    and its odd ones.
+    """
     cos, sin = cos_sin_cache[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rot_dim / 2] each
-    query_heads, key_heads = (x.to(dtype).flatten(1).unflatten(1, (-1, head_size)) for x in (query, key))
-    rotated_query, rotated_key = (rotate_neox(x, cos, sin) for x in (query_heads, key_heads))
-    return rotated_query.reshape(query.shape), rotated_key.reshape(key.shape)
+    half = cos.shape[-1]
+
+    def rotate(tensor: Tensor) -> Tensor:
+        heads = tensor.to(dtype).flatten(1).unflatten(1, (-1, head_size))
+        to_rotate, rest = heads[..., : 2 * half], heads[..., 2 * half :]
+        x, y = to_rotate.unflatten(-1, (2, half) if is_neox else (half, 2)).unbind(-2 if is_neox else -1)
+        rotated = torch.stack([x * cos - y * sin, y * cos + x * sin], dim=-2 if is_neox else -1).flatten(-2)
+        return torch.cat([rotated, rest], dim=-1).reshape(tensor.shape)
+
+    return rotate(query), None if key is None else rotate(key)
 
 
 def silu_and_mul(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -203,3 +260,33 @@ def gelu_new(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     x = input.to(dtype)
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def mul_and_silu(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """up * gate * sigmoid(gate) of input = (up, gate)."""
+    up, gate = input.chunk(2, dim=-1)
+    return silu_and_mul(torch.cat([gate, up], dim=-1), dtype)
+
+
+def gelu_and_mul(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """gelu(gate) * up of input = (gate, up), with gelu(x) = x / 2 * (1 + erf(x / sqrt(2)))."""
+    gate, up = input.to(dtype).chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`gelu_new`(gate) * up of input = (gate, up)."""
+    gate, up = input.to(dtype).chunk(2, dim=-1)
+    return gelu_new(gate, dtype) * up
+
+
+def gelu_fast(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2)))."""
+    x = input.to(dtype)
+    return 0.5 * x * (1 + torch.tanh(0.7978845608 * x * (1 + 0.044715 * x * x)))
+
+
+def gelu_quick(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    x = input.to(dtype)
+    return x * torch.sigmoid(1.702 * x)

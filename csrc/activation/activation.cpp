@@ -25,22 +25,45 @@ ActivationParams check_activation(const Door& door, const Tensor& out, const Ten
   params.input = input.const_data_ptr();
   params.input_stride = input_rows.stride;
   params.out = out.mutable_data_ptr();
-  params.out_stride = door.rows("out", out).stride;
+  params.out_stride = door.written_rows("out", out).stride;
   return params;
+}
+
+using Kernel = void(const ActivationParams&, int64_t, int64_t);
+
+void run(const ActivationParams& params, Kernel* kernel) {
+  parallel_for_rows(params.num_rows, params.width, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
 }
 
 }  // namespace
 
 void silu_and_mul(Tensor& out, const Tensor& input) {
-  const ActivationParams params = check_activation(Door("silu_and_mul"), out, input, 2);
-  const auto kernel = PAGEDATTN_CPU_KERNEL(silu_and_mul);
-  parallel_for_rows(params.num_rows, params.width, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  run(check_activation(Door("silu_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(silu_and_mul));
+}
+
+void mul_and_silu(Tensor& out, const Tensor& input) {
+  run(check_activation(Door("mul_and_silu"), out, input, 2), PAGEDATTN_CPU_KERNEL(mul_and_silu));
+}
+
+void gelu_and_mul(Tensor& out, const Tensor& input) {
+  run(check_activation(Door("gelu_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(gelu_and_mul));
+}
+
+void gelu_tanh_and_mul(Tensor& out, const Tensor& input) {
+  run(check_activation(Door("gelu_tanh_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(gelu_tanh_and_mul));
 }
 
 void gelu_new(Tensor& out, const Tensor& input) {
-  const ActivationParams params = check_activation(Door("gelu_new"), out, input, 1);
-  const auto kernel = PAGEDATTN_CPU_KERNEL(gelu_new);
-  parallel_for_rows(params.num_rows, params.width, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  run(check_activation(Door("gelu_new"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_tanh));
+}
+
+// The same function as gelu_new, factored otherwise.
+void gelu_fast(Tensor& out, const Tensor& input) {
+  run(check_activation(Door("gelu_fast"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_tanh));
+}
+
+void gelu_quick(Tensor& out, const Tensor& input) {
+  run(check_activation(Door("gelu_quick"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_quick));
 }
 
 }  // namespace pagedattn

@@ -1,4 +1,4 @@
-// silu_and_mul and gelu_new: parameters and kernels.
+// Activations, plain and gated: parameters and kernels.
 #pragma once
 
 #include "cpu_dispatch.h"
@@ -18,6 +18,10 @@ struct ActivationParams {
 
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(silu_and_mul, const ActivationParams& params, int64_t begin, int64_t end)
-PAGEDATTN_DECLARE_CPU_KERNEL(gelu_new, const ActivationParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(mul_and_silu, const ActivationParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(gelu_and_mul, const ActivationParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(gelu_tanh_and_mul, const ActivationParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(gelu_tanh, const ActivationParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(gelu_quick, const ActivationParams& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

@@ -7,12 +7,47 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Calls row(input, out) for the rows [begin, end).
-template <typename Row>
-void for_each_row(const ActivationParams& p, int64_t begin, int64_t end, Row&& row) {
+PAGEDATTN_INLINE Vec silu(Vec x) { return x * sigmoid(x); }
+
+PAGEDATTN_INLINE Vec gelu(Vec x) {
+  constexpr float SQRT_HALF = 0.7071067811865476f;
+  // The normal distribution's tail, exact on the side where it is small.
+  const Vec tail = 0.5f * erfc(max(x, -x) * SQRT_HALF);
+  return x * select(x < 0.0f, tail, 1.0f - tail);
+}
+
+PAGEDATTN_INLINE Vec gelu_by_tanh(Vec x) {
+  // 0.5 x (1 + tanh(u)) is x sigmoid(2u), which loses no digits where tanh is close to -1.
+  constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
+  const Vec u = SQRT_2_OVER_PI * x * fma(x * x, broadcast(0.044715f), broadcast(1.0f));
+  return x * sigmoid(2.0f * u);
+}
+
+// out = activation(input).
+template <typename Activation>
+void activate(const ActivationParams& p, int64_t begin, int64_t end, Activation activation) {
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    for (int64_t i = begin; i < end; ++i) {
-      row(static_cast<const T*>(p.input) + i * p.input_stride, static_cast<T*>(p.out) + i * p.out_stride);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+      T* out = static_cast<T*>(p.out) + row * p.out_stride;
+      for_each_vector(p.width, [&](int64_t i, auto load, auto store) { store(out + i, activation(load(input + i))); });
+    }
+  });
+}
+
+// out = activation(one half of input) * the other half.
+template <typename Activation>
+void activate_and_multiply(const ActivationParams& p, int64_t begin, int64_t end, bool first_half,
+                           Activation activation) {
+  dispatch_dtype(p.dtype, [&]<typename T>() {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+      const T* gate = first_half ? input : input + p.width;
+      const T* factor = first_half ? input + p.width : input;
+      T* out = static_cast<T*>(p.out) + row * p.out_stride;
+      for_each_vector(p.width, [&](int64_t i, auto load, auto store) {
+        store(out + i, activation(load(gate + i)) * load(factor + i));
+      });
     }
   });
 }
@@ -20,25 +55,27 @@ void for_each_row(const ActivationParams& p, int64_t begin, int64_t end, Row&& r
 }  // namespace
 
 void silu_and_mul(const ActivationParams& params, int64_t begin, int64_t end) {
-  for_each_row(params, begin, end, [&](const auto* input, auto* out) {
-    const auto* factor = input + params.width;
-    for_each_vector(params.width, [&](int64_t i, auto load, auto store) {
-      const Vec x = load(input + i);
-      store(out + i, x * sigmoid(x) * load(factor + i));
-    });
-  });
+  activate_and_multiply(params, begin, end, true, [](Vec x) { return silu(x); });
 }
 
-void gelu_new(const ActivationParams& params, int64_t begin, int64_t end) {
-  // 0.5 x (1 + tanh(u)) is x sigmoid(2u), which loses no digits where tanh is close to -1.
-  constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
-  for_each_row(params, begin, end, [&](const auto* input, auto* out) {
-    for_each_vector(params.width, [&](int64_t i, auto load, auto store) {
-      const Vec x = load(input + i);
-      const Vec u = SQRT_2_OVER_PI * (x + 0.044715f * x * x * x);
-      store(out + i, x * sigmoid(2.0f * u));
-    });
-  });
+void mul_and_silu(const ActivationParams& params, int64_t begin, int64_t end) {
+  activate_and_multiply(params, begin, end, false, [](Vec x) { return silu(x); });
+}
+
+void gelu_and_mul(const ActivationParams& params, int64_t begin, int64_t end) {
+  activate_and_multiply(params, begin, end, true, [](Vec x) { return gelu(x); });
+}
+
+void gelu_tanh_and_mul(const ActivationParams& params, int64_t begin, int64_t end) {
+  activate_and_multiply(params, begin, end, true, [](Vec x) { return gelu_by_tanh(x); });
+}
+
+void gelu_tanh(const ActivationParams& params, int64_t begin, int64_t end) {
+  activate(params, begin, end, [](Vec x) { return gelu_by_tanh(x); });
+}
+
+void gelu_quick(const ActivationParams& params, int64_t begin, int64_t end) {
+  activate(params, begin, end, [](Vec x) { return x * sigmoid(1.702f * x); });
 }
 
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -10,77 +10,96 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// 16-bit elements are taken as 32-bit pairs: the even elements in one vector, the odd ones in another.
-struct ChunkPair {
-  Vec even, odd;
-};
+// A lane holds PARTS elements of the cache; they are taken apart into as many vectors of floats.
+template <typename CacheT>
+struct KeyDot {
+  static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
+  static constexpr int PARTS = CHUNK_ELEMENTS / 4;
 
-PAGEDATTN_INLINE Vec load_keys(const float* keys) { return load(keys); }
+  struct Chunk {
+    Vec part[PARTS];
+  };
 
-#if defined(__AVX512BF16__)
-typedef __m512bh Bf16Vec;
-PAGEDATTN_INLINE Bf16Vec load_keys(const bfloat16* keys) { return load_as<Bf16Vec>(keys); }
-#else
-PAGEDATTN_INLINE ChunkPair load_keys(const bfloat16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)};
-}
-#endif
+  static PAGEDATTN_INLINE Chunk load_keys(const CacheT* keys);
 
-PAGEDATTN_INLINE ChunkPair load_keys(const float16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))};
-}
+  // From a row made by unpack_query.
+  static PAGEDATTN_INLINE Chunk load_query(const float* row, int64_t chunk) {
+    Chunk query;
+    for (int i = 0; i < PARTS; ++i) query.part[i] = load_repeated_lane(row + chunk * CHUNK_ELEMENTS + 4 * i);
+    return query;
+  }
 
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) { return fma(keys, query, sum); }
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, const ChunkPair& keys, const ChunkPair& query) {
-  return fma(keys.odd, query.odd, fma(keys.even, query.even, sum));
-}
-#if defined(__AVX512BF16__)
-PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bf16Vec keys, Bf16Vec query) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
-}
-#endif
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, const Chunk& keys, const Chunk& query) {
+    for (int i = 0; i < PARTS; ++i) sum = fma(keys.part[i], query.part[i], sum);
+    return sum;
+  }
 
-// A query row is unpacked once, chunk by chunk, into the form that multiply_add takes; it needs at most head_size
-// floats.
-template <typename T>
-struct QueryRow {
-  static constexpr int CHUNK_FLOATS = 8;
-  static void unpack(const T* query, int64_t head_size, float* row) {
-    for (int64_t d = 0; d < head_size; d += 8, row += 8) {
-      float chunk[2 * VEC_SIZE];
-      store(chunk, load_first(query + d, 8 < VEC_SIZE ? 8 : VEC_SIZE));
-      if constexpr (VEC_SIZE < 8) store(chunk + VEC_SIZE, load_first(query + d + VEC_SIZE, 8 - VEC_SIZE));
-      for (int i = 0; i < 4; ++i) {
-        row[i] = chunk[2 * i];
-        row[4 + i] = chunk[2 * i + 1];
-      }
+  // A query row, once, in the order that load_query wants: row is [head_size / CHUNK_ELEMENTS, PARTS, 4].
+  template <typename T>
+  static void unpack_query(const T* query, int64_t head_size, float* row) {
+    float in_order[MAX_HEAD_SIZE];
+    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(in_order + d, load(query + d)); });
+    for (int64_t d = 0; d < head_size; ++d) {
+      const int64_t within = d % CHUNK_ELEMENTS;
+      row[d - within + within % PARTS * 4 + within / PARTS] = in_order[d];
     }
   }
-  static PAGEDATTN_INLINE ChunkPair load_chunk(const float* chunk) {
-    return {load_repeated_lane(chunk), load_repeated_lane(chunk + 4)};
-  }
 };
 
 template <>
-struct QueryRow<float> {
-  static constexpr int CHUNK_FLOATS = 4;
-  static void unpack(const float* query, int64_t head_size, float* row) {
-    __builtin_memcpy(row, query, head_size * sizeof(float));
-  }
-  static PAGEDATTN_INLINE Vec load_chunk(const float* chunk) { return load_repeated_lane(chunk); }
-};
+PAGEDATTN_INLINE KeyDot<float>::Chunk KeyDot<float>::load_keys(const float* keys) {
+  return {{load(keys)}};
+}
 
-#if defined(__AVX512BF16__)
 template <>
-struct QueryRow<bfloat16> {
-  static constexpr int CHUNK_FLOATS = 4;
-  static void unpack(const bfloat16* query, int64_t head_size, float* row) {
-    __builtin_memcpy(row, query, head_size * sizeof(bfloat16));
+PAGEDATTN_INLINE KeyDot<float16>::Chunk KeyDot<float16>::load_keys(const float16* keys) {
+  const UintVec pairs = load_as<UintVec>(keys);
+  return {{float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))}};
+}
+
+template <typename CacheT>
+PAGEDATTN_INLINE typename KeyDot<CacheT>::Chunk load_float8_keys(const CacheT* keys) {
+  const UintVec quads = load_as<UintVec>(keys);
+  typename KeyDot<CacheT>::Chunk chunk;
+  for (int i = 0; i < 4; ++i) {
+    chunk.part[i] = float8_to_float(__builtin_convertvector(quads >> (8 * i) & 0xff, ByteVec), CacheT{});
   }
-  static PAGEDATTN_INLINE Bf16Vec load_chunk(const float* chunk) {
-    return (Bf16Vec)_mm512_castps_si512((__m512)load_repeated_lane(chunk));
+  return chunk;
+}
+template <>
+PAGEDATTN_INLINE KeyDot<float8_e4m3>::Chunk KeyDot<float8_e4m3>::load_keys(const float8_e4m3* keys) {
+  return load_float8_keys(keys);
+}
+template <>
+PAGEDATTN_INLINE KeyDot<float8_e5m2>::Chunk KeyDot<float8_e5m2>::load_keys(const float8_e5m2* keys) {
+  return load_float8_keys(keys);
+}
+
+#if !defined(__AVX512BF16__)
+template <>
+PAGEDATTN_INLINE KeyDot<bfloat16>::Chunk KeyDot<bfloat16>::load_keys(const bfloat16* keys) {
+  const UintVec pairs = load_as<UintVec>(keys);
+  return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
+}
+#else
+// The dot product instruction takes pairs as they are; it adds in fp32.
+template <>
+struct KeyDot<bfloat16> {
+  static constexpr int CHUNK_ELEMENTS = 8;
+  static constexpr int PARTS = 1;
+  typedef __m512bh Chunk;
+
+  static PAGEDATTN_INLINE Chunk load_keys(const bfloat16* keys) { return load_as<Chunk>(keys); }
+  static PAGEDATTN_INLINE Chunk load_query(const float* row, int64_t chunk) {
+    return (Chunk)_mm512_castps_si512((__m512)load_repeated_lane(row + 4 * chunk));
+  }
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Chunk keys, Chunk query) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
+  }
+  template <typename T>
+  static void unpack_query(const T* query, int64_t head_size, float* row) {
+    bfloat16* bits = reinterpret_cast<bfloat16*>(row);
+    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(bits + d, load(query + d)); });
   }
 };
 #endif

@@ -58,10 +58,12 @@ void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_b
 PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
                                      const Tensor& value_cache, double scale, const Tensor& block_tables,
                                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
-                                     const std::optional<Tensor>& alibi_slopes, int64_t sliding_window) {
-  const PagedCache cache = check_paged_cache(door, key_cache, value_cache);
+                                     const std::optional<Tensor>& alibi_slopes, int64_t sliding_window,
+                                     const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                                     const std::optional<Tensor>& v_scale) {
+  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   PagedAttentionParams params{};
-  params.dtype = cache.dtype;
+  params.cache_dtype = cache.dtype;
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
@@ -70,7 +72,7 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.value_cache = value_cache.const_data_ptr();
   params.value_block_stride = cache.value_block_stride;
 
-  door.dtype("query", query, key_cache.scalar_type());
+  params.dtype = check_meets_cache(door, "query", query, cache, key_cache);
   door.shape("query", query, {ANY, ANY, cache.head_size});
   door.contiguous_from("query", query, 1);
   params.num_tokens = query.size(0);
@@ -81,7 +83,8 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.query = query.const_data_ptr();
   params.query_stride = query.stride(0);
   door.check(std::isfinite(scale), "scale", "expected a finite number, got ", scale);
-  params.scale = static_cast<float>(scale);
+  params.logit_scale = static_cast<float>(scale) * cache.key_scale;
+  params.value_scale = cache.value_scale;
   params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
   params.sliding_window = sliding_window;
 
@@ -127,17 +130,16 @@ void run(const PagedAttentionParams& params) {
   });
 }
 
-}  // namespace
-
-void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                        int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
-                        int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                        const std::optional<Tensor>& v_scale) {
-  const Door door("paged_attention_v1");
-  door.no_quantised_cache(kv_cache_dtype, k_scale, v_scale);
-  PagedAttentionParams params = check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens,
-                                                std::nullopt, alibi_slopes, NO_SLIDING_WINDOW);
+// One row a sequence, into `out`: what v1 and v2 are.
+PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
+                                  const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                                  const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
+                                  int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                                  const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                                  const std::optional<Tensor>& v_scale) {
+  PagedAttentionParams params =
+      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, alibi_slopes,
+                      NO_SLIDING_WINDOW, kv_cache_dtype, k_scale, v_scale);
   door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
@@ -148,9 +150,43 @@ void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cach
   }
   door.dtype("out", out, query.scalar_type());
   door.shape("out", out, query.sizes());
-  door.contiguous_from("out", out, 1);
+  door.written_from_1("out", out);
   params.out = out.mutable_data_ptr();
   params.out_stride = out.stride(0);
+  return params;
+}
+
+}  // namespace
+
+void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
+                        int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale) {
+  run(check_decode(Door("paged_attention_v1"), out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+                   seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale));
+}
+
+// The scratch is checked and left alone: on the CPU only the sequences that are split need any, and it is taken here.
+void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
+                        const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                        const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
+                        const std::optional<Tensor>& alibi_slopes, const std::string& kv_cache_dtype,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const Door door("paged_attention_v2");
+  const PagedAttentionParams params =
+      check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
+                   max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale);
+  door.dtype("exp_sums", exp_sums, ScalarType::Float);
+  door.shape("exp_sums", exp_sums, {params.num_seqs, params.num_heads, ANY});
+  const int64_t num_partitions = exp_sums.size(2);
+  const int64_t needed = (max_seq_len + PARTITION_TOKENS - 1) / PARTITION_TOKENS;
+  door.check(num_partitions >= needed, "exp_sums", "expected at least ", needed, " partitions of ", PARTITION_TOKENS,
+             " tokens, got shape ", exp_sums.sizes());
+  door.dtype("max_logits", max_logits, ScalarType::Float);
+  door.shape("max_logits", max_logits, exp_sums.sizes());
+  door.dtype("tmp_out", tmp_out, query.scalar_type());
+  door.shape("tmp_out", tmp_out, {params.num_seqs, params.num_heads, num_partitions, params.head_size});
   run(params);
 }
 
@@ -162,13 +198,13 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   const Door door("paged_attention");
-  door.no_quantised_cache(kv_cache_dtype, k_scale, v_scale);
   const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
   door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
   door.check(std::isfinite(softcap) && softcap >= 0, "softcap", "expected a finite number that is not negative, got ",
              softcap);
-  PagedAttentionParams params = check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens,
-                                                query_start_loc, alibi_slopes, window);
+  PagedAttentionParams params =
+      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc, alibi_slopes,
+                      window, kv_cache_dtype, k_scale, v_scale);
   params.softcap = static_cast<float>(softcap);
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 

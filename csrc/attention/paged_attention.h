@@ -12,14 +12,16 @@ namespace pagedattn {
 constexpr int64_t NO_SLIDING_WINDOW = INT64_MAX;
 
 struct PagedAttentionParams {
-  DType dtype;
+  DType dtype;  // of query and out
+  DType cache_dtype;
   int64_t num_seqs;
   int64_t num_tokens;  // query rows
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_size;
   int64_t block_size;
-  float scale;
+  float logit_scale;       // times query . key as stored
+  float value_scale;       // times a value as stored
   float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
   int64_t sliding_window;  // a row sees this many tokens, its own included
   void* out;               // [num_tokens, num_heads, head_size]

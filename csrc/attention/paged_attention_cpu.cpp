@@ -2,6 +2,8 @@
 // of one head in a physical block are contiguous, and the next head's follow them, so every block is read front to
 // back, once for all query heads that share a KV head.
 //
+// T is the type of the cache; queries and outputs are read and written once, by their own.
+//
 // Logits. A vector covers NUM_LANES tokens with four partial sums each (key_dot_cpu.h). Four such vectors make VEC_SIZE
 // tokens, and one transposing reduction turns their partial sums into VEC_SIZE logits.
 //
@@ -17,7 +19,8 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Query rows that share the loads of a key or value: as many as the registers hold.
-constexpr int MAX_ROWS = VEC_SIZE == 16 ? 4 : 2;
+template <typename T>
+constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (KeyDot<T>::PARTS == 4 ? 2 : 1);
 constexpr int TILE_VECS = TILE_TOKENS / VEC_SIZE;
 constexpr int TILE_LANE_VECS = TILE_TOKENS / NUM_LANES;
 
@@ -123,7 +126,7 @@ PAGEDATTN_INLINE void prefetch_next_keys(const HeadTile<T>& h, int vec, int64_t 
 
 template <typename T, int NUM_ROWS>
 void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_TOKENS]) {
-  using Query = QueryRow<T>;
+  using Dot = KeyDot<T>;
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
   for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
@@ -131,19 +134,19 @@ void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_
     for (int j = 0; j < 4; ++j) keys[j] = h.keys + h.tile.key_offset[4 * vec + j];
     Vec sums[NUM_ROWS][4] = {};
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-      decltype(Query::load_chunk(nullptr)) query[NUM_ROWS];
-      for (int r = 0; r < NUM_ROWS; ++r) query[r] = Query::load_chunk(rows[r].query + chunk * Query::CHUNK_FLOATS);
+      typename Dot::Chunk query[NUM_ROWS];
+      for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
       if (h.prefetch) prefetch_values(h, vec, chunk, chunk_stride);
       for (int j = 0; j < 4; ++j) {
-        const auto key = load_keys(keys[j] + chunk * chunk_stride);
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = multiply_add(sums[r][j], key, query[r]);
+        const typename Dot::Chunk key = Dot::load_keys(keys[j] + chunk * chunk_stride);
+        for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = Dot::multiply_add(sums[r][j], key, query[r]);
       }
     }
     for (int r = 0; r < NUM_ROWS; ++r) {
       // In 128-bit lane l, element j: token j * NUM_LANES + l.
       const Vec by_lane = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
       const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
-      store(logits[r] + vec * VEC_SIZE, by_token * h.params.scale);
+      store(logits[r] + vec * VEC_SIZE, by_token * h.params.logit_scale);
     }
   }
 }
@@ -286,9 +289,9 @@ void merge(const Results& results, int64_t index, const Results& from, int64_t f
   const float old_max = results.max[index];
   const float from_max = from.max[from_index];
   const float new_max = from_max > old_max ? from_max : old_max;
-  if (new_max == -__builtin_inff()) return;
-  const float weight = exp(old_max - new_max);
-  const float from_weight = exp(from_max - new_max);
+  const float base = new_max == -__builtin_inff() ? 0.0f : new_max;
+  const float weight = exp(old_max - base);
+  const float from_weight = exp(from_max - base);
   results.max[index] = new_max;
   results.sum[index] = results.sum[index] * weight + from.sum[from_index] * from_weight;
   float* values = results.values + index * head_size;
@@ -298,7 +301,7 @@ void merge(const Results& results, int64_t index, const Results& from, int64_t f
   });
 }
 
-// Rounds one result to `out`; a row that sees nothing gives zeros.
+// Rounds one result to `out`; a row that sees nothing gives zeros. A sum of NaN is not nothing: it goes on.
 template <typename T>
 void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const Results& results, int64_t index) {
   const float max = results.max[index];
@@ -311,12 +314,12 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
     weight = exp(max - base);
     sum = sum * weight + exp(sink - base);
   }
-  const float scale = sum > 0.0f ? weight / sum : 0.0f;
+  const float scale = sum == 0.0f ? 0.0f : weight / sum * p.value_scale;
   const float* values = results.values + index * p.head_size;
   T* out = static_cast<T*>(p.out) + row * p.out_stride + head * p.head_size;
   for_each_vector(p.head_size, [&](int64_t d, auto load, auto store) { store(out + d, load(values + d) * scale); });
   if (p.lse != nullptr) {
-    p.lse[row * p.num_heads + head] = sum > 0.0f ? base + __builtin_logf(sum) : -__builtin_inff();
+    p.lse[row * p.num_heads + head] = sum == 0.0f ? -__builtin_inff() : base + __builtin_logf(sum);
   }
 }
 
@@ -336,8 +339,11 @@ class ItemWalk {
         visible_begin_(params.first_visible(params.position(item.seq, item.row_begin))),
         visible_end_(params.position(item.seq, item.row_end - 1) + 1) {
     for (int64_t i = 0; i < num_results(); ++i) {
-      const T* query = static_cast<const T*>(p_.query) + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
-      QueryRow<T>::unpack(query, p_.head_size, queries_ + i * p_.head_size);
+      dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
+        const QueryT* rows = static_cast<const QueryT*>(p_.query);
+        const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
+        KeyDot<T>::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
+      });
     }
   }
 
@@ -376,13 +382,15 @@ class ItemWalk {
                           true};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;
-    for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
-      attend_results<MAX_ROWS>(head_tile, i, results);
+    for (; i + MAX_ROWS<T> <= end; i += MAX_ROWS<T>) {
+      attend_results<MAX_ROWS<T>>(head_tile, i, results);
       head_tile.prefetch = false;
     }
-    for (; i + 2 <= end; i += 2) {
-      attend_results<2>(head_tile, i, results);
-      head_tile.prefetch = false;
+    if constexpr (MAX_ROWS<T> > 2) {
+      for (; i + 2 <= end; i += 2) {
+        attend_results<2>(head_tile, i, results);
+        head_tile.prefetch = false;
+      }
     }
     if (i < end) attend_results<1>(head_tile, i, results);
   }
@@ -429,14 +437,17 @@ void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float
     walk.attend_partition(partition, partition_results);
     for (int64_t i = 0; i < num_results; ++i) merge(results, i, partition_results, i, p.head_size);
   }
-  for (int64_t i = 0; i < num_results; ++i) write_out<T>(p, walk.row_of(i), walk.head_of(i), results, i);
+  dispatch_dtype(p.dtype, [&]<typename OutT>() {
+    for (int64_t i = 0; i < num_results; ++i) write_out<OutT>(p, walk.row_of(i), walk.head_of(i), results, i);
+  });
 }
 
 }  // namespace
 
 void attend(const PagedAttentionParams& params, const AttentionItem& item, float* scratch, float* partials,
             int64_t partial_stride) {
-  dispatch_dtype(params.dtype, [&]<typename T>() { attend_item<T>(params, item, scratch, partials, partial_stride); });
+  dispatch_cache_dtype(params.cache_dtype,
+                       [&]<typename T>() { attend_item<T>(params, item, scratch, partials, partial_stride); });
 }
 
 void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials,

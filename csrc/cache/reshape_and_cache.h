@@ -1,4 +1,4 @@
-// reshape_and_cache: parameters and kernel.
+// reshape_and_cache and its inverse, gather_cached_kv: parameters and kernels.
 #pragma once
 
 #include "cpu_dispatch.h"
@@ -7,7 +7,8 @@
 namespace pagedattn {
 
 struct ReshapeAndCacheParams {
-  DType dtype;
+  DType dtype;  // of key and value
+  DType cache_dtype;
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
@@ -20,10 +21,30 @@ struct ReshapeAndCacheParams {
   int64_t key_block_stride;  // elements between blocks
   void* value_cache;         // [num_blocks, num_kv_heads, head_size, block_size]
   int64_t value_block_stride;
+  float key_scale;  // stored key = key / key_scale; not for a cache of the same dtype
+  float value_scale;
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
+};
+
+struct GatherCachedKvParams {
+  DType dtype;
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  void* key;           // [num_tokens, num_kv_heads, head_size]
+  int64_t key_stride;  // elements between tokens
+  void* value;         // [num_tokens, num_kv_heads, head_size]
+  int64_t value_stride;
+  const void* key_cache;     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
+  int64_t key_block_stride;  // elements between blocks
+  const void* value_cache;   // [num_blocks, num_kv_heads, head_size, block_size]
+  int64_t value_block_stride;
+  const int64_t* slot_mapping;  // [num_tokens]; negative: the row is left as it is
 };
 
 // Tokens [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(reshape_and_cache, const ReshapeAndCacheParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(gather_cached_kv, const GatherCachedKvParams& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

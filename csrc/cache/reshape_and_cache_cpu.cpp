@@ -1,6 +1,7 @@
 // Works on runs: tokens that follow each other and go to slots that follow each other in one block, as the tokens of a
 // prompt do. A key goes to the cache in 16-byte chunks. A value is transposed: element d of the run's tokens is
 // contiguous in the cache, so a run is written row by row, while the tokens it reads from stay in the nearest cache.
+// For an fp8 cache, a run's rows of one head are converted first.
 #include "cache/reshape_and_cache.h"
 
 #include "cpu_vec.h"
@@ -8,6 +9,8 @@
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
+
+constexpr int64_t MAX_RUN_LENGTH = 16;
 
 struct Run {
   int64_t token;
@@ -19,51 +22,111 @@ struct Run {
 Run find_run(const ReshapeAndCacheParams& p, int64_t token, int64_t end) {
   const int64_t slot = p.slot_mapping[token];
   Run run{token, 1, slot / p.block_size, slot % p.block_size};
-  const int64_t longest = p.block_size - run.offset;
+  const int64_t to_block_end = p.block_size - run.offset;
+  const int64_t longest = to_block_end < MAX_RUN_LENGTH ? to_block_end : MAX_RUN_LENGTH;
   while (run.length < longest && token + run.length < end && p.slot_mapping[token + run.length] == slot + run.length) {
     ++run.length;
   }
   return run;
 }
 
-template <typename T>
-void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head) {
-  constexpr int X = ELEMENTS_PER_CHUNK<T>;
-  const T* source = static_cast<const T*>(p.key) + run.token * p.key_stride + head * p.head_size;
-  T* target = static_cast<T*>(p.key_cache) + run.block * p.key_block_stride + head * p.head_size * p.block_size +
-              run.offset * X;
+// A run's rows of one head, in the cache's dtype.
+template <typename CacheT>
+struct HeadRows {
+  const CacheT* first;
+  int64_t stride;
+};
+
+template <typename T, typename CacheT>
+HeadRows<CacheT> rows_for_cache(const T* rows, int64_t stride, const Run& run, int64_t head_size, float scale,
+                                CacheT* buffer) {
+  if constexpr (sizeof(CacheT) == 1) {
+    for (int64_t i = 0; i < run.length; ++i) {
+      for_each_vector(head_size, [&](int64_t d, auto load, auto store) {
+        store(buffer + i * head_size + d, load(rows + i * stride + d) / scale);
+      });
+    }
+    return {buffer, head_size};
+  } else {
+    return {rows, stride};
+  }
+}
+
+template <typename CacheT>
+void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
+  constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
+  CacheT* target = static_cast<CacheT*>(p.key_cache) + run.block * p.key_block_stride +
+                   head * p.head_size * p.block_size + run.offset * X;
   for (int64_t i = 0; i < run.length; ++i) {
     for (int64_t d = 0; d < p.head_size; d += X) {
-      __builtin_memcpy(target + d * p.block_size + i * X, source + i * p.key_stride + d, 16);
+      __builtin_memcpy(target + d * p.block_size + i * X, rows.first + i * rows.stride + d, 16);
     }
   }
 }
 
-template <typename T>
-void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head) {
-  const T* source = static_cast<const T*>(p.value) + run.token * p.value_stride + head * p.head_size;
-  T* target = static_cast<T*>(p.value_cache) + run.block * p.value_block_stride + head * p.head_size * p.block_size +
-              run.offset;
+template <typename CacheT>
+void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
+  CacheT* target = static_cast<CacheT*>(p.value_cache) + run.block * p.value_block_stride +
+                   head * p.head_size * p.block_size + run.offset;
   for (int64_t d = 0; d < p.head_size; ++d) {
-    for (int64_t i = 0; i < run.length; ++i) target[d * p.block_size + i] = source[i * p.value_stride + d];
+    for (int64_t i = 0; i < run.length; ++i) target[d * p.block_size + i] = rows.first[i * rows.stride + d];
   }
+}
+
+template <typename T, typename CacheT>
+void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
+  CacheT buffer[sizeof(CacheT) == 1 ? MAX_RUN_LENGTH * MAX_HEAD_SIZE : 1];
+  const T* keys = static_cast<const T*>(p.key);
+  const T* values = static_cast<const T*>(p.value);
+  for (int64_t token = begin; token < end;) {
+    if (p.slot_mapping[token] < 0) {
+      ++token;
+      continue;
+    }
+    const Run run = find_run(p, token, end);
+    for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+      const T* key = keys + token * p.key_stride + head * p.head_size;
+      store_key(p, run, head, rows_for_cache(key, p.key_stride, run, p.head_size, p.key_scale, buffer));
+      const T* value = values + token * p.value_stride + head * p.head_size;
+      store_value(p, run, head, rows_for_cache(value, p.value_stride, run, p.head_size, p.value_scale, buffer));
+    }
+    token += run.length;
+  }
+}
+
+template <typename T>
+void gather_token(const GatherCachedKvParams& p, int64_t token) {
+  constexpr int X = ELEMENTS_PER_CHUNK<T>;
+  const int64_t block = p.slot_mapping[token] / p.block_size;
+  const int64_t offset = p.slot_mapping[token] % p.block_size;
+  const T* keys = static_cast<const T*>(p.key_cache) + block * p.key_block_stride + offset * X;
+  const T* values = static_cast<const T*>(p.value_cache) + block * p.value_block_stride + offset;
+  T* key = static_cast<T*>(p.key) + token * p.key_stride;
+  T* value = static_cast<T*>(p.value) + token * p.value_stride;
+  // Heads follow each other on both sides.
+  const int64_t num_elements = p.num_kv_heads * p.head_size;
+  for (int64_t d = 0; d < num_elements; d += X) __builtin_memcpy(key + d, keys + d * p.block_size, 16);
+  for (int64_t d = 0; d < num_elements; ++d) value[d] = values[d * p.block_size];
 }
 
 }  // namespace
 
 void reshape_and_cache(const ReshapeAndCacheParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    for (int64_t token = begin; token < end;) {
-      if (params.slot_mapping[token] < 0) {
-        ++token;
-        continue;
-      }
-      const Run run = find_run(params, token, end);
-      for (int64_t head = 0; head < params.num_kv_heads; ++head) {
-        store_key<T>(params, run, head);
-        store_value<T>(params, run, head);
-      }
-      token += run.length;
+    if (params.cache_dtype == DType::FLOAT8_E4M3) {
+      store_runs<T, float8_e4m3>(params, begin, end);
+    } else if (params.cache_dtype == DType::FLOAT8_E5M2) {
+      store_runs<T, float8_e5m2>(params, begin, end);
+    } else {
+      store_runs<T, T>(params, begin, end);
+    }
+  });
+}
+
+void gather_cached_kv(const GatherCachedKvParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    for (int64_t token = begin; token < end; ++token) {
+      if (params.slot_mapping[token] >= 0) gather_token<T>(params, token);
     }
   });
 }

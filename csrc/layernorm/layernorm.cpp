@@ -28,7 +28,7 @@ RmsNormParams check_rms_norm(const Door& door, const Tensor& input, const Tensor
 int64_t check_like(const Door& door, const char* argument, const Tensor& tensor, const Tensor& input) {
   door.dtype(argument, tensor, input.scalar_type());
   door.shape(argument, tensor, input.sizes());
-  return door.rows(argument, tensor).stride;
+  return door.written_rows(argument, tensor).stride;
 }
 
 void run(const RmsNormParams& params) {
@@ -52,7 +52,7 @@ void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, d
   RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
   params.residual_stride = check_like(door, "residual", residual, input);
   params.residual = residual.mutable_data_ptr();
-  params.out_stride = params.input_stride;
+  params.out_stride = door.written_rows("input", input).stride;
   params.out = input.mutable_data_ptr();
   run(params);
 }

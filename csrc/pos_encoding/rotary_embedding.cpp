@@ -18,15 +18,12 @@ int64_t check_heads(const Door& door, const char* argument, const Tensor& tensor
     door.check(tensor.size(1) % head_size == 0, argument, "expected a last dimension that is a multiple of head_size ",
                head_size, ", got shape ", tensor.sizes());
   }
-  door.contiguous_from(argument, tensor, 1);
+  door.written_from_1(argument, tensor);
   return tensor.dim() == 3 ? tensor.size(1) : tensor.size(1) / head_size;
 }
 
-}  // namespace
-
-void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
-                           const Tensor& cos_sin_cache) {
-  const Door door("rotary_embedding_neox");
+void rotate(const Door& door, const Tensor& positions, Tensor& query, const std::optional<Tensor>& key,
+            int64_t head_size, const Tensor& cos_sin_cache, bool is_neox) {
   RotaryEmbeddingParams params{};
   params.dtype = door.float_dtype("query", query);
   door.check(head_size > 0, "head_size", "expected a positive number, got ", head_size);
@@ -36,7 +33,11 @@ void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, 
   params.num_tokens = positions.size(0);
   params.head_size = head_size;
   params.num_heads = check_heads(door, "query", query, query.scalar_type(), params.num_tokens, head_size);
-  params.num_kv_heads = check_heads(door, "key", key, query.scalar_type(), params.num_tokens, head_size);
+  if (key.has_value()) {
+    params.num_kv_heads = check_heads(door, "key", *key, query.scalar_type(), params.num_tokens, head_size);
+    params.key = key->mutable_data_ptr();
+    params.key_stride = key->stride(0);
+  }
 
   door.dtype("cos_sin_cache", cos_sin_cache, query.scalar_type());
   door.rank("cos_sin_cache", cos_sin_cache, 2);
@@ -56,12 +57,23 @@ void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, 
 
   params.query = query.mutable_data_ptr();
   params.query_stride = query.stride(0);
-  params.key = key.mutable_data_ptr();
-  params.key_stride = key.stride(0);
+  params.is_neox = is_neox;
   params.cos_sin_cache = cos_sin_cache.const_data_ptr();
-  const auto kernel = PAGEDATTN_CPU_KERNEL(rotary_embedding_neox);
+  const auto kernel = PAGEDATTN_CPU_KERNEL(rotary_embedding);
   parallel_for_rows(params.num_tokens, (params.num_heads + params.num_kv_heads) * params.rot_dim,
                     [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+}  // namespace
+
+void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
+                      const Tensor& cos_sin_cache, bool is_neox) {
+  rotate(Door("rotary_embedding"), positions, query, key, head_size, cos_sin_cache, is_neox);
+}
+
+void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
+                           const Tensor& cos_sin_cache) {
+  rotate(Door("rotary_embedding_neox"), positions, query, key, head_size, cos_sin_cache, true);
 }
 
 }  // namespace pagedattn

@@ -7,34 +7,66 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+struct Pair {
+  Vec x, y;
+};
+
+PAGEDATTN_INLINE Pair rotate(Pair p, Vec cos, Vec sin) {
+  return {fma(p.x, cos, -(p.y * sin)), fma(p.y, cos, p.x * sin)};
+}
+
+// Pairs lie half a head apart.
 template <typename T>
-void rotate_heads(T* heads, int64_t num_heads, int64_t head_size, const T* cos, int64_t half) {
-  const T* sin = cos + half;
+void rotate_neox(T* head, const T* cos, int64_t half) {
+  T* second = head + half;
+  for_each_vector(half, [&](int64_t i, auto load, auto store) {
+    const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
+    store(head + i, rotated.x);
+    store(second + i, rotated.y);
+  });
+}
+
+// Pairs are neighbours: two vectors are taken apart into their even and odd elements, and put together again.
+template <typename T>
+void rotate_neighbours(T* head, const T* cos, int64_t half) {
+  for (int64_t i = 0; i < half; i += VEC_SIZE) {
+    const int64_t num_pairs = half - i < VEC_SIZE ? half - i : VEC_SIZE;
+    const int64_t num_low = 2 * num_pairs < VEC_SIZE ? 2 * num_pairs : VEC_SIZE;
+    const int64_t num_high = 2 * num_pairs - num_low;
+    T* low = head + 2 * i;
+    T* high = low + VEC_SIZE;
+    const Vec a = load_first(low, num_low);
+    const Vec b = num_high > 0 ? load_first(high, num_high) : Vec{};
+    const Pair pair{shuffle(a, b, [](int e) { return 2 * e; }), shuffle(a, b, [](int e) { return 2 * e + 1; })};
+    const Pair rotated = rotate(pair, load_first(cos + i, num_pairs), load_first(cos + half + i, num_pairs));
+    const auto from_low = [](int e) { return e / 2 + e % 2 * VEC_SIZE; };
+    const auto from_high = [](int e) { return e / 2 + e % 2 * VEC_SIZE + VEC_SIZE / 2; };
+    store_first(low, shuffle(rotated.x, rotated.y, from_low), num_low);
+    if (num_high > 0) store_first(high, shuffle(rotated.x, rotated.y, from_high), num_high);
+  }
+}
+
+template <typename T>
+void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, const T* cos) {
   for (int64_t head = 0; head < num_heads; ++head) {
-    T* first = heads + head * head_size;
-    T* second = first + half;
-    for_each_vector(half, [&](int64_t i, auto load, auto store) {
-      const Vec x = load(first + i);
-      const Vec y = load(second + i);
-      const Vec c = load(cos + i);
-      const Vec s = load(sin + i);
-      store(first + i, fma(x, c, -(y * s)));
-      store(second + i, fma(y, c, x * s));
-    });
+    if (p.is_neox) {
+      rotate_neox(heads + head * p.head_size, cos, p.rot_dim / 2);
+    } else {
+      rotate_neighbours(heads + head * p.head_size, cos, p.rot_dim / 2);
+    }
   }
 }
 
 }  // namespace
 
-void rotary_embedding_neox(const RotaryEmbeddingParams& params, int64_t begin, int64_t end) {
+void rotary_embedding(const RotaryEmbeddingParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    const int64_t half = params.rot_dim / 2;
+    T* query = static_cast<T*>(params.query);
+    T* key = static_cast<T*>(params.key);
     for (int64_t token = begin; token < end; ++token) {
       const T* cos = static_cast<const T*>(params.cos_sin_cache) + params.positions[token] * params.rot_dim;
-      rotate_heads(static_cast<T*>(params.query) + token * params.query_stride, params.num_heads, params.head_size, cos,
-                   half);
-      rotate_heads(static_cast<T*>(params.key) + token * params.key_stride, params.num_kv_heads, params.head_size, cos,
-                   half);
+      rotate_heads(params, query + token * params.query_stride, params.num_heads, cos);
+      if (key != nullptr) rotate_heads(params, key + token * params.key_stride, params.num_kv_heads, cos);
     }
   });
 }

@@ -7,9 +7,10 @@ import torch  # noqa: F401  (first: it loads the library that _C is linked to)
 
 from . import _C
 from . import ops as ops  # after _C, which registers the ops
+from .kv_cache import allocate_kv_cache as allocate_kv_cache
 
 __version__ = "0.1.0"
-__all__ = ["build_info", "cpu_capability", "ops"]
+__all__ = ["allocate_kv_cache", "build_info", "cpu_capability", "ops"]
 
 
 def cpu_capability() -> str:

@@ -1,4 +1,4 @@
-"""silu_and_mul and gelu_new against the reference: fp32 arithmetic, one rounding at the store."""
+"""The activations against the reference: fp32 arithmetic, one rounding at the store."""
 
 import math
 from collections.abc import Callable
@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from pagedattn_ext import ops
 
 OPS = torch.ops.pagedattn_ext
-ACTIVATIONS = ["silu_and_mul", "gelu_new"]
+GATED = ["silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"]  # input [..., 2 * d]
+PLAIN = ["gelu_new", "gelu_fast", "gelu_quick"]
+ACTIVATIONS = [*GATED, *PLAIN]
 
 
 def run(name: str, input: torch.Tensor) -> torch.Tensor:
     """The raw op, into an `out` full of NaN."""
-    width = input.shape[-1] // (2 if name == "silu_and_mul" else 1)
+    width = input.shape[-1] // (2 if name in GATED else 1)
     out = torch.full((*input.shape[:-1], width), math.nan, dtype=input.dtype, device=input.device)
     getattr(OPS, name)(out, input)
     return out
@@ -73,12 +75,23 @@ def test_rows_with_gaps(device, name, dtype):
     assert_row_gap_untouched(out)
 
 
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gelu_new_in_place(device, dtype):
+def test_in_place(device, name, dtype):
     input = normal(5, 100, dtype=dtype, device=device)
-    expected = ops.gelu_new(input)
-    OPS.gelu_new(input, input)
+    expected = getattr(ops, name)(input)
+    getattr(OPS, name)(input, input)
     assert_same_bits(input, expected)
+
+
+def test_formulas_are_those_of_torch(device):
+    """The reference itself, where torch has the function."""
+    functional, input = torch.nn.functional, normal(5, 100, dtype=torch.float64, device=device, magnitude=4.0)
+    gate, up = input.chunk(2, dim=-1)
+    torch.testing.assert_close(reference.silu_and_mul(input), functional.silu(gate) * up)
+    torch.testing.assert_close(reference.mul_and_silu(input), gate * functional.silu(up))
+    torch.testing.assert_close(reference.gelu_new(input), functional.gelu(input, approximate="tanh"))
+    torch.testing.assert_close(reference.gelu_fast(input), reference.gelu_new(input))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -89,11 +102,12 @@ def test_many_rows(device, several_threads, name, dtype):
     assert_close_to_reference(run(name, input), formula(name)(input))
 
 
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 1023])
-def test_gelu_new_of_odd_width(device, dtype, width):
+def test_odd_width(device, name, dtype, width):
     input = normal(3, width, dtype=dtype, device=device)
-    assert_close_to_reference(run("gelu_new", input), reference.gelu_new(input))
+    assert_close_to_reference(run(name, input), formula(name)(input))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -114,22 +128,26 @@ def test_large_inputs_do_not_overflow(device, name, dtype, magnitude):
     assert_close_to_reference(run(name, input), formula(name)(input))
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gelu_new_of_very_negative_inputs_alone(device, dtype):
-    """Nothing but underflow and cancellation."""
-    input = torch.linspace(-60, -5, 100, device=device).to(dtype)
-    for x in input:
-        assert_close_to_reference(
-            run("gelu_new", x[None]), reference.gelu_new(x[None]), reference.gelu_new(x[None], dtype)
-        )
+def test_very_negative_inputs_alone(device, name, dtype):
+    """Nothing but underflow and cancellation: no large element raises the floor."""
+    for gate in torch.linspace(-60, -2, 100, device=device).to(dtype):
+        input = torch.stack([gate, torch.ones_like(gate)]) if name in GATED else gate[None]
+        input = input.flip(0) if name == "mul_and_silu" else input
+        expected, eager = (formula(name)(input, dtype=compute) for compute in (torch.float64, dtype))
+        assert_close_to_reference(run(name, input), expected, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_inputs_do_not_overflow(device, dtype):
     input = torch.tensor([[1e30, -1e30, 1.0, 1.0]], dtype=dtype, device=device)
     limits = torch.tensor([[input[0, 0].double(), 0.0]], dtype=torch.float64, device=device)
-    assert_close_to_reference(run("silu_and_mul", input), limits)
-    assert_close_to_reference(run("gelu_new", input[:, :2].contiguous()), limits)
+    for name in ACTIVATIONS:
+        if name == "mul_and_silu":
+            assert_close_to_reference(run(name, input.roll(2, dims=1)), limits)
+        else:
+            assert_close_to_reference(run(name, input if name in GATED else input[:, :2].contiguous()), limits)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -168,6 +186,7 @@ def test_activation_rejects(device, name, what):
     assert_rejected(name, arguments | change(arguments), argument, error)
 
 
-def test_silu_and_mul_rejects_an_odd_width(device):
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activation_rejects_an_odd_width(device, name):
     arguments = {"out": torch.zeros(3, 3, device=device), "input": torch.ones(3, 7, device=device)}
-    assert_rejected("silu_and_mul", arguments, "input", ValueError)
+    assert_rejected(name, arguments, "input", ValueError)

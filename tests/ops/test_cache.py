@@ -1,4 +1,6 @@
-"""reshape_and_cache, copy_blocks and swap_blocks: every element moved bit for bit, every other one left alone."""
+"""reshape_and_cache, gather_cached_kv, copy_blocks and swap_blocks: every element moved bit for bit, every other one
+left alone. fp8 caches, into which reshape_and_cache rounds, have test_fp8_cache.py.
+"""
 
 import pytest
 import reference
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from pagedattn_ext import ops
 
 OPS = torch.ops.pagedattn_ext
+BLOCK_DTYPES = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]  # of blocks that are only moved
 
 
 def make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device):
@@ -123,6 +126,64 @@ def test_wrapper_of_reshape_and_cache(device):
     assert_same_bits(arguments["value_cache"], expected[1])
 
 
+# ---- gather_cached_kv ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def gathered(draw: st.DrawFn, device: torch.device) -> dict:
+    """The arguments of gather_cached_kv: any slots, some of them twice, and padding."""
+    dtype = draw(st.sampled_from(DTYPES))
+    block_size, num_blocks = draw(st.sampled_from([8, 16, 32, 64, 256])), draw(st.integers(1, 6))
+    last_slot = block_size * num_blocks - 1
+    begin, end = sorted((draw(st.integers(0, last_slot)), draw(st.integers(0, last_slot))))
+    slot = st.integers(0, last_slot) | st.sampled_from([-1, -(2**40)])
+    return make_reshape_arguments(
+        device,
+        dtype,
+        [*range(begin, end), *draw(st.lists(slot, max_size=40))],
+        num_kv_heads=draw(st.integers(1, 4)),
+        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 32 if dtype.itemsize == 2 else 64)),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
+        block_gap=draw(st.sampled_from([0, 3, 512])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@given(st.data())
+def test_gather_cached_kv(device, data):
+    arguments = data.draw(gathered(device))
+    expected = reference.gather_cached_kv(**arguments)
+    caches_before = arguments["key_cache"].clone(), arguments["value_cache"].clone()
+    OPS.gather_cached_kv(**arguments)
+    for i, rows in enumerate(("key", "value")):
+        assert_same_bits(arguments[rows], expected[i])
+        assert_row_gap_untouched(arguments[rows])
+        assert_same_bits(arguments[f"{rows}_cache"], caches_before[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_after_reshape_is_the_input(device, several_threads, dtype):
+    """Large enough to run in parallel, in any order of slots."""
+    slots = torch.randperm(80 * 16, generator=torch.Generator().manual_seed(0))[:1000].tolist()
+    arguments = make_reshape_arguments(device, dtype, slots, 4, 64, 16, num_blocks=80, gaps=(8, 1))
+    OPS.reshape_and_cache(**arguments)
+    key, value = ops.gather_cached_kv(*(arguments[name] for name in ("key_cache", "value_cache", "slot_mapping")))
+    assert_same_bits(key, arguments["key"])
+    assert_same_bits(value, arguments["value"])
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1], [0], [47], [7, 8], [5, -1, 5]], ids=str)
+def test_wrapper_of_gather_gives_zeros_for_padding(device, slots):
+    arguments = make_reshape_arguments(device, torch.bfloat16, slots)
+    arguments["key"][:], arguments["value"][:] = 0, 0
+    expected = reference.gather_cached_kv(**arguments)
+    result = ops.gather_cached_kv(*(arguments[name] for name in ("key_cache", "value_cache", "slot_mapping")))
+    for rows, wanted in zip(result, expected, strict=True):
+        assert_same_bits(rows, wanted)
+
+
 # ---- copy_blocks, swap_blocks --------------------------------------------------------------------------------------
 
 
@@ -141,7 +202,7 @@ def mapping_tensor(pairs: list[tuple[int, int]], device) -> torch.Tensor:
 @given(st.data())
 def test_copy_blocks(device, data):
     draw = data.draw
-    dtype, generator = draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype, generator = draw(st.sampled_from(BLOCK_DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     num_blocks, num_kv_heads = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     head_size, block_size = 16 // dtype.itemsize * draw(st.integers(1, 9)), draw(st.sampled_from([8, 16, 32, 64]))
     key_caches, value_caches = [], []
@@ -160,7 +221,7 @@ def test_copy_blocks(device, data):
 @given(st.data())
 def test_swap_blocks(device, data):
     draw = data.draw
-    dtype, generator = draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype, generator = draw(st.sampled_from(BLOCK_DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     block_shape = draw(st.sampled_from([(2, 2, 8, 16 // dtype.itemsize), (3, 24, 32), (1, 5, 7)]))
     num_src, num_dst = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     src_gap, dst_gap = draw(st.sampled_from([0, 5])), draw(st.sampled_from([0, 7, 512]))
@@ -186,6 +247,19 @@ def test_large_blocks(device, several_threads):
     OPS.copy_blocks([caches[0]], [caches[1]], mapping_tensor(pairs, device))
     assert_same_bits(caches[0], expected[0][0])
     assert_same_bits(caches[1], expected[1][0])
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_swap_there_and_back_is_the_identity(device, dtype):
+    """Out to a host pool, the device blocks overwritten, and back to other blocks."""
+    generator = torch.Generator().manual_seed(0)
+    (cache, _), (host, _) = (make_caches(12, 2, 16, 8, dtype, generator, device) for _ in range(2))
+    before = cache.clone()
+    out, back = [(3, 7), (4, 0), (9, 11)], [(7, 1), (0, 2), (11, 9)]
+    OPS.swap_blocks(cache, host, mapping_tensor(out, device))
+    cache[[3, 4, 9]] = random_bits(3, *cache.shape[1:], dtype=dtype, generator=generator).to(device)
+    OPS.swap_blocks(host, cache, mapping_tensor(back, device))
+    assert_same_bits(cache[[1, 2, 9]], before[[3, 4, 9]])
 
 
 def test_wrappers_of_copy_and_swap(device):
@@ -218,7 +292,7 @@ RESHAPE_ERRORS = {
         TypeError,
         lambda a: {"key_cache": a["key_cache"].half().reshape(6, 2, 2, 8, 8)},
     ),
-    "key_cache float8": ("key_cache", TypeError, lambda a: {"key_cache": a["key_cache"].to(torch.float8_e5m2)}),
+    "key_cache float64": ("key_cache", TypeError, lambda a: {"key_cache": a["key_cache"].double()}),
     "key_cache x": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].reshape(6, 2, 2, 8, 8)}),
     "key_cache not contiguous": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].mT.contiguous().mT}),
     "value_cache dtype": ("value_cache", TypeError, lambda a: {"value_cache": a["value_cache"].half()}),
@@ -244,6 +318,7 @@ RESHAPE_ERRORS = {
             "value_cache": torch.ones(6, 2, 260, 8),
         },
     ),
+    "blocks overlap": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"][:1].expand_as(a["key_cache"])}),
     "slot_mapping dtype": ("slot_mapping", TypeError, lambda a: {"slot_mapping": a["slot_mapping"].int()}),
     "slot_mapping shape": ("(slot_mapping|key)", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][:3]}),
     "slot_mapping rank": ("slot_mapping", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][None]}),
@@ -265,11 +340,28 @@ def test_bad_slot_names_its_token(device):
     assert_raises_and_writes_nothing(OPS.reshape_and_cache, arguments, RuntimeError, match)
 
 
-@pytest.mark.parametrize("what", ["kv_cache_dtype", "k_scale", "v_scale"])
-def test_quantised_cache_is_not_supported_yet(device, what):
-    change = {what: "fp8" if what == "kv_cache_dtype" else torch.ones((), device=device)}
-    arguments = make_reshape_arguments(device, torch.float32, [0]) | change
-    assert_raises_and_writes_nothing(OPS.reshape_and_cache, arguments, RuntimeError, f"{what}.*not supported yet")
+# gather_cached_kv only reads the caches, which may overlap themselves; and
+# what reshape_and_cache's wrapper has as arguments and gather_cached_kv's returns is a matter for the raw op alone.
+ROWS_ERRORS = {"key dtype", "key float64", "key heads", "slot_mapping shape"}
+GATHER_ERRORS = {
+    **{what: error for what, error in RESHAPE_ERRORS.items() if what not in {"blocks overlap", *ROWS_ERRORS}},
+    **{what: ("key", *RESHAPE_ERRORS[what][1:]) for what in ROWS_ERRORS},
+    "key_cache float8": (
+        "key_cache",
+        TypeError,
+        lambda a: (
+            {"key_cache": torch.ones(6, 2, 1, 8, 16).to(torch.float8_e4m3fn)}
+            | {"value_cache": torch.ones(6, 2, 16, 8).to(torch.float8_e4m3fn)}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GATHER_ERRORS)
+def test_gather_cached_kv_rejects(device, what):
+    argument, error, change = GATHER_ERRORS[what]
+    arguments = make_reshape_arguments(device, torch.float32, [0, 1, 2, 3])
+    assert_rejected("gather_cached_kv", arguments | change(arguments), argument, error)
 
 
 MAPPING_ERRORS = {
@@ -316,6 +408,8 @@ SWAP_ERRORS = {
     "dtype differs": ("dst", TypeError, lambda cache: {"dst": cache.half()}),
     "block shape differs": ("dst", ValueError, lambda cache: {"dst": cache[:, :1].contiguous()}),
     "src not contiguous": ("src", ValueError, lambda cache: {"src": cache.mT.contiguous().mT}),
+    "pools overlap": ("dst", ValueError, lambda cache: {"src": cache[:5], "dst": cache[1:]}),
+    "blocks of dst overlap": ("dst", ValueError, lambda cache: {"dst": cache[:1].expand_as(cache)}),
     "dst not contiguous": ("dst", ValueError, lambda cache: {"dst": cache.mT.contiguous().mT}),
 }
 

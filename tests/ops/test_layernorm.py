@@ -172,12 +172,18 @@ RMS_NORM_ERRORS = {
     "weight not contiguous": ("weight", ValueError, lambda a: {"weight": torch.ones(12)[::2]}),
     "out shape": ("out", ValueError, lambda a: {"out": a["out"][:2]}),
     "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
+    "out rows overlap": ("out", ValueError, lambda a: {"out": a["out"][..., :1, :].expand_as(a["out"])}),
     "out not dense in a row": ("out", ValueError, lambda a: {"out": a["out"].T.contiguous().T}),
 }
 FUSED_ERRORS = {
     "input dtype": ("input", TypeError, lambda a: {"input": a["input"].double(), "residual": a["residual"].double()}),
     "residual shape": ("residual", ValueError, lambda a: {"residual": a["residual"][:2]}),
     "residual dtype": ("residual", TypeError, lambda a: {"residual": a["residual"].half()}),
+    "residual rows overlap": (
+        "residual",
+        ValueError,
+        lambda a: {"residual": a["residual"][:1].expand_as(a["residual"])},
+    ),
     "residual not dense": ("residual", ValueError, lambda a: {"residual": a["residual"].T.contiguous().T}),
     "weight shape": ("weight", ValueError, lambda a: {"weight": a["weight"][:5]}),
     "weight dtype": ("weight", TypeError, lambda a: {"weight": a["weight"].half()}),

@@ -1,4 +1,6 @@
-"""rotary_embedding_neox against the reference, in place on strided rows; what is not rotated keeps its bits."""
+"""rotary_embedding and rotary_embedding_neox against the reference, in place on strided rows; what is not rotated keeps
+its bits.
+"""
 
 import pytest
 import reference
@@ -30,9 +32,12 @@ def make_arguments(
     rot_dim: int = 64,
     gaps: tuple[int, int] = (0, 0),
     flat: bool = False,
+    is_neox: bool = True,
     seed: int = 0,
 ) -> dict:
-    """`flat` gives query and key as [num_tokens, num_heads * head_size]; `gaps` follow their rows."""
+    """The arguments of rotary_embedding; `gaps` follow the rows of query and key, and `flat` makes them
+    [num_tokens, num_heads * head_size].
+    """
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(len(positions), num_heads, head_size, generator=generator).to(dtype)
     key = torch.randn(len(positions), num_kv_heads, head_size, generator=generator).to(dtype)
@@ -45,17 +50,24 @@ def make_arguments(
         "key": key.to(device),
         "head_size": head_size,
         "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype).to(device),
+        "is_neox": is_neox,
     }
+
+
+def without(arguments: dict, *names: str) -> dict:
+    return {name: value for name, value in arguments.items() if name not in names}
 
 
 def assert_rotary(arguments: dict) -> None:
     head_size, rot_dim = arguments["head_size"], arguments["cos_sin_cache"].shape[1]
-    query, key = arguments["query"], arguments["key"]
-    expected = reference.rotary_embedding_neox(**arguments)
-    eager = reference.rotary_embedding_neox(**arguments, dtype=query.dtype)
-    before = query.clone(), key.clone()
-    OPS.rotary_embedding_neox(**arguments)
-    for i, rotated in enumerate((query, key)):
+    expected = reference.rotary_embedding(**arguments)
+    eager = reference.rotary_embedding(**arguments, dtype=arguments["query"].dtype)
+    before = [None if arguments[name] is None else arguments[name].clone() for name in ("query", "key")]
+    OPS.rotary_embedding(**arguments)
+    for i, name in enumerate(("query", "key")):
+        rotated = arguments[name]
+        if rotated is None:
+            continue
         assert_close_to_reference(rotated, expected[i], eager[i])
         assert_close_to_reference(rotated, expected[i])  # rounded once, which eager is not
         kept, same = (x.flatten(1).unflatten(1, (-1, head_size)) for x in (rotated, before[i]))
@@ -64,7 +76,7 @@ def assert_rotary(arguments: dict) -> None:
 
 
 @given(st.data())
-def test_rotary_embedding_neox(device, data):
+def test_rotary_embedding(device, data):
     draw = data.draw
     head_size = draw(st.sampled_from([64, 80, 96, 128, 256]) | st.integers(1, 40).map(lambda half: 2 * half))
     arguments = make_arguments(
@@ -77,15 +89,43 @@ def test_rotary_embedding_neox(device, data):
         rot_dim=draw(st.just(head_size) | st.integers(1, head_size // 2).map(lambda half: 2 * half)),
         gaps=draw(st.sampled_from([(0, 0), (1, 8), (64, 33)])),
         flat=draw(st.booleans()),
+        is_neox=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
+    if draw(st.sampled_from([False, False, True])):
+        arguments["key"] = None
     assert_rotary(arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_neox(device, dtype):
+    """rotary_embedding with is_neox, bit for bit."""
+    arguments, same = (make_arguments(device, dtype, rot_dim=32) for _ in range(2))
+    OPS.rotary_embedding(**arguments)
+    OPS.rotary_embedding_neox(**without(same, "is_neox"))
+    assert_same_bits(same["query"], arguments["query"])
+    assert_same_bits(same["key"], arguments["key"])
+
+
+def test_pairs_written_out(device):
+    """The pairs of both styles on one head; this also checks the reference."""
+    for is_neox, pairs in [(True, [(0, 2), (1, 3)]), (False, [(0, 1), (2, 3)])]:
+        arguments = make_arguments(device, positions=(7,), head_size=6, rot_dim=4, is_neox=is_neox)
+        head, (cos, sin) = arguments["query"][0, 0].clone(), arguments["cos_sin_cache"][7].view(2, 2)
+        expected = head.clone()
+        for i, (x, y) in enumerate(pairs):
+            expected[x] = head[x] * cos[i] - head[y] * sin[i]
+            expected[y] = head[y] * cos[i] + head[x] * sin[i]
+        torch.testing.assert_close(reference.rotary_embedding(**arguments)[0][0, 0].float(), expected)
+        OPS.rotary_embedding(**arguments)
+        assert_close_to_reference(arguments["query"][0, 0], expected)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rot_dim", [2, 6, 14, 32, 62, 64])
-def test_partial_rotary(device, dtype, rot_dim):
-    assert_rotary(make_arguments(device, dtype, rot_dim=rot_dim, gaps=(8, 1)))
+def test_partial_rotary(device, dtype, rot_dim, is_neox):
+    assert_rotary(make_arguments(device, dtype, rot_dim=rot_dim, gaps=(8, 1), is_neox=is_neox))
 
 
 def test_slices_of_a_fused_qkv(device):
@@ -93,8 +133,8 @@ def test_slices_of_a_fused_qkv(device):
     qkv = torch.randn(4, (4 + 2 + 2) * 64, generator=torch.Generator().manual_seed(0)).to(device)
     before = qkv.clone()
     arguments = make_arguments(device) | {"query": qkv[:, :256], "key": qkv[:, 256:384]}
-    expected = reference.rotary_embedding_neox(**arguments)
-    OPS.rotary_embedding_neox(**arguments)
+    expected = reference.rotary_embedding(**arguments)
+    OPS.rotary_embedding(**arguments)
     assert_close_to_reference(qkv[:, :384], torch.cat(expected, dim=1))
     assert_same_bits(qkv[:, 384:], before[:, 384:])
 
@@ -106,20 +146,41 @@ def test_no_tokens(device):
 def test_position_zero_changes_nothing(device):
     arguments = make_arguments(device, positions=(0, 0))
     before = arguments["query"].clone()
-    OPS.rotary_embedding_neox(**arguments)
+    OPS.rotary_embedding(**arguments)
     assert_same_bits(arguments["query"], before)
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens(device, several_threads, dtype):
+def test_many_tokens(device, several_threads, dtype, is_neox):
     """Large enough to run in parallel."""
-    assert_rotary(make_arguments(device, dtype, tuple(token % 50 for token in range(400)), num_heads=16, head_size=128))
+    positions = tuple(token % 50 for token in range(400))
+    assert_rotary(make_arguments(device, dtype, positions, num_heads=16, head_size=128, is_neox=is_neox))
 
 
-def test_wrapper(device):
+@pytest.mark.parametrize("style", [{}, {"is_neox": True}, {"is_neox": False}], ids=str)
+def test_wrapper(device, style):
+    """is_neox is the default."""
+    arguments = without(make_arguments(device), "is_neox")
+    expected = reference.rotary_embedding(**arguments, is_neox=style.get("is_neox", True))
+    query, key = ops.rotary_embedding(**arguments, **style)
+    assert query is arguments["query"] and key is arguments["key"]
+    assert_close_to_reference(query, expected[0])
+    assert_close_to_reference(key, expected[1])
+
+
+def test_wrapper_without_key(device):
+    arguments = make_arguments(device) | {"key": None}
+    expected, _ = reference.rotary_embedding(**arguments)
+    query, key = ops.rotary_embedding(**arguments)
+    assert query is arguments["query"] and key is None
+    assert_close_to_reference(query, expected)
+
+
+def test_wrapper_of_neox(device):
     arguments = make_arguments(device)
-    expected = reference.rotary_embedding_neox(**arguments)
-    query, key = ops.rotary_embedding_neox(**arguments)
+    expected = reference.rotary_embedding(**arguments)
+    query, key = ops.rotary_embedding_neox(**without(arguments, "is_neox"))
     assert query is arguments["query"] and key is arguments["key"]
     assert_close_to_reference(query, expected[0])
     assert_close_to_reference(key, expected[1])
@@ -149,10 +210,18 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("what", ERRORS)
+def test_rotary_embedding_rejects(device, what, is_neox):
+    argument, error, change = ERRORS[what]
+    arguments = make_arguments(device, is_neox=is_neox)
+    assert_rejected("rotary_embedding", arguments | change(arguments), argument, error)
+
+
 @pytest.mark.parametrize("what", ERRORS)
 def test_rotary_embedding_neox_rejects(device, what):
     argument, error, change = ERRORS[what]
-    arguments = make_arguments(device)
+    arguments = without(make_arguments(device), "is_neox")
     assert_rejected("rotary_embedding_neox", arguments | change(arguments), argument, error)
 
 
@@ -160,4 +229,4 @@ def test_rotary_embedding_neox_rejects(device, what):
 def test_bad_position_names_its_token(device, position):
     arguments = make_arguments(device, positions=(0, 1, position, 2))
     match = f"positions: expected .*, got {position} at token 2"
-    assert_raises_and_writes_nothing(OPS.rotary_embedding_neox, arguments, RuntimeError, match)
+    assert_raises_and_writes_nothing(OPS.rotary_embedding, arguments, RuntimeError, match)

@@ -1,0 +1,47 @@
+#include "attention/merge_attn_states.h"
+
+#include "ops.h"
+#include "parallel.h"
+#include "torch_utils.h"
+
+namespace pagedattn {
+
+void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
+                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse) {
+  const Door door("merge_attn_states");
+  MergeAttnStatesParams params{};
+  params.dtype = door.float_dtype("prefix_output", prefix_output);
+  door.rank("prefix_output", prefix_output, 3);
+  params.num_tokens = prefix_output.size(0);
+  params.num_heads = prefix_output.size(1);
+  params.head_size = prefix_output.size(2);
+  const auto check_output = [&](const char* argument, const Tensor& tensor) {
+    door.dtype(argument, tensor, prefix_output.scalar_type());
+    door.shape(argument, tensor, prefix_output.sizes());
+    door.contiguous(argument, tensor);
+  };
+  const auto check_lse = [&](const char* argument, const Tensor& tensor) {
+    door.dtype(argument, tensor, ScalarType::Float);
+    door.shape(argument, tensor, {params.num_tokens, params.num_heads});
+    door.contiguous(argument, tensor);
+  };
+  check_output("prefix_output", prefix_output);
+  check_output("suffix_output", suffix_output);
+  check_output("output", output);
+  check_lse("prefix_lse", prefix_lse);
+  check_lse("suffix_lse", suffix_lse);
+  if (output_lse.has_value()) {
+    check_lse("output_lse", *output_lse);
+    params.output_lse = output_lse->mutable_data_ptr<float>();
+  }
+  params.output = output.mutable_data_ptr();
+  params.prefix_output = prefix_output.const_data_ptr();
+  params.prefix_lse = prefix_lse.const_data_ptr<float>();
+  params.suffix_output = suffix_output.const_data_ptr();
+  params.suffix_lse = suffix_lse.const_data_ptr<float>();
+  const auto kernel = PAGEDATTN_CPU_KERNEL(merge_attn_states);
+  parallel_for_rows(params.num_tokens * params.num_heads, params.head_size,
+                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+}  // namespace pagedattn

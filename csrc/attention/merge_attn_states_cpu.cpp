@@ -1,0 +1,40 @@
+// A weighted mean of two outputs; the weights are the shares of their sums of exponentials.
+#include "attention/merge_attn_states.h"
+
+#include "cpu_vec.h"
+#include "dispatch.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+template <typename T>
+void merge_row(const MergeAttnStatesParams& p, int64_t row) {
+  const float prefix_lse = p.prefix_lse[row];
+  const float suffix_lse = p.suffix_lse[row];
+  const float largest = prefix_lse > suffix_lse ? prefix_lse : suffix_lse;
+  // Both saw nothing: relative to 0, both weights are 0.
+  const float base = largest == -__builtin_inff() ? 0.0f : largest;
+  const float prefix_sum = exp(prefix_lse - base);
+  const float suffix_sum = exp(suffix_lse - base);
+  const float sum = prefix_sum + suffix_sum;
+  const Vec prefix_weight = broadcast(sum == 0.0f ? 0.0f : prefix_sum / sum);
+  const Vec suffix_weight = broadcast(sum == 0.0f ? 0.0f : suffix_sum / sum);
+
+  const T* prefix = static_cast<const T*>(p.prefix_output) + row * p.head_size;
+  const T* suffix = static_cast<const T*>(p.suffix_output) + row * p.head_size;
+  T* output = static_cast<T*>(p.output) + row * p.head_size;
+  for_each_vector(p.head_size, [&](int64_t d, auto load, auto store) {
+    store(output + d, fma(load(prefix + d), prefix_weight, load(suffix + d) * suffix_weight));
+  });
+  if (p.output_lse != nullptr) p.output_lse[row] = sum == 0.0f ? largest : base + __builtin_logf(sum);
+}
+
+}  // namespace
+
+void merge_attn_states(const MergeAttnStatesParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    for (int64_t row = begin; row < end; ++row) merge_row<T>(params, row);
+  });
+}
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

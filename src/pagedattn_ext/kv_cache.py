@@ -1,0 +1,69 @@
+"""Allocation of paged caches."""
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import _C
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def allocate_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    num_layers: int = 1,
+    pin_memory: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """The (key_cache, value_cache) pair of each layer, not initialised; the layout is described in `pagedattn_ext.ops`.
+
+    On the CPU the memory is asked for in huge pages, where the system grants them, and is taken only as it is written.
+
+    Args:
+        num_blocks: blocks of each layer.
+        num_kv_heads: KV heads.
+        head_size: elements of a head, a multiple of 16 / element size up to 256.
+        block_size: tokens of a block, a power of two from 8 to 256.
+        dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        device: where the caches lie.
+        num_layers: pairs to allocate.
+        pin_memory: in page-locked memory, for asynchronous copies to and from a CUDA device (CPU only; needs CUDA).
+
+    Raises TypeError for a wrong type and ValueError for a wrong size, before anything is allocated.
+    """
+    if dtype not in CACHE_DTYPES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in CACHE_DTYPES)
+        raise TypeError(f"allocate_kv_cache: dtype: expected one of {expected}, got {dtype}")
+    x = 16 // dtype.itemsize
+    _check_size("num_blocks", num_blocks, 0)
+    _check_size("num_kv_heads", num_kv_heads, 1)
+    _check_size("head_size", head_size, x, 256)
+    _check_size("block_size", block_size, 8, 256)
+    _check_size("num_layers", num_layers, 0)
+    if head_size % x:
+        raise ValueError(f"allocate_kv_cache: head_size: expected a multiple of {x} for {dtype}, got {head_size}")
+    if block_size & (block_size - 1):
+        raise ValueError(f"allocate_kv_cache: block_size: expected a power of two, got {block_size}")
+    key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+    value_shape = (num_blocks, num_kv_heads, head_size, block_size)
+
+    def allocate(shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        if tensor.device.type == "cpu" and not pin_memory:
+            _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
+
+    return [(allocate(key_shape), allocate(value_shape)) for _ in range(num_layers)]
+
+
+def _check_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"allocate_kv_cache: {name}: expected an int, got {type(value).__name__}")
+    if value < minimum or (maximum is not None and value > maximum):
+        expected = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        raise ValueError(f"allocate_kv_cache: {name}: expected {expected}, got {value}")

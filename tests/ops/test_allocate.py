@@ -1,0 +1,167 @@
+"""allocate_kv_cache: the right shapes in huge pages; and caches of more than 2^31 elements, of which only a few blocks
+are ever touched.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from attention_cases import FP8_CACHES, FP8_IDS
+from checks import DTYPES, assert_close_to_reference, assert_same_bits, random_bits
+
+import pagedattn_ext
+from pagedattn_ext import ops
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *FLOAT8])
+def test_shapes(device, dtype):
+    caches = pagedattn_ext.allocate_kv_cache(5, 2, 48, 32, dtype, device, num_layers=3)
+    assert len(caches) == 3
+    x = 16 // dtype.itemsize
+    for key_cache, value_cache in caches:
+        assert key_cache.shape == (5, 2, 48 // x, 32, x) and value_cache.shape == (5, 2, 48, 32)
+        for cache in (key_cache, value_cache):
+            assert cache.dtype == dtype and cache.device.type == device.type and cache.is_contiguous()
+    addresses = [cache.data_ptr() for pair in caches for cache in pair]
+    assert len(set(addresses)) == 6
+
+
+def test_defaults():
+    ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(5, 2, 64)
+    assert key_cache.shape == (5, 2, 16, 16, 4) and value_cache.shape == (5, 2, 64, 16)
+    assert key_cache.dtype == torch.float32 and key_cache.device.type == "cpu" and not key_cache.is_pinned()
+
+
+def test_no_blocks_or_layers():
+    assert pagedattn_ext.allocate_kv_cache(0, 2, 64)[0][1].shape == (0, 2, 64, 16)
+    assert pagedattn_ext.allocate_kv_cache(5, 2, 64, num_layers=0) == []
+
+
+def test_the_ops_take_it(device):
+    ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(4, 2, 64, device=device)
+    key, value = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    slots = torch.arange(20, 29, device=device)
+    ops.reshape_and_cache(key, value, key_cache, value_cache, slots)
+    for result, expected in zip(ops.gather_cached_kv(key_cache, value_cache, slots), (key, value), strict=True):
+        assert_same_bits(result, expected)
+
+
+def test_huge_pages_are_advised():
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    for cache in pagedattn_ext.allocate_kv_cache(2048, 8, 128)[0]:
+        middle, inside = cache.data_ptr() + cache.nbytes // 2, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                assert "hg" in line.split()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs CUDA")
+def test_pinned():
+    for cache in pagedattn_ext.allocate_kv_cache(4, 2, 64, pin_memory=True)[0]:
+        assert cache.is_pinned()
+
+
+VALID = {"num_blocks": 5, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "dtype": torch.float32, "num_layers": 1}
+ERRORS = [
+    ("num_blocks", -1, ValueError),
+    ("num_blocks", 2.0, TypeError),
+    ("num_kv_heads", 0, ValueError),
+    ("num_kv_heads", "2", TypeError),
+    ("head_size", 0, ValueError),
+    ("head_size", 66, ValueError),
+    ("head_size", 260, ValueError),
+    ("head_size", None, TypeError),
+    ("block_size", 4, ValueError),
+    ("block_size", 24, ValueError),
+    ("block_size", 512, ValueError),
+    ("block_size", 16.0, TypeError),
+    ("dtype", torch.float64, TypeError),
+    ("dtype", torch.int32, TypeError),
+    ("dtype", "float32", TypeError),
+    ("num_layers", -1, ValueError),
+    ("num_layers", 1.0, TypeError),
+]
+
+
+@pytest.mark.parametrize(("argument", "wrong", "error"), ERRORS)
+def test_rejects(argument, wrong, error):
+    with pytest.raises(error, match=rf"^allocate_kv_cache: {argument}: expected .+, got .+"):
+        pagedattn_ext.allocate_kv_cache(**VALID | {argument: wrong})
+
+
+# ---- more than 2^31 elements ---------------------------------------------------------------------------------------
+
+FAR_BLOCKS = [0, 2**16, 2**17 - 1, 2**17, 2**17 + 2]  # of 2^14 elements: up to and past element 2^31
+
+
+def make_far_caches(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 2^31 elements and a bit more: mapped, and committed page by page where it is written."""
+    try:
+        ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(FAR_BLOCKS[-1] + 1, 8, 128, 16, dtype)
+    except RuntimeError as error:
+        pytest.skip(f"this machine does not map the memory: {error}")
+    assert key_cache.numel() > 2**31
+    return key_cache, value_cache
+
+
+def near(cache: torch.Tensor) -> torch.Tensor:
+    return cache[FAR_BLOCKS]
+
+
+@pytest.mark.parametrize("cache", [None, *FP8_CACHES[1:3]], ids=["bf16", *FP8_IDS[1:3]])
+def test_reshape_attention_and_gather_far_into_a_cache(cache):
+    """As on a cache that holds nothing but these blocks."""
+    kv_cache_dtype, dtype = cache or ("auto", torch.bfloat16)
+    key_cache, value_cache = make_far_caches(dtype)
+    num_tokens = 16 * len(FAR_BLOCKS)
+    key, value = torch.randn(2, num_tokens, 8, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    query = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    block_table = torch.tensor([FAR_BLOCKS], dtype=torch.int32)
+    slots = reference.slots_of(block_table[0], num_tokens, 16)
+    options = {"kv_cache_dtype": kv_cache_dtype}
+    ops.reshape_and_cache(key, value, key_cache, value_cache, slots, **options)
+
+    near_caches = near(key_cache), near(value_cache)
+    zeros = (torch.zeros_like(near_cache) for near_cache in near_caches)
+    expected_caches = reference.reshape_and_cache(key, value, *zeros, torch.arange(num_tokens), **options)
+    for near_cache, expected in zip(near_caches, expected_caches, strict=True):
+        assert_same_bits(near_cache, expected)
+
+    seq_lens = torch.tensor([num_tokens], dtype=torch.int32)
+    out, _ = ops.paged_attention(query, key_cache, value_cache, block_table, seq_lens, **options)
+    near_table = torch.arange(len(FAR_BLOCKS), dtype=torch.int32)[None]
+    arguments = {"scale": 128**-0.5, **options}
+    expected, eager = (
+        reference.paged_attention(query, *near_caches, near_table, seq_lens, dtype=compute, **arguments)[0]
+        for compute in (torch.float64, torch.bfloat16)
+    )
+    assert_close_to_reference(out, expected, eager)
+    assert_same_bits(ops.paged_attention_v2(query, key_cache, value_cache, block_table, seq_lens, **options), out)
+    if cache is None:
+        for result, wanted in zip(ops.gather_cached_kv(key_cache, value_cache, slots), (key, value), strict=True):
+            assert_same_bits(result, wanted)
+
+
+def test_copy_and_swap_far_into_a_cache():
+    key_cache, value_cache = make_far_caches(torch.bfloat16)
+    generator, (first, middle, *_, last) = torch.Generator().manual_seed(0), FAR_BLOCKS
+    for cache in (key_cache, value_cache):
+        cache[first] = random_bits(*cache.shape[1:], dtype=cache.dtype, generator=generator)
+    ops.copy_blocks([key_cache], [value_cache], torch.tensor([[first, last]]))
+    ops.copy_blocks([key_cache], [value_cache], torch.tensor([[last, middle]]))
+    for cache in (key_cache, value_cache):
+        assert_same_bits(cache[last], cache[first])
+        assert_same_bits(cache[middle], cache[first])
+    host = torch.zeros(2, *value_cache.shape[1:], dtype=value_cache.dtype)
+    ops.swap_blocks(value_cache, host, torch.tensor([[last, 1]]))
+    assert_same_bits(host[1], value_cache[first])
+    value_cache[last] = 0
+    ops.swap_blocks(host, value_cache, torch.tensor([[1, last]]))
+    assert_same_bits(value_cache[last], value_cache[first])

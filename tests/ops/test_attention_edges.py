@@ -1,0 +1,233 @@
+"""The attention ops at the edges: nothing to see, long contexts, windows, huge logits; and their wrappers."""
+
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from attention_cases import (
+    FP8_CACHES,
+    FP8_IDS,
+    NO_BLOCK,
+    OPS,
+    V1_INPUTS,
+    Case,
+    assert_attention,
+    assert_v1,
+    make_arguments,
+    make_v1_arguments,
+    make_v2_arguments,
+    run_v1,
+    run_v2,
+)
+from checks import DTYPES, assert_close_to_reference, assert_same_bits
+
+from pagedattn_ext import ops
+
+V1_AND_V2 = [pytest.param(make_v1_arguments, run_v1, id="v1"), pytest.param(make_v2_arguments, run_v2, id="v2")]
+
+
+@pytest.mark.parametrize("lens", [(), ((0, 5),), ((0, 0), (0, 0))], ids=str)
+def test_no_tokens(device, lens):
+    arguments = make_arguments(Case(lens), device)
+    out, lse = OPS.paged_attention(**arguments)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+
+
+def test_v1_and_v2_no_sequences(device):
+    assert run_v1(make_v1_arguments(Case(()), device)).shape == (0, 4, 64)
+    assert run_v2(make_v2_arguments(Case(()), device)).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_no_token_is_zero(device, dtype):
+    """seq_len 0, and rows before the start of their sequence; their neighbours are as ever."""
+    arguments = make_arguments(Case(((1, 0), (5, 2), (1, 20), (2, 0)), dtype), device)
+    out, lse = OPS.paged_attention(**arguments)
+    masked = [0, 1, 2, 3, 7, 8]
+    assert_same_bits(out[masked], torch.zeros_like(out[masked]))
+    assert lse[masked].isneginf().all()
+    assert_attention(arguments, out, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seq_len", [20, 700])
+def test_nan_in_what_a_row_sees_comes_out(device, dtype, seq_len):
+    """A query of NaN, or one visible key or value: NaN in that row's out (and lse), not the zeros of an empty row."""
+    for name in ("query", "key_cache", "value_cache"):
+        arguments = make_arguments(Case(((1, seq_len), (1, 9)), dtype, num_kv_heads=1, group_size=1), device)
+        if name == "query":
+            arguments["query"][0] = torch.nan
+        else:
+            block = arguments["block_tables"][0, 0].long()
+            arguments[name][block] = torch.nan
+        out, lse = OPS.paged_attention(**arguments)
+        assert out[0].isnan().all() and out[1].isfinite().all()
+        assert lse[0].isnan().all() == (name != "value_cache") and lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize(("make", "run"), V1_AND_V2)
+def test_sequence_without_tokens_is_zero(device, make, run):
+    arguments = make(Case(((1, 0), (1, 20), (1, 0))), device)
+    out = run(arguments)
+    assert_same_bits(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
+    assert_v1(arguments, out)
+
+
+@pytest.mark.parametrize(("make", "run"), V1_AND_V2)
+def test_no_column_in_block_tables(device, make, run):
+    """A batch of empty sequences may come with block_tables of shape [num_seqs, 0], and without a partition."""
+    arguments = make(Case(((1, 0), (1, 0))), device)
+    out = run(arguments | {"block_tables": arguments["block_tables"][:, :0].contiguous()})
+    assert_same_bits(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["same", "fp8"])
+def test_context_of_65536_tokens(device, dtype, cache):
+    """More than the shared memory of any GPU holds logits for."""
+    case = Case(((1, 65536),), dtype, cache, num_kv_heads=1, head_size=32, block_size=32)
+    v2_arguments = make_v2_arguments(case, device)
+    out = run_v2(v2_arguments)
+    assert_v1(v2_arguments, out)
+    assert_same_bits(run_v1(make_v1_arguments(case, device)), out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 511, 512, 513, 1024, 1300])
+def test_context_at_the_edge_of_blocks_and_partitions(device, dtype, seq_len):
+    arguments = make_arguments(Case(((1, seq_len), (3, seq_len)), dtype), device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [(torch.float32, n) for n in (4, 20, 36, 100, 256)]
+    + [(dtype, n) for dtype in (torch.float16, torch.bfloat16) for n in (8, 24, 40, 120, 256)],
+)
+def test_head_sizes_with_tails(device, dtype, head_size, block_size):
+    case = Case(((1, 33), (4, 70)), dtype, group_size=3, head_size=head_size, block_size=block_size)
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", ["alibi", "sliding_window", "softcap", "sinks"])
+def test_each_option_alone_over_several_partitions(device, dtype, option):
+    value = {"alibi": True, "sliding_window": 600, "softcap": 2.0, "sinks": True}[option]
+    arguments = make_arguments(replace(Case(((1, 1300), (5, 900)), dtype), **{option: value}), device)
+    out, lse = OPS.paged_attention(**arguments)
+    assert_attention(arguments, out, lse)
+    without = OPS.paged_attention(**make_arguments(Case(((1, 1300), (5, 900)), dtype), device))
+    assert not torch.equal(out, without[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 50.0])
+def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):
+    """Small logits and few tokens, so that the error of one logit shows in lse."""
+    arguments = make_arguments(Case(((1, 1), (1, 1), (1, 2)), dtype, group_size=5, softcap=softcap), device)
+    for scale in (0.02, 0.2, 2.0):
+        arguments["scale"] = scale
+        assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 10])
+def test_sliding_window_may_begin_anywhere(device, dtype, block_size, rows):
+    """Every offset of the first token in a block, a vector and a tile; blocks before the window may have any id."""
+    case = Case(((rows, 150),), dtype, num_kv_heads=1, head_size=8, block_size=block_size)
+    for window in range(1, 150):
+        arguments = make_arguments(replace(case, sliding_window=window), device)
+        out, lse = OPS.paged_attention(**arguments)
+        assert_attention(arguments, out, lse)
+        first_token = max(0, 150 - rows - window + 1)
+        freed = arguments["block_tables"].clone()
+        freed[:, : first_token // block_size] = NO_BLOCK
+        out_freed, lse_freed = OPS.paged_attention(**arguments | {"block_tables": freed})
+        assert_same_bits(out_freed, out)
+        assert_same_bits(lse_freed, lse)
+
+
+def test_sequences_share_blocks(device):
+    """A shared prefix is read from the same physical blocks by both sequences."""
+    arguments = make_arguments(Case(((1, 40), (1, 40))), device)
+    copied = {cache: arguments[cache].clone() for cache in ("key_cache", "value_cache")}
+    first, second = arguments["block_tables"]
+    for cache in copied.values():
+        cache[second[0]] = cache[first[0]]
+    shared_tables = arguments["block_tables"].clone()
+    shared_tables[1, 0] = first[0]
+    shared = OPS.paged_attention(**arguments | {"block_tables": shared_tables})
+    separate = OPS.paged_attention(**arguments | copied)
+    assert_same_bits(shared[0], separate[0])
+
+
+def make_logits_arguments(keys: list[list[float]], query: list[float], dtype: torch.dtype, device: torch.device):
+    """One query row over len(keys) tokens of which query and keys give the first elements, the others being 0.
+
+    So scale 1 makes chosen logits. Returns the arguments and the values [seq_len, num_kv_heads, head_size].
+    """
+    arguments = make_arguments(Case(((1, len(keys)),), dtype), device) | {"scale": 1.0}
+    arguments["query"][:] = 0
+    arguments["query"][:, :, : len(query)] = torch.tensor(query, dtype=dtype)
+    key = torch.zeros(len(keys), 2, 64, dtype=dtype, device=device)
+    key[:, :, : len(query)] = torch.tensor(keys, dtype=dtype, device=device)[:, None]
+    caches = arguments["key_cache"], arguments["value_cache"]
+    slots = reference.slots_of(arguments["block_tables"][0], len(keys), 16)
+    _, value = reference.gather(*caches, slots)
+    arguments["key_cache"], _ = reference.reshape_and_cache(key, value, *caches, slots)
+    return arguments, value
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [100.0, 29952.0])  # logits of +-1e4 and +-9e8
+@pytest.mark.parametrize("seq_len", [37, 1300])
+def test_one_huge_logit_selects_its_value_exactly(device, dtype, factor, seq_len):
+    chosen = seq_len // 3
+    keys = [[factor if token == chosen else -factor] for token in range(seq_len)]
+    arguments, value = make_logits_arguments(keys, [factor], dtype, device)
+    out, lse = OPS.paged_attention(**arguments)
+    assert_same_bits(out[0], value[chosen].repeat_interleave(2, dim=0))
+    assert_same_bits(lse, torch.full_like(lse, factor**2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("seq_len", [37, 1300])
+def test_large_logits_keep_their_differences(device, dtype, sign, seq_len):
+    """Logits of +-8192 + {0..7}, exact in fp32: only the store may round, so eager PyTorch is no yardstick."""
+    keys = [[sign * 64.0, token % 8] for token in range(seq_len)]
+    arguments, _ = make_logits_arguments(keys, [128.0, 1.0], dtype, device)
+    out, lse = OPS.paged_attention(**arguments)
+    expected_out, expected_lse = reference.paged_attention(**arguments)
+    assert_close_to_reference(out, expected_out)
+    assert_close_to_reference(lse, expected_lse)
+
+
+# ---- the wrappers --------------------------------------------------------------------------------------------------
+
+
+def test_wrapper_of_paged_attention(device):
+    arguments = make_arguments(Case(((1, 20), (3, 9))), device)
+    expected = OPS.paged_attention(**arguments)
+    for scale in (None, arguments["scale"]):
+        for result, same in zip(ops.paged_attention(**arguments | {"scale": scale}), expected, strict=True):
+            assert_same_bits(result, same)
+
+
+@pytest.mark.parametrize("cache", [None, *FP8_CACHES], ids=["same", *FP8_IDS])
+@pytest.mark.parametrize("wrapper", [ops.paged_attention_v1, ops.paged_attention_v2])
+def test_wrapper_of_paged_attention_v1_and_v2(device, wrapper, cache):
+    scales = None if cache is None else (0.3, 2.6)
+    arguments = make_v1_arguments(Case(((1, 20), (1, 9)), cache=cache, scales=scales, row_gap=8), device)
+    inputs = {name: arguments[name] for name in V1_INPUTS}
+    expected = run_v1(arguments)
+    assert_same_bits(wrapper(**inputs), expected)
+    assert_same_bits(wrapper(**inputs | {"scale": None}, max_seq_len=20), expected)
+    out = torch.empty_like(expected)
+    assert wrapper(**inputs, out=out) is out
+    assert_same_bits(out, expected)

@@ -1,0 +1,189 @@
+"""The attention ops called wrongly: each argument in turn, nothing written, a message that says what and why."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import OPS, Case, make_arguments, make_v1_arguments, make_v2_arguments
+from checks import assert_raises_and_writes_nothing, assert_rejected
+
+# what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
+
+
+def entry(arguments: dict, name: str, index: tuple[int, ...], value: int) -> dict:
+    """The change of one entry of one tensor."""
+    tensor = arguments[name].clone()
+    tensor[index] = value
+    return {name: tensor}
+
+
+def columns_first(arguments: dict, name: str) -> dict:
+    """The same elements and shape, but the last two dimensions lie in memory the other way round."""
+    return {name: arguments[name].mT.contiguous().mT}
+
+
+def starts(*query_start_loc: int) -> dict:
+    return {"query_start_loc": torch.tensor(query_start_loc, dtype=torch.int32)}
+
+
+def with_query(arguments: dict, *shape: int) -> dict:
+    """The changes that make query, and out where there is one, of this shape."""
+    query = arguments["query"].new_ones(shape)
+    return {"query": query, "out": query.clone()} if "out" in arguments else {"query": query}
+
+
+def with_caches(head_size: int, block_size: int) -> dict:
+    shapes = {"key_cache": (7, 2, head_size // 4, block_size, 4), "value_cache": (7, 2, head_size, block_size)}
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
+def fp8_caches(dtype: torch.dtype = torch.float8_e4m3fn, kv_cache_dtype: str = "auto") -> dict:
+    """The changes that make the caches of this dtype."""
+    key_cache, value_cache = torch.ones(7, 2, 1, 8, 16).to(dtype), torch.ones(7, 2, 16, 8).to(dtype)
+    return {"key_cache": key_cache, "value_cache": value_cache, "kv_cache_dtype": kv_cache_dtype}
+
+
+ERRORS = {
+    "query rank": ("query", ValueError, lambda a: {"query": a["query"].flatten(1)}),
+    "query dtype": ("query", TypeError, lambda a: {"query": a["query"].double()}),
+    "query not dense in a row": ("query", ValueError, lambda a: columns_first(a, "query")),
+    "query head size": ("(query|key_cache)", ValueError, lambda a: {"query": a["query"][:, :, :12].contiguous()}),
+    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(3)}),
+    "key_cache dtype": (
+        "(query|key_cache|value_cache)",
+        TypeError,
+        lambda a: {"key_cache": a["key_cache"].half().reshape(7, 2, 2, 8, 8)},
+    ),
+    "scale": ("scale", ValueError, lambda a: {"scale": math.nan}),
+    "key_cache float64": ("key_cache", TypeError, lambda a: {"key_cache": a["key_cache"].double()}),
+    "key_cache uint8 but auto": ("key_cache", TypeError, lambda a: fp8_caches(torch.uint8, "auto")),
+    "key_cache fp32 but fp8": ("(key_cache|kv_cache_dtype)", TypeError, lambda a: {"kv_cache_dtype": "fp8"}),
+    "key_cache e5m2 but fp8": (
+        "(key_cache|kv_cache_dtype)",
+        TypeError,
+        lambda a: fp8_caches(torch.float8_e5m2, "fp8"),
+    ),
+    "key_cache e4m3 but fp8_e5m2": (
+        "(key_cache|kv_cache_dtype)",
+        TypeError,
+        lambda a: fp8_caches(torch.float8_e4m3fn, "fp8_e5m2"),
+    ),
+    "value_cache of the other float8": (
+        "value_cache",
+        TypeError,
+        lambda a: fp8_caches() | {"value_cache": fp8_caches(torch.float8_e5m2)["value_cache"]},
+    ),
+    "key_cache fp8 with x of 8": (
+        "key_cache",
+        ValueError,
+        lambda a: fp8_caches() | {"key_cache": fp8_caches()["key_cache"].reshape(7, 2, 2, 8, 8)},
+    ),
+    "query of fp8": ("query", TypeError, lambda a: fp8_caches() | {"query": a["query"].to(torch.float8_e4m3fn)}),
+    "fp8 head size": (
+        "(query|key_cache)",
+        ValueError,
+        lambda a: fp8_caches() | with_query(a, 2, 4, 24),
+    ),
+    "kv_cache_dtype unknown": ("kv_cache_dtype", ValueError, lambda a: {"kv_cache_dtype": "fp4"}),
+    "k_scale dtype": ("k_scale", TypeError, lambda a: fp8_caches() | {"k_scale": torch.ones((), dtype=torch.float64)}),
+    "v_scale dtype": ("v_scale", TypeError, lambda a: fp8_caches() | {"v_scale": torch.ones((), dtype=torch.float16)}),
+    "k_scale shape": ("k_scale", ValueError, lambda a: fp8_caches() | {"k_scale": torch.ones(2)}),
+    "v_scale empty": ("v_scale", ValueError, lambda a: fp8_caches() | {"v_scale": torch.ones(0)}),
+    "k_scale 0": ("k_scale", ValueError, lambda a: fp8_caches() | {"k_scale": torch.zeros(())}),
+    "v_scale NaN": ("v_scale", ValueError, lambda a: fp8_caches() | {"v_scale": torch.tensor(math.nan)}),
+    "k_scale of an fp32 cache": ("k_scale", ValueError, lambda a: {"k_scale": torch.tensor(0.5)}),
+    "v_scale of an fp32 cache": ("v_scale", ValueError, lambda a: {"v_scale": torch.tensor(0.5)}),
+    "key_cache x": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].reshape(-1, 2, 2, 8, 8)}),
+    "key_cache not contiguous": ("key_cache", ValueError, lambda a: columns_first(a, "key_cache")),
+    "value_cache rank": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"].flatten(2)}),
+    "value_cache dtype": ("value_cache", TypeError, lambda a: {"value_cache": a["value_cache"].half()}),
+    "value_cache shape": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"][:-1]}),
+    "value_cache layout": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"].mT.contiguous()}),
+    "value_cache not contiguous": ("value_cache", ValueError, lambda a: columns_first(a, "value_cache")),
+    "block_tables dtype": ("block_tables", TypeError, lambda a: {"block_tables": a["block_tables"].long()}),
+    "block_tables rank": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"].flatten()}),
+    "block_tables rows": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"][:1]}),
+    "seq_lens dtype": ("seq_lens", TypeError, lambda a: {"seq_lens": a["seq_lens"].long()}),
+    "seq_lens rank": ("seq_lens", ValueError, lambda a: {"seq_lens": a["seq_lens"][:, None]}),
+    "seq_lens negative": ("seq_lens", ValueError, lambda a: entry(a, "seq_lens", (1,), -1)),
+    "seq_lens past block_tables": ("seq_lens", ValueError, lambda a: entry(a, "seq_lens", (1,), 99)),
+    "block id too large": ("block_tables", ValueError, lambda a: entry(a, "block_tables", (1, 1), 7)),
+    "block id negative": ("block_tables", ValueError, lambda a: entry(a, "block_tables", (1, 0), -1)),
+    "alibi_slopes shape": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(3)}),
+    "alibi_slopes dtype": ("alibi_slopes", TypeError, lambda a: {"alibi_slopes": torch.ones(4).half()}),
+    "heads not a multiple": ("(query|num_kv_heads|key_cache)", ValueError, lambda a: with_query(a, 2, 3, 16)),
+    "head size": (
+        "(query|key_cache)",
+        ValueError,
+        lambda a: with_query(a, 2, 4, 260) | with_caches(260, 8),
+    ),
+    "block size": (
+        "(key_cache|value_cache|block_size)",
+        ValueError,
+        lambda a: with_caches(16, 12) | ({"block_size": 12} if "block_size" in a else {}),
+    ),
+}
+V1_ERRORS = {
+    "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
+    "out shape": ("out", ValueError, lambda a: {"out": a["out"][:1]}),
+    "out not dense in a row": ("out", ValueError, lambda a: columns_first(a, "out")),
+    "num_kv_heads": ("num_kv_heads", ValueError, lambda a: {"num_kv_heads": 1}),
+    "block_size": ("block_size", ValueError, lambda a: {"block_size": 16}),
+    "max_seq_len": ("max_seq_len", ValueError, lambda a: {"max_seq_len": 11}),
+}
+V2_ERRORS = {
+    "exp_sums dtype": ("exp_sums", TypeError, lambda a: {"exp_sums": a["exp_sums"].double()}),
+    "exp_sums shape": ("exp_sums", ValueError, lambda a: {"exp_sums": a["exp_sums"][:, :3].contiguous()}),
+    "exp_sums rank": ("exp_sums", ValueError, lambda a: {"exp_sums": a["exp_sums"][:, :, 0]}),
+    "max_logits dtype": ("max_logits", TypeError, lambda a: {"max_logits": a["max_logits"].half()}),
+    "max_logits shape": ("max_logits", ValueError, lambda a: {"max_logits": a["max_logits"][:1]}),
+    "tmp_out dtype": ("tmp_out", TypeError, lambda a: {"tmp_out": a["tmp_out"].half()}),
+    "tmp_out shape": ("tmp_out", ValueError, lambda a: {"tmp_out": a["tmp_out"][..., :8].contiguous()}),
+    "too few partitions": (
+        "(exp_sums|max_logits|tmp_out)",
+        ValueError,
+        lambda a: {name: a[name][:, :, :0] for name in ("exp_sums", "max_logits", "tmp_out")},
+    ),
+}
+RAGGED_ERRORS = {
+    "query_start_loc dtype": ("query_start_loc", TypeError, lambda a: {"query_start_loc": torch.tensor([0, 1, 2])}),
+    "query_start_loc shape": ("query_start_loc", ValueError, lambda a: starts(0, 2)),
+    "query_start_loc start": ("query_start_loc", ValueError, lambda a: starts(1, 1, 2)),
+    "query_start_loc end": ("query_start_loc", ValueError, lambda a: starts(0, 1, 3)),
+    "query_start_loc falls": ("query_start_loc", ValueError, lambda a: starts(0, 3, 2)),
+    "no query_start_loc, rows": ("query", ValueError, lambda a: with_query(a, 3, 4, 16) | {"query_start_loc": None}),
+    "sliding_window": ("sliding_window", ValueError, lambda a: {"sliding_window": 0}),
+    "softcap": ("softcap", ValueError, lambda a: {"softcap": -1.0}),
+    "sinks shape": ("sinks", ValueError, lambda a: {"sinks": torch.ones(2)}),
+    "sinks dtype": ("sinks", TypeError, lambda a: {"sinks": torch.ones(4).half()}),
+}
+SMALL = Case(((1, 9), (1, 12)), head_size=16, block_size=8)  # 7 blocks, 2 of them for each sequence
+
+
+@pytest.mark.parametrize("what", [*ERRORS, *V1_ERRORS])
+def test_paged_attention_v1_rejects(device, what):
+    argument, error, change = (ERRORS | V1_ERRORS)[what]
+    arguments = make_v1_arguments(SMALL, device)
+    assert_rejected("paged_attention_v1", arguments | change(arguments), argument, error)
+
+
+@pytest.mark.parametrize("what", [*ERRORS, *V1_ERRORS, *V2_ERRORS])
+def test_paged_attention_v2_rejects(device, what):
+    argument, error, change = (ERRORS | V1_ERRORS | V2_ERRORS)[what]
+    arguments = make_v2_arguments(SMALL, device)
+    assert_rejected("paged_attention_v2", arguments | change(arguments), argument, error)
+
+
+@pytest.mark.parametrize("what", [*ERRORS, *RAGGED_ERRORS])
+def test_paged_attention_rejects(device, what):
+    argument, error, change = (ERRORS | RAGGED_ERRORS)[what]
+    arguments = make_arguments(SMALL, device)
+    assert_rejected("paged_attention", arguments | change(arguments), argument, error)
+
+
+@pytest.mark.parametrize("block_id", [-1, 7, 2**31 - 1])
+def test_bad_block_id_names_its_row(device, block_id):
+    arguments = make_v1_arguments(SMALL, device)
+    arguments["block_tables"][1, 1] = block_id
+    match = f"block_tables: expected .*, got {block_id} at sequence 1"
+    assert_raises_and_writes_nothing(OPS.paged_attention_v1, arguments, RuntimeError, match)

@@ -1,0 +1,104 @@
+"""One binary for every x86-64 machine: what instructions each part of it holds, and which part a process uses."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+import pagedattn_ext
+from pagedattn_ext import _C
+
+LEVELS = ["default", "avx2", "avx512", "avx512_bf16"]
+OUTSIDE = "outside"  # of the namespaces cpu_*
+
+# In AT&T syntax. A mnemonic with a v is VEX or EVEX coded, and faults on a machine without AVX whatever its registers.
+VEX = re.compile(r"^v")
+EVEX = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
+BF16 = re.compile(r"^v(dpbf16|cvtne2?ps2?bf16|cvtneps2bf16)")
+FORBIDDEN = {OUTSIDE: [VEX], "default": [VEX], "avx2": [EVEX], "avx512": [BF16], "avx512_bf16": []}
+
+
+@pytest.fixture(scope="module")
+def code() -> dict[str, list[tuple[str, str]]]:
+    """The (function, instruction) pairs of each namespace, by its capability."""
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed")
+    command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", _C.__file__]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "file format elf64-x86-64" not in listing:
+        pytest.skip("not an x86-64 build")
+    code, function, level = defaultdict(list), "", OUTSIDE
+    for line in listing.splitlines():
+        if label := re.match(r"[0-9a-f]+ <(.*)>:$", line):
+            function = label[1]
+            levels = set(re.findall(r"\bpagedattn::cpu_(\w+)::", function))
+            assert len(levels) <= 1, f"one function for several capabilities: {function}"
+            level = levels.pop() if levels else OUTSIDE
+        elif instruction := re.match(r"\s+[0-9a-f]+:\t(.*)", line):
+            code[level].append((function, instruction[1]))
+    return code
+
+
+def functions_with(pattern: re.Pattern, code: list[tuple[str, str]]) -> set[str]:
+    return {function for function, instruction in code if pattern.search(instruction)}
+
+
+@pytest.mark.parametrize("level", [OUTSIDE, *LEVELS])
+def test_no_instruction_beyond_the_capability(code, level):
+    for pattern in FORBIDDEN[level]:
+        assert not functions_with(pattern, code[level])
+
+
+def test_the_patterns_find_what_is_there(code):
+    """Else the test above would pass on anything."""
+    assert set(code) == {OUTSIDE, *LEVELS}
+    ymm, zmm = re.compile("%ymm"), re.compile("%zmm")
+    for level, pattern in [("avx2", VEX), ("avx2", ymm), ("avx512", zmm), ("avx512", EVEX), ("avx512_bf16", BF16)]:
+        found = functions_with(pattern, code[level])
+        assert any("attend_partition" in function for function in found), f"{level}: no {pattern.pattern}"
+
+
+def test_capability_of_this_process():
+    """Under `make test` this process runs with the variable set, so this says which ISA all the op tests ran on."""
+    assert pagedattn_ext.cpu_capability() in LEVELS
+    wanted = os.environ.get("PAGEDATTN_CPU_CAPABILITY")
+    if wanted:
+        assert pagedattn_ext.cpu_capability() == wanted
+
+
+# One import for all: the variable is read at the first call of an op, which is in a child.
+FIRST_CALLS = """
+import os, sys, torch, pagedattn_ext
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        os.environ["PAGEDATTN_CPU_CAPABILITY"] = name
+        try:
+            result = torch.ops.pagedattn_ext.gelu_new(torch.empty(1), torch.ones(1)) or pagedattn_ext.cpu_capability()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        print(f"{name}|{result}".splitlines()[0], flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_environment_variable():
+    names = [*LEVELS, "", "avx1024", "AVX2"]
+    command = [sys.executable, "-c", FIRST_CALLS, *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    result_of = dict(line.split("|", 1) for line in done.stdout.splitlines())
+    available = pagedattn_ext.build_info()["cpu_capabilities"]
+    assert result_of[""] == available[-1]
+    for level in LEVELS:
+        missing = (
+            f"RuntimeError: PAGEDATTN_CPU_CAPABILITY: this machine does not run {level}, its best is {available[-1]}"
+        )
+        assert result_of[level] == (level if level in available else missing)
+    for name in ("avx1024", "AVX2"):
+        expected = f"PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got {name}"
+        assert result_of[name] == f"RuntimeError: {expected}"

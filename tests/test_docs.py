@@ -1,0 +1,67 @@
+"""docs/ops.md: its sessions give what it prints, and every op is there with its schema and its wrapper's signature."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedattn_ext
+from pagedattn_ext import ops
+
+TEXT = (Path(__file__).resolve().parents[1] / "docs" / "ops.md").read_text()
+FLAT_TEXT = " ".join(TEXT.split())  # a schema may be broken over lines
+
+# (heading, text) of every section; text before the first heading belongs to none.
+SECTIONS = re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##+ |\Z)", TEXT, flags=re.MULTILINE | re.DOTALL)
+NAMESPACE = "pagedattn_ext::"
+OP_NAMES = sorted(
+    name.removeprefix(NAMESPACE) for name in torch._C._dispatch_get_all_op_names() if name.startswith(NAMESPACE)
+)
+
+
+def sessions(text: str) -> list[str]:
+    return re.findall(r"^```pycon\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+# The last session of the first section is the start that all examples share.
+START = sessions(SECTIONS[0][1])[-1]
+
+
+@pytest.mark.parametrize(
+    ("heading", "text"), [pytest.param(*section, id=section[0]) for section in SECTIONS if sessions(section[1])]
+)
+def test_sessions(heading, text):
+    code = "\n".join([START, *(session for session in sessions(text) if session != START)])
+    # doctest wants the traceback's header, which the document leaves out for the reader.
+    code = re.sub(r"^(\w+Error: )", r"Traceback (most recent call last):\n\1", code, flags=re.MULTILINE)
+    session = doctest.DocTestParser().get_doctest(code, {}, heading, "docs/ops.md", 0)
+    report = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(session, out=report.append)
+    assert results.failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_op_is_documented(name):
+    schema = str(getattr(torch.ops.pagedattn_ext, name).default._schema).removeprefix(NAMESPACE)
+    assert schema in FLAT_TEXT
+    assert f"ops.{signature(getattr(ops, name))}" in FLAT_TEXT
+    assert any(name in heading.split(", ") and sessions(text) for heading, text in SECTIONS)
+
+
+@pytest.mark.parametrize("name", ["allocate_kv_cache", "build_info", "cpu_capability"])
+def test_function_is_documented(name):
+    assert f"pagedattn_ext.{signature(getattr(pagedattn_ext, name))}" in FLAT_TEXT
+
+
+def signature(function) -> str:
+    """Without annotations: name(query, *, scale=None)."""
+    bare = inspect.signature(function)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in bare.parameters.values()]
+    return function.__name__ + str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_every_op_is_found():
+    assert set(OP_NAMES) == set(ops.__all__)
