@@ -1,8 +1,11 @@
 // Works on runs: tokens that follow each other and go to slots that follow each other in one block, as the tokens of a
 // prompt do. A key goes to the cache in 16-byte chunks. A value is transposed: element d of the run's tokens is
-// contiguous in the cache, so a run is written row by row, while the tokens it reads from stay in the nearest cache.
+// contiguous in the cache, so as many tokens as 16 bytes have elements are transposed in registers at a time.
 // For an fp8 cache, a run's rows of one head are converted first.
 #include "cache/reshape_and_cache.h"
+
+#include <type_traits>
+#include <utility>
 
 #include "cpu_vec.h"
 #include "dispatch.h"
@@ -29,6 +32,11 @@ Run find_run(const ReshapeAndCacheParams& p, int64_t token, int64_t end) {
   }
   return run;
 }
+
+// An integer of the size of a cache's element: elements are moved, never looked at.
+template <typename CacheT>
+using CacheBits =
+    std::conditional_t<sizeof(CacheT) == 4, uint32_t, std::conditional_t<sizeof(CacheT) == 2, uint16_t, uint8_t>>;
 
 // A run's rows of one head, in the cache's dtype.
 template <typename CacheT>
@@ -64,12 +72,54 @@ void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head, con
   }
 }
 
+// As many rows of 16 bytes as a row has elements.
+template <typename CacheT>
+struct Square {
+  static constexpr int SIZE = ELEMENTS_PER_CHUNK<CacheT>;
+  typedef CacheBits<CacheT> Row __attribute__((vector_size(16)));
+  Row rows[SIZE];
+
+  template <int... I>
+  static PAGEDATTN_INLINE Row interleave(Row a, Row b, int first, std::integer_sequence<int, I...>) {
+    return first == 0 ? __builtin_shufflevector(a, b, (I / 2 + I % 2 * SIZE)...)
+                      : __builtin_shufflevector(a, b, (SIZE / 2 + I / 2 + I % 2 * SIZE)...);
+  }
+
+  // Interleaving row i with row i + SIZE / 2 moves one bit of the column's index into the row's: log2(SIZE) times, and
+  // the two have changed places.
+  PAGEDATTN_INLINE void transpose() {
+    constexpr auto INDICES = std::make_integer_sequence<int, SIZE>{};
+    for (int moved = 1; moved < SIZE; moved *= 2) {
+      Row next[SIZE];
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < SIZE / 2; ++i) {
+        next[2 * i] = interleave(rows[i], rows[i + SIZE / 2], 0, INDICES);
+        next[2 * i + 1] = interleave(rows[i], rows[i + SIZE / 2], 1, INDICES);
+      }
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < SIZE; ++i) rows[i] = next[i];
+    }
+  }
+};
+
 template <typename CacheT>
 void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
   CacheT* target = static_cast<CacheT*>(p.value_cache) + run.block * p.value_block_stride +
                    head * p.head_size * p.block_size + run.offset;
+  constexpr int SIZE = Square<CacheT>::SIZE;
+  int64_t begin = 0;
+  for (; begin + SIZE <= run.length; begin += SIZE) {
+    for (int64_t d = 0; d < p.head_size; d += SIZE) {
+      Square<CacheT> square;
+      for (int i = 0; i < SIZE; ++i) {
+        __builtin_memcpy(&square.rows[i], rows.first + (begin + i) * rows.stride + d, 16);
+      }
+      square.transpose();
+      for (int i = 0; i < SIZE; ++i) __builtin_memcpy(target + (d + i) * p.block_size + begin, &square.rows[i], 16);
+    }
+  }
   for (int64_t d = 0; d < p.head_size; ++d) {
-    for (int64_t i = 0; i < run.length; ++i) target[d * p.block_size + i] = rows.first[i * rows.stride + d];
+    for (int64_t i = begin; i < run.length; ++i) target[d * p.block_size + i] = rows.first[i * rows.stride + d];
   }
 }
 
