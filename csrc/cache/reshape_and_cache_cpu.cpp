@@ -79,10 +79,10 @@ struct Square {
   typedef CacheBits<CacheT> Row __attribute__((vector_size(16)));
   Row rows[SIZE];
 
-  template <int... I>
-  static PAGEDATTN_INLINE Row interleave(Row a, Row b, int first, std::integer_sequence<int, I...>) {
-    return first == 0 ? __builtin_shufflevector(a, b, (I / 2 + I % 2 * SIZE)...)
-                      : __builtin_shufflevector(a, b, (SIZE / 2 + I / 2 + I % 2 * SIZE)...);
+  // a[FIRST], b[FIRST], a[FIRST + 1], b[FIRST + 1], ...
+  template <int FIRST, int... I>
+  static PAGEDATTN_INLINE Row interleave(Row a, Row b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * SIZE)...);
   }
 
   // Interleaving row i with row i + SIZE / 2 moves one bit of the column's index into the row's: log2(SIZE) times, and
@@ -93,8 +93,8 @@ struct Square {
       Row next[SIZE];
       PAGEDATTN_UNROLL
       for (int i = 0; i < SIZE / 2; ++i) {
-        next[2 * i] = interleave(rows[i], rows[i + SIZE / 2], 0, INDICES);
-        next[2 * i + 1] = interleave(rows[i], rows[i + SIZE / 2], 1, INDICES);
+        next[2 * i] = interleave<0>(rows[i], rows[i + SIZE / 2], INDICES);
+        next[2 * i + 1] = interleave<SIZE / 2>(rows[i], rows[i + SIZE / 2], INDICES);
       }
       PAGEDATTN_UNROLL
       for (int i = 0; i < SIZE; ++i) rows[i] = next[i];
