@@ -66,7 +66,20 @@ def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise TypeError(message) from None
         if ": expected " in message:
             raise ValueError(message) from None
+        _name_other_device(op, args, kwargs)  # torch's own error does not say which argument it is
         raise
+
+
+def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError if the tensors are on several devices."""
+    names = [argument.name for argument in op.default._schema.arguments]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    expected = next((tensor.device for tensor in tensors.values()), None)
+    for name, tensor in tensors.items():
+        if tensor.device != expected:
+            message = f"{op.__name__}: {name}: expected a tensor on {expected}, got one on {tensor.device}"
+            raise ValueError(message) from None
 
 
 def _refuse_grad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -266,6 +279,9 @@ def paged_attention(
 
 @torch.library.register_fake("pagedattn_ext::paged_attention")
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    # A meta tensor among real ones brings torch here, too.
+    if any(isinstance(other, Tensor) and other.device != query.device for other in (*args, *kwargs.values())):
+        raise RuntimeError("paged_attention: the tensors are on several devices")
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(query.shape[:2], dtype=torch.float32)
 
