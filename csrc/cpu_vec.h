@@ -46,7 +46,6 @@ typedef uint8_t ByteVec __attribute__((vector_size(VEC_BYTES / 4)));
 // ---- building vectors
 
 PAGEDATTN_INLINE Vec broadcast(float value) { return Vec{} + value; }
-PAGEDATTN_INLINE IntVec broadcast(int32_t value) { return IntVec{} + value; }
 
 template <typename V>
 PAGEDATTN_INLINE V load_as(const void* source) {
@@ -84,6 +83,7 @@ PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
 PAGEDATTN_INLINE IntVec iota() { return iota(std::make_integer_sequence<int, VEC_SIZE>{}); }
 
 PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) { return mask ? if_true : if_false; }
+
 // a * b + c. Written out wherever a product is added: the compiler is told not to contract on its own, as it would do
 // so in one copy of an inlined function and not in another, and the same row would give other bits in another batch.
 PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {

@@ -338,13 +338,13 @@ class ItemWalk {
         num_rows_(item.row_end - item.row_begin),
         visible_begin_(params.first_visible(params.position(item.seq, item.row_begin))),
         visible_end_(params.position(item.seq, item.row_end - 1) + 1) {
-    for (int64_t i = 0; i < num_results(); ++i) {
-      dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
-        const QueryT* rows = static_cast<const QueryT*>(p_.query);
+    dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
+      const QueryT* rows = static_cast<const QueryT*>(p_.query);
+      for (int64_t i = 0; i < num_results(); ++i) {
         const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
         KeyDot<T>::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
-      });
-    }
+      }
+    });
   }
 
   int64_t num_results() const { return (item_.head_end - item_.head_begin) * group_size_ * num_rows_; }

@@ -9,8 +9,9 @@
 namespace pagedattn {
 namespace {
 
-// Every (src, dst) pair in range, every dst named once.
-void check_mapping(const Door& door, const Tensor& mapping, int64_t num_src_blocks, int64_t num_dst_blocks) {
+// Every (src, dst) pair in range, every dst named once. Returns the dst.
+std::unordered_set<int64_t> check_mapping(const Door& door, const Tensor& mapping, int64_t num_src_blocks,
+                                          int64_t num_dst_blocks) {
   door.dtype("block_mapping", mapping, ScalarType::Long);
   door.shape("block_mapping", mapping, {ANY, 2});
   door.contiguous("block_mapping", mapping);
@@ -26,13 +27,12 @@ void check_mapping(const Door& door, const Tensor& mapping, int64_t num_src_bloc
     door.check(targets.insert(dst).second, "block_mapping", "expected every target block once, got ", dst,
                " again in pair ", i);
   }
+  return targets;
 }
 
 // Pairs are copied in parallel, so within one pool no block may be both read and written.
-void check_disjoint(const Door& door, const Tensor& mapping) {
+void check_disjoint(const Door& door, const Tensor& mapping, const std::unordered_set<int64_t>& targets) {
   const int64_t* pairs = mapping.const_data_ptr<int64_t>();
-  std::unordered_set<int64_t> targets;
-  for (int64_t i = 0; i < mapping.size(0); ++i) targets.insert(pairs[2 * i + 1]);
   for (int64_t i = 0; i < mapping.size(0); ++i) {
     door.check(!targets.contains(pairs[2 * i]), "block_mapping",
                "expected blocks that are either source or target, got both for ", pairs[2 * i], " in pair ", i);
@@ -83,8 +83,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   };
   check_caches("key_caches", key_caches);
   check_caches("value_caches", value_caches);
-  check_mapping(door, block_mapping, num_blocks, num_blocks);
-  check_disjoint(door, block_mapping);
+  check_disjoint(door, block_mapping, check_mapping(door, block_mapping, num_blocks, num_blocks));
   for (size_t layer = 0; layer < key_caches.size(); ++layer) {
     transfer(key_caches[layer], key_caches[layer], block_mapping);
     transfer(value_caches[layer], value_caches[layer], block_mapping);

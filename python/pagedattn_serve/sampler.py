@@ -36,7 +36,7 @@ class Sampler:
         greedy = torch.tensor([row.params.greedy for row in rows])
         temperatures = torch.tensor([max(row.params.temperature, _SMALLEST) for row in rows])
         # Relative to the largest, which stays 0 however small the temperature is.
-        relative = logits.float() - logits.float().amax(dim=-1, keepdim=True)
+        relative = logits.float() - logits.amax(dim=-1, keepdim=True)
         probabilities = restrict(relative / temperatures[:, None], [row.params for row in rows]).softmax(dim=-1)
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p: the exponential race, as Gumbel-max is.
         drawn = (probabilities / self._exponential_noise(probabilities, rows)).argmax(dim=-1)
