@@ -42,7 +42,7 @@ def serve(engine: LLMEngine, requests: list[Request], show_progress: bool = Fals
     for i, (token_ids, max_tokens) in enumerate(requests):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         engine.add_request(str(i), prompt_token_ids=token_ids, sampling_params=params)
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 outputs[int(output.request_id)] = output

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from pagedattn_serve.batch import ScheduledBatch
 from pagedattn_serve.cache_engine import CacheEngine, bytes_per_block
-from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, check_int
 from pagedattn_serve.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.model_runner import ModelRunner
 from pagedattn_serve.models.loader import CausalLM, load_model
@@ -88,7 +88,7 @@ class LLMEngine:
             block_size,
             causal_lm.lm_head.weight.dtype,
         )
-        self._runner = ModelRunner(causal_lm, cache_engine, block_size, seed)
+        self.model_runner = ModelRunner(causal_lm, cache_engine, block_size, seed)
         self._requests: dict[str, _Request] = {}
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -98,7 +98,6 @@ class LLMEngine:
         """Most tokens of a sequence, prompt and output together."""
         return self.scheduler.config.max_model_len
 
-    @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
         return self.scheduler.has_unfinished
@@ -108,10 +107,12 @@ class LLMEngine:
         request_id: str,
         prompt: str | None = None,
         sampling_params: SamplingParams | None = None,
-        *,
         prompt_token_ids: list[int] | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `SamplingParams()`.
+
+        arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, or the request id is taken.
@@ -124,7 +125,9 @@ class LLMEngine:
         token_ids = self._prompt_tokens(prompt, prompt_token_ids)
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
-        sequence = Sequence(request_id, token_ids, params, time.monotonic())
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        check_float("arrival_time", arrival_time)
+        sequence = Sequence(request_id, token_ids, params, arrival_time)
         self.scheduler.add(sequence)
         detokenizer = None if self.tokenizer is None else IncrementalDetokenizer(self.tokenizer, token_ids)
         self._requests[request_id] = _Request(prompt, sequence, detokenizer)
@@ -135,7 +138,7 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch.is_empty:
             return []
-        token_ids = self._runner.execute(batch)
+        token_ids = self.model_runner.execute(batch)
         self.scheduler.mark_computed(batch)
         return self._append_tokens(batch, token_ids)
 

@@ -16,7 +16,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = LLMEngine(model, **options)
+        self.llm_engine = LLMEngine(model, **options)
         self._num_requests = 0
 
     def generate(
@@ -46,19 +46,19 @@ class LLM:
         try:
             for (prompt, token_ids), param in zip(requests, params, strict=True):
                 request_id = f"llm-{self._num_requests}"
-                self.engine.add_request(request_id, prompt, param, prompt_token_ids=token_ids)
+                self.llm_engine.add_request(request_id, prompt, param, prompt_token_ids=token_ids)
                 request_ids.append(request_id)
                 self._num_requests += 1
             own = set(request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
-                    stepped = self.engine.step()  # somebody else's requests may be in the engine as well
+                    stepped = self.llm_engine.step()  # somebody else's requests may be in the engine as well
                     finished = [o for o in stepped if o.finished and o.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
         finally:
             for request_id in request_ids:  # after an error or an interrupt, nothing stays behind
-                self.engine.abort_request(request_id)
+                self.llm_engine.abort_request(request_id)
         return [outputs[request_id] for request_id in request_ids]
 
 

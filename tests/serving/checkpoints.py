@@ -186,7 +186,7 @@ def finish_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     """Step until nothing is left: all outputs of each request, in order. Checks what must hold whatever the load."""
     outputs: dict[str, list[RequestOutput]] = {}
     manager = engine.scheduler.block_manager
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         manager.check_integrity()

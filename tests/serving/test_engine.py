@@ -115,7 +115,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(text_model: str, tmp_path: 
     beyond = engine.tokenizer.decode([TOKENIZER_SIZE - 1])
     with pytest.raises(ValueError, match=str(TOKENIZER_SIZE - 1)):
         engine.add_request("x", beyond)
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
 
 
 def test_a_model_without_a_tokenizer(llama: Checkpoint) -> None:
@@ -125,7 +125,7 @@ def test_a_model_without_a_tokenizer(llama: Checkpoint) -> None:
         engine.add_request("x", "the")
     with pytest.raises(ValueError, match=r"stop: expected none, .* no tokenizer"):
         engine.add_request("x", sampling_params=SamplingParams(stop="a"), prompt_token_ids=[1])
-    assert not engine.has_unfinished_requests
+    assert not engine.has_unfinished_requests()
     outputs = run(engine, llama.prompts, GREEDY)
     assert token_ids(outputs) == llama.expected
     assert {output.outputs[0].text for output in outputs} == {""}
@@ -258,7 +258,7 @@ def test_a_long_prompt_gives_no_output_before_its_last_chunk(llama: Checkpoint) 
 
 
 def test_a_step_without_requests_does_nothing(engine: LLMEngine) -> None:
-    assert engine.step() == [] and not engine.has_unfinished_requests
+    assert engine.step() == [] and not engine.has_unfinished_requests()
 
 
 # --- abort ---
@@ -295,7 +295,7 @@ def test_abort_gives_what_is_there(speaker: LLMEngine) -> None:
     aborted = speaker.abort_request("x")
     assert aborted is not None and aborted.outputs[0].text.startswith(text)
     assert aborted.outputs[0].token_ids == output.outputs[0].token_ids
-    assert speaker.step() == [] and not speaker.has_unfinished_requests
+    assert speaker.step() == [] and not speaker.has_unfinished_requests()
 
 
 # --- counts ---
@@ -310,7 +310,7 @@ def test_stats_add_up(llama: Checkpoint) -> None:
     assert (stats.num_used_slots, stats.num_preemptions, stats.num_output_tokens) == (0, 0, 0)
     assert stats.num_prompt_tokens == sum(map(len, llama.prompts))
     num_outputs, num_finished = 0, 0
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished_requests():
         outputs = engine.step()
         num_outputs += len(outputs)
         num_finished += sum(output.finished for output in outputs)

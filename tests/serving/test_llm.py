@@ -21,9 +21,9 @@ def text_llm(text_model: str) -> LLM:
 
 
 def expect_empty(llm: LLM) -> None:
-    assert not llm.engine.has_unfinished_requests
-    assert (llm.engine.stats().num_waiting, llm.engine.stats().num_running) == (0, 0)
-    manager = llm.engine.scheduler.block_manager
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert (llm.llm_engine.stats().num_waiting, llm.llm_engine.stats().num_running) == (0, 0)
+    manager = llm.llm_engine.scheduler.block_manager
     manager.check_integrity()
     assert manager.num_used_blocks == 0
     assert llm.generate([], GREEDY) == []
@@ -62,7 +62,7 @@ def test_texts(text_llm: LLM) -> None:
     one, other = text_llm.generate(["the cat", "🙂 é"], GREEDY, use_tqdm=False)
     assert (alone.prompt, one.prompt, other.prompt) == ("the cat", "the cat", "🙂 é")
     assert alone.outputs == one.outputs != other.outputs
-    tokenizer = text_llm.engine.tokenizer
+    tokenizer = text_llm.llm_engine.tokenizer
     assert tokenizer is not None
     for output in (one, other):
         assert output.prompt_token_ids == tokenizer(output.prompt).input_ids
@@ -100,7 +100,7 @@ def test_an_error_comes_before_anything_runs(
 ) -> None:
     with pytest.raises(error, match=message):
         text_llm.generate(**args, use_tqdm=False)
-    assert text_llm.engine.stats().num_output_tokens == 0
+    assert text_llm.llm_engine.stats().num_output_tokens == 0
     expect_empty(text_llm)
     [output] = text_llm.generate("the", GREEDY, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
@@ -110,7 +110,7 @@ def test_an_error_comes_before_anything_runs(
 def test_an_exception_in_the_middle_leaves_nothing_behind(
     llm: LLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    execute, num_calls = llm.engine._runner.execute, 0
+    execute, num_calls = llm.llm_engine.model_runner.execute, 0
 
     def fail_at_the_fifth(batch: Any) -> list[int]:
         nonlocal num_calls
@@ -120,18 +120,18 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(
         return execute(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "execute", fail_at_the_fifth)
+        patch.setattr(llm.llm_engine.model_runner, "execute", fail_at_the_fifth)
         with pytest.raises(error, match="here"):
             llm.generate(None, GREEDY, prompt_token_ids=llama.prompts, use_tqdm=False)
-    assert num_calls == 5 and llm.engine.stats().num_output_tokens > 0
+    assert num_calls == 5 and llm.llm_engine.stats().num_output_tokens > 0
     expect_empty(llm)
     outputs = llm.generate(None, GREEDY, prompt_token_ids=llama.prompts, use_tqdm=False)
     assert token_ids(outputs) == [full[:10] for full in llama.expected]
 
 
 def test_a_request_of_somebody_else_in_the_engine(llm: LLM, llama: Checkpoint) -> None:
-    """`llm.engine` is open to all: generate returns its own outputs, all of them."""
-    llm.engine.add_request("mine", sampling_params=SamplingParams(max_tokens=1), prompt_token_ids=[1])
+    """`llm.llm_engine` is open to all: generate returns its own outputs, all of them."""
+    llm.llm_engine.add_request("mine", sampling_params=SamplingParams(max_tokens=1), prompt_token_ids=[1])
     params = [SamplingParams(temperature=0, max_tokens=length) for length in (3, 5, 10)]
     outputs = llm.generate(None, params, prompt_token_ids=llama.prompts[:3], use_tqdm=False)
     assert token_ids(outputs) == [full[:n] for full, n in zip(llama.expected, (3, 5, 10), strict=False)]
