@@ -23,24 +23,32 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm"},
     "cli": {"llm"},
     "llm": {"engine"},
-    "engine": {"scheduler", "model_runner", "detokenizer", "outputs"},
+    "engine": {"scheduler", "cache_memory", "packed_linear", "tokenizer", "detokenizer", "outputs"},
     # the scheduler's branch: counts
     "scheduler": {"block_manager", "batch"},
     "block_manager": {"block_allocator", "sequence", "config"},
     "block_allocator": set(),
     # the runner's branch: computes
-    "model_runner": {"models", "sampler", "cache_engine", "batch"},
+    "cache_memory": {"model_runner"},
+    "model_runner": {"models", "sampler", "cache_engine", "block_tables"},
     "models": {"models.loader"},
-    "models.loader": {"models.gpt2", "models.llama"},
-    "models.gpt2": {"layers"},
-    "models.llama": {"layers"},
-    "layers": {"metadata", "config", "pagedattn_ext"},
+    "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt"},
+    "models.bloom": {"models.causal_lm"},
+    "models.gpt2": {"models.causal_lm"},
+    "models.llama": {"models.causal_lm"},
+    "models.opt": {"models.causal_lm"},
+    "models.causal_lm": {"layers"},
+    "layers": {"metadata", "rope", "pagedattn_ext"},
+    "rope": set(),
+    "packed_linear": set(),
     "metadata": set(),
-    "sampler": {"sampling_params", "pagedattn_ext"},
+    "sampler": {"sequence", "pagedattn_ext"},
+    "block_tables": {"batch"},
     "cache_engine": {"config", "metadata", "pagedattn_ext"},
     # plain data that both branches read
     "outputs": {"sequence"},
     "detokenizer": set(),
+    "tokenizer": set(),
     "batch": {"sequence"},
     "sequence": {"sampling_params"},
     "sampling_params": {"config"},
@@ -49,11 +57,9 @@ ARROWS: dict[str, set[str]] = {
     "pagedattn_ext": set(),
 }
 SCHEDULER_BRANCH = {"scheduler", "block_manager", "block_allocator"}
-RUNNER_BRANCH = {"model_runner", "models", "models.loader", "models.gpt2", "models.llama", "layers", "metadata"} | {
-    "sampler",
-    "cache_engine",
-    "pagedattn_ext",
-}
+MODELS = {module for module in ARROWS if module.split(".")[0] == "models"}
+RUNNER_BRANCH = MODELS | {"cache_memory", "model_runner", "sampler", "block_tables", "cache_engine"}
+RUNNER_BRANCH |= {"layers", "rope", "packed_linear", "metadata", "pagedattn_ext"}
 TORCH_FREE = SCHEDULER_BRANCH | {"batch", "sequence", "sampling_params", "config"}
 
 ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding"}

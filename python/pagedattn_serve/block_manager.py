@@ -38,8 +38,13 @@ class BlockManager:
         return self.num_blocks - self.num_free_blocks
 
     def block_table(self, sequence: Sequence) -> list[int]:
-        """Physical block of each logical block, as a copy: [num_blocks_of_sequence]. ValueError if it holds none."""
-        return list(self._table(sequence))
+        """Physical block of each logical block, [num_blocks_of_sequence]. ValueError if the sequence holds none.
+
+        The manager's own list, which grows with the sequence: to be read only.
+        """
+        if sequence not in self._tables:
+            raise ValueError(f"{sequence.request_id} holds no blocks")
+        return self._tables[sequence]
 
     def can_allocate(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
         """Whether blocks for all its tokens are free, and with `keep_watermark` the reserve stays free beside them.
@@ -60,10 +65,6 @@ class BlockManager:
             raise OutOfBlocksError(f"{sequence.request_id} needs {num_needed} blocks, {self.num_free_blocks} are free")
         self._tables[sequence] = [self._allocator.allocate() for _ in range(num_needed)]
 
-    def can_append(self, sequence: Sequence) -> bool:
-        """Whether `append` would succeed. ValueError if the sequence holds no blocks."""
-        return self.num_free_blocks > 0 or self._owns_last_block(sequence)
-
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
         """Make the last token (index num_tokens - 1) writable: its block exists and no other sequence shares it.
 
@@ -71,11 +72,14 @@ class BlockManager:
         (src, dst) pair to copy in the cache before that token is written, if its block was shared: copy-on-write.
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
-        if self._owns_last_block(sequence):
+        table = self.block_table(sequence)
+        num_missing = self._num_blocks_for(sequence) - len(table)
+        if num_missing > 1:
+            raise ValueError(f"{sequence.request_id} lacks {num_missing} blocks, expected at most 1: append each token")
+        if num_missing == 0 and self._allocator.ref_count(table[-1]) == 1:
             return None
-        table = self._table(sequence)
         block = self._allocator.allocate()
-        if len(table) < self._num_blocks_for(sequence):
+        if num_missing == 1:
             table.append(block)
             return None
         shared = table[-1]
@@ -88,7 +92,7 @@ class BlockManager:
 
         Raises ValueError if the parent holds no blocks, the child holds some already, or they differ in length.
         """
-        table = self.block_table(parent)
+        table = list(self.block_table(parent))
         self._require_unknown(child)
         if child.num_tokens != parent.num_tokens:
             raise ValueError(f"child: expected the parent's {parent.num_tokens} tokens, got {child.num_tokens}")
@@ -98,7 +102,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away; shared ones stay with the others. ValueError if it holds none."""
-        for block in self._table(sequence):
+        for block in self.block_table(sequence):
             self._allocator.free(block)
         del self._tables[sequence]
 
@@ -114,18 +118,6 @@ class BlockManager:
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         return -(-sequence.num_tokens // self.block_size)
-
-    def _owns_last_block(self, sequence: Sequence) -> bool:
-        table = self._table(sequence)
-        num_missing = self._num_blocks_for(sequence) - len(table)
-        if num_missing > 1:
-            raise ValueError(f"{sequence.request_id} lacks {num_missing} blocks, expected at most 1: append each token")
-        return num_missing == 0 and self._allocator.ref_count(table[-1]) == 1
-
-    def _table(self, sequence: Sequence) -> list[int]:
-        if sequence not in self._tables:
-            raise ValueError(f"{sequence.request_id} holds no blocks")
-        return self._tables[sequence]
 
     def _require_unknown(self, sequence: Sequence) -> None:
         if sequence in self._tables:

@@ -7,7 +7,10 @@ from pagedattn_serve.metadata import KVCache
 
 
 class CacheEngine:
-    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`."""
+    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`.
+
+    Raises ValueError for head sizes above 256.
+    """
 
     def __init__(
         self,
@@ -17,15 +20,18 @@ class CacheEngine:
         head_size: int,
         block_size: int,
         dtype: torch.dtype,
+        device: str,
     ) -> None:
+        head_size = padded_head_size(head_size, dtype)
+        if head_size > 256:
+            raise ValueError(f"head_size: expected at most 256, got {head_size}")
         x = 16 // dtype.itemsize
-        if head_size % x != 0 or head_size > 256:
-            raise ValueError(f"head_size: expected a multiple of {x} up to 256 for {dtype}, got {head_size}")
         key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
         value_shape = (num_blocks, num_kv_heads, head_size, block_size)
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.
         self.kv_caches: list[KVCache] = [
-            (torch.empty(key_shape, dtype=dtype), torch.empty(value_shape, dtype=dtype)) for _ in range(num_layers)
+            (torch.empty(key_shape, dtype=dtype, device=device), torch.empty(value_shape, dtype=dtype, device=device))
+            for _ in range(num_layers)
         ]
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
@@ -37,4 +43,10 @@ class CacheEngine:
 
 def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values together."""
-    return 2 * num_layers * num_kv_heads * head_size * block_size * dtype.itemsize
+    return 2 * num_layers * num_kv_heads * padded_head_size(head_size, dtype) * block_size * dtype.itemsize
+
+
+def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
+    """The next multiple of 16 bytes, in elements: what the cache's layout needs."""
+    x = 16 // dtype.itemsize
+    return -(-head_size // x) * x

@@ -4,8 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve.config import DEMO_MODEL
+from pagedattn_serve.cache_engine import bytes_per_block
+from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks
+from pagedattn_serve.config import DEMO_MODEL, CacheConfig
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.models.loader import build_model
 from pagedattn_serve.sampling_params import SamplingParams
 
 
@@ -14,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pagedattn", description="Serve language models on a paged KV cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="complete prompts; the text appears as it is generated"))
+    add_info(commands.add_parser("info", help="shapes of a model, and what fits in the cache; no weights are read"))
     args = parser.parse_args(argv)
     try:
-        generate(args)
+        args.run(args)
     except (OSError, TypeError, ValueError) as error:
         print(f"pagedattn: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -25,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
@@ -33,14 +37,34 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="Hugging Face directory (default: the demo model that comes with the package)",
     )
+    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=generate)
+    add_model(parser)
     parser.add_argument("--prompt", action="append", required=True, help="text to complete; may be repeated")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=-1, help="keep the k most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens that sum to this share")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens of this share of the likeliest's chance")
     parser.add_argument("--seed", type=int, help="of the random numbers (default: other ones for each prompt)")
     parser.add_argument("--stop", action="append", help="text that ends the output; may be repeated")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=info)
+    add_model(parser)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per cache block (default: %(default)s)")
+    parser.add_argument(
+        "--kv-cache-memory",
+        type=int,
+        default=DEFAULT_CPU_MEMORY,
+        metavar="BYTES",
+        help="for the cache (default: %(default)s, as on the CPU)",
+    )
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -49,11 +73,12 @@ def generate(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
+        min_p=args.min_p,
         seed=args.seed,
         max_tokens=args.max_tokens,
         stop=args.stop,
     )
-    engine = LLMEngine(args.model, dtype=args.dtype)
+    engine = LLMEngine(args.model, dtype=args.dtype, device=args.device)
     for i, prompt in enumerate(args.prompt):
         engine.add_request(str(i), prompt, params)
 
@@ -75,3 +100,31 @@ def generate(args: argparse.Namespace) -> None:
             print("\n" if shown < len(texts) else "")
             if shown < len(texts):
                 print(args.prompt[shown], end="", flush=True)
+
+
+def info(args: argparse.Namespace) -> None:
+    CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
+    model = build_model(args.model, args.dtype)
+    shape = model.num_layers, model.num_kv_heads, model.head_size
+    block_bytes = bytes_per_block(*shape, args.block_size, model.dtype)
+    num_blocks = choose_num_blocks(model, args.kv_cache_memory, args.block_size, sys.maxsize)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    for name, value in [
+        ("model", args.model),
+        ("architecture", model.architecture),
+        ("parameters", f"{num_parameters:,} ({num_parameters * model.dtype.itemsize:,} bytes)"),
+        ("dtype", str(model.dtype).removeprefix("torch.")),
+        ("layers", f"{model.num_layers}"),
+        ("heads", f"{model.num_heads} query, {model.num_kv_heads} key-value, of size {model.head_size}"),
+        ("vocabulary", f"{model.lm_head.out_features:,}"),
+        ("max_model_len", f"{model.max_model_len:,} tokens"),
+        (
+            "cache",
+            f"{block_bytes // args.block_size:,} bytes per token, {block_bytes:,} per block of {args.block_size}",
+        ),
+        (
+            "that fit",
+            f"{num_blocks:,} blocks ({num_blocks * args.block_size:,} tokens) in {args.kv_cache_memory:,} bytes",
+        ),
+    ]:
+        print(f"{name:15}{value}")

@@ -1,24 +1,28 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
-import json
+import logging
+import re
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from transformers import AutoTokenizer
+import torch
 
+import pagedattn_ext
 from pagedattn_serve.batch import ScheduledBatch
-from pagedattn_serve.cache_engine import CacheEngine, bytes_per_block
+from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, check_int
 from pagedattn_serve.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.model_runner import ModelRunner
-from pagedattn_serve.models.loader import CausalLM, load_model
-from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestOutput
+from pagedattn_serve.models.loader import load_model
+from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from pagedattn_serve.packed_linear import pack_linear_layers
+from pagedattn_serve.sampler import SamplerOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduler import Scheduler
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.sequence import Logprob, Sequence, SequenceStatus
+from pagedattn_serve.tokenizer import eos_token_ids, load_tokenizer
 
-DEFAULT_KV_CACHE_MEMORY = 1 << 30  # bytes
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -26,22 +30,29 @@ class _Request:
     prompt: str | None
     sequence: Sequence
     detokenizer: IncrementalDetokenizer | None
+    metrics: RequestMetrics
 
 
 class LLMEngine:
     """Continuous batching over a paged cache.
 
     Args:
-        model: a Hugging Face directory (config.json, safetensors, tokenizer).
+        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer).
+        tokenizer: a directory with another tokenizer than the model's.
         dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16".
+        device: "auto" (CUDA where there is a device and this build has the kernels, else the CPU), "cpu", "cuda" or
+            "cuda:N".
         block_size: tokens per cache block, a power of two from 8 to 64.
-        num_blocks: blocks of the cache. Default: what kv_cache_memory holds, but no more than max_num_seqs sequences
-            of max_model_len tokens could use.
-        kv_cache_memory: bytes for the cache, default 1 GiB; not together with num_blocks.
+        kv_cache_memory: bytes for the cache. Default: 1 GiB on the CPU, on CUDA what gpu_memory_utilization leaves;
+            but no more than max_num_seqs sequences of max_model_len tokens could use.
+        num_blocks: blocks of the cache; not together with kv_cache_memory.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens run through the model in one step.
         max_model_len: most tokens of a sequence, prompt and output together. Default: the model's, or what the whole
             cache holds if that is less.
+        swap_space: GiB of host memory for swapped-out groups of several sequences. Single sequences, the only kind yet,
+            are recomputed instead, so none of it is taken.
+        gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
         seed: of the random numbers for requests without a seed of their own.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
@@ -50,45 +61,53 @@ class LLMEngine:
     def __init__(
         self,
         model: str,
-        *,
+        tokenizer: str | None = None,
         dtype: str = "auto",
+        device: str = "auto",
         block_size: int = 16,
-        num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
+        num_blocks: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2560,
         max_model_len: int | None = None,
+        swap_space: float = 4,
+        gpu_memory_utilization: float = 0.9,
         seed: int = 0,
     ) -> None:
         check_int("block_size", block_size, 8, 64)
         check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         check_int("seed", seed, 0, 2**64 - 1)
+        check_float("swap_space", swap_space)
+        if swap_space < 0:
+            raise ValueError(f"swap_space: expected a number >= 0, got {swap_space}")
+        check_float("gpu_memory_utilization", gpu_memory_utilization)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
         if num_blocks is not None and kv_cache_memory is not None:
             raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
-        causal_lm = load_model(model, dtype)
+        device = choose_device(device)
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        causal_lm = load_model(model, dtype, device)
+        self._vocab_size = causal_lm.lm_head.out_features
+        if device == "cpu":
+            pack_linear_layers(causal_lm, causal_lm.dtype)
         max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)
+        scheduler_config = SchedulerConfig(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
         if num_blocks is None:
-            memory = DEFAULT_KV_CACHE_MEMORY if kv_cache_memory is None else kv_cache_memory
+            memory = kv_cache_memory
+            if memory is None and device == "cpu":
+                memory = DEFAULT_CPU_MEMORY
+            elif memory is None:
+                memory = cuda_memory(causal_lm, scheduler_config, block_size, device, gpu_memory_utilization)
             num_blocks = choose_num_blocks(causal_lm, memory, block_size, max_num_seqs * max_model_len)
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
-        scheduler_config = SchedulerConfig(
-            max_model_len=min(max_model_len, num_blocks * block_size),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        scheduler_config = limit_to_cache(scheduler_config, cache_config)
         self.scheduler = Scheduler(scheduler_config, cache_config)
-        self.tokenizer = AutoTokenizer.from_pretrained(model) if has_tokenizer(model) else None
+        self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
         self._eos_token_ids = eos_token_ids(model)
-        self._vocab_size = causal_lm.lm_head.out_features
-        cache_engine = CacheEngine(
-            causal_lm.num_layers,
-            num_blocks,
-            causal_lm.num_kv_heads,
-            causal_lm.head_size,
-            block_size,
-            causal_lm.lm_head.weight.dtype,
-        )
-        self.model_runner = ModelRunner(causal_lm, cache_engine, block_size, seed)
         self._requests: dict[str, _Request] = {}
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -115,22 +134,22 @@ class LLMEngine:
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
-        not in the vocabulary, or the request id is taken.
+        not in the vocabulary, or the request id is taken. Requests that were queued before go on.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        check_float("arrival_time", arrival_time)
         token_ids = self._prompt_tokens(prompt, prompt_token_ids)
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        check_float("arrival_time", arrival_time)
         sequence = Sequence(request_id, token_ids, params, arrival_time)
         self.scheduler.add(sequence)
         detokenizer = None if self.tokenizer is None else IncrementalDetokenizer(self.tokenizer, token_ids)
-        self._requests[request_id] = _Request(prompt, sequence, detokenizer)
+        self._requests[request_id] = _Request(prompt, sequence, detokenizer, RequestMetrics(arrival_time))
         self._num_prompt_tokens += len(token_ids)
 
     def step(self) -> list[RequestOutput]:
@@ -138,15 +157,17 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch.is_empty:
             return []
-        token_ids = self.model_runner.execute(batch)
+        sampled = self.model_runner.execute(batch)
         self.scheduler.mark_computed(batch)
-        return self._append_tokens(batch, token_ids)
+        return self._append_tokens(batch, sampled)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what it had so far, or None if it is unknown or finished already."""
         if self.scheduler.abort(request_id) is None:
             return None
-        return self._output(self._requests.pop(request_id))
+        request = self._requests.pop(request_id)
+        request.metrics.finished_time = time.monotonic()
+        return self._output(request)
 
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
@@ -177,48 +198,77 @@ class LLMEngine:
             check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
         return list(token_ids)
 
-    def _append_tokens(self, batch: ScheduledBatch, token_ids: list[int]) -> list[RequestOutput]:
+    def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         outputs = []
-        sampled = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        for sequence, token_id in zip(sampled, token_ids, strict=True):
+        now = time.monotonic()
+        sequences = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+        tokens = zip(sequences, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True)
+        for sequence, token_id, logprob, top_logprobs in tokens:
             request = self._requests[sequence.request_id]
             sequence.output_token_ids.append(token_id)
-            self._num_output_tokens += 1
-            if request.detokenizer is not None:
-                request.detokenizer.add(token_id)
-            status = self._finished_status(request)
+            sequence.cumulative_logprob += logprob
+            if top_logprobs is not None:
+                sequence.logprobs.append(self._decoded(top_logprobs))
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            status = self._add_text(request, token_id)
             if status is not None:
+                request.metrics.finished_time = now
                 self.scheduler.finish(sequence, status)
                 del self._requests[sequence.request_id]
             outputs.append(self._output(request))
+        self._num_output_tokens += len(outputs)
         return outputs
 
-    def _finished_status(self, request: _Request) -> SequenceStatus | None:
-        """The status that the newest token ends the request with, if it does; text past a stop string is cut off."""
-        sequence, params = request.sequence, request.sequence.sampling_params
-        if sequence.output_token_ids[-1] in self._eos_token_ids and not params.ignore_eos:
+    def _add_text(self, request: _Request, token_id: int) -> SequenceStatus | None:
+        """Add the newest token's text; returns the status that the token ends the request with, if it does."""
+        sequence, detokenizer, params = request.sequence, request.detokenizer, request.sequence.sampling_params
+        status = None
+        if (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_ids:
             status = SequenceStatus.FINISHED_STOPPED
         elif len(sequence.output_token_ids) == params.max_tokens or sequence.num_tokens >= self.max_model_len:
             status = SequenceStatus.FINISHED_LENGTH
-        else:
-            status = None
-        if request.detokenizer is not None:
-            if status is not None:
-                request.detokenizer.finish()
-            stop_at = first_stop(request.detokenizer.text, params.stop_strings)
+        if detokenizer is None:
+            return status
+        if status is not SequenceStatus.FINISHED_STOPPED:
+            detokenizer.add(token_id)
+        if status is not None:
+            detokenizer.finish()
+        if params.stop_strings:
+            stop_at = first_stop(detokenizer.text, params.stop_strings)
             if stop_at is not None:
-                request.detokenizer.text = request.detokenizer.text[:stop_at]
+                detokenizer.text = detokenizer.text[:stop_at]
                 status = SequenceStatus.FINISHED_STOPPED
         return status
 
+    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self.tokenizer is not None:
+            for token_id, logprob in logprobs.items():
+                logprob.decoded_token = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return logprobs
+
     def _output(self, request: _Request) -> RequestOutput:
         sequence = request.sequence
+        finish_reason = sequence.status.finish_reason
         text = "" if request.detokenizer is None else request.detokenizer.text
-        if not sequence.status.is_finished and sequence.sampling_params.stop_strings:
+        if finish_reason is None and sequence.sampling_params.stop_strings:
             text = text[: len(text) - longest_stop_prefix(text, sequence.sampling_params.stop_strings)]
-        completion = CompletionOutput(0, text, list(sequence.output_token_ids), sequence.status.finish_reason)
-        finished = sequence.status.is_finished
-        return RequestOutput(sequence.request_id, request.prompt, sequence.prompt_token_ids, [completion], finished)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(sequence.output_token_ids),
+            cumulative_logprob=sequence.cumulative_logprob,
+            logprobs=None if sequence.sampling_params.logprobs is None else list(sequence.logprobs),
+            finish_reason=finish_reason,
+        )
+        return RequestOutput(
+            request_id=sequence.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=sequence.prompt_token_ids,
+            outputs=[completion],
+            finished=finish_reason is not None,
+            metrics=request.metrics,
+        )
 
 
 def first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
@@ -234,6 +284,20 @@ def longest_stop_prefix(text: str, stop_strings: tuple[str, ...]) -> int:
     return 0
 
 
+def choose_device(name: str) -> str:
+    has_cuda = bool(pagedattn_ext.build_info()["cuda_arches"]) and torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    if name != "cpu" and not has_cuda:
+        reason = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+        if not pagedattn_ext.build_info()["cuda_arches"]:
+            reason = "this build of pagedattn_ext has no CUDA kernels"
+        raise ValueError(f"device: expected cpu ({reason}), got {name}")
+    return name
+
+
 def choose_max_model_len(requested: int | None, of_model: int) -> int:
     if requested is None:
         return of_model
@@ -241,25 +305,10 @@ def choose_max_model_len(requested: int | None, of_model: int) -> int:
     return requested
 
 
-def choose_num_blocks(model: CausalLM, memory: int, block_size: int, num_useful_slots: int) -> int:
-    """Blocks that fit in `memory` bytes, but no more than can be of use. ValueError if there is room for none."""
-    check_int("kv_cache_memory", memory, 1)
-    dtype = model.lm_head.weight.dtype
-    block_bytes = bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, dtype)
-    if memory < block_bytes:
-        raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
-    return min(memory // block_bytes, -(-num_useful_slots // block_size))
-
-
-def has_tokenizer(model: str) -> bool:
-    return any((Path(model) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-
-
-def eos_token_ids(model: str) -> set[int]:
-    """The token ids that end an output: those of generation_config.json, or else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model) / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if eos is not None:
-            return set(eos) if isinstance(eos, list) else {eos}
-    return set()
+def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:
+    """max_model_len cut to what the whole cache holds: a longer sequence could never end."""
+    num_slots = cache_config.num_blocks * cache_config.block_size
+    if config.max_model_len <= num_slots:
+        return config
+    logger.warning("max_model_len: %d of %d tokens, all that the cache holds", num_slots, config.max_model_len)
+    return replace(config, max_model_len=num_slots)

@@ -1,21 +1,38 @@
-"""What the models share: attention over the paged cache, norm and rotary embedding, on the ops of pagedattn_ext."""
+"""What the models share: attention over the paged cache, norms, rotary embedding, and linear layers that load fused."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_serve.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.rope import cos_sin_cache
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Put the new keys and values into the cache, then let the new rows attend to all that they see.
 
     query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size].
+    alibi_slopes: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included.
     Returns [num_tokens, num_heads * head_size].
     """
     key_cache, value_cache = kv_cache
+    head_size = query.shape[-1]
+    padding = value_cache.shape[2] - head_size
+    if padding:  # zeros change no dot product, and come out as zeros
+        query, key, value = (nn.functional.pad(heads, (0, padding)) for heads in (query, key, value))
     ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
     out, _ = ops.paged_attention(
         query,
@@ -25,16 +42,10 @@ def attention(
         metadata.seq_lens,
         query_start_loc=metadata.query_start_loc,
         scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
     )
-    return out.flatten(1)
-
-
-class FusedLinear(nn.Linear):
-    """Several linear layers with the same input as one. `parts`: their names in the checkpoint, and output sizes."""
-
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
+    return out[..., :head_size].flatten(1)
 
 
 class RMSNorm(nn.Module):
@@ -53,20 +64,99 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding over whole heads, from a table of cosines and sines."""
+    """Rotary position embedding from a table of cosines and sines."""
 
     cos_sin_cache: Tensor
 
-    def __init__(self, head_size: int, max_position: int, theta: float, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, head_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_size = head_size
-        # The device is named: models are built on "meta", and this table has no checkpoint to come from.
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
-        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, 1.0 / theta**exponents)  # [max_position, head_size / 2]
-        cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
-        self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
+        self.register_buffer("cos_sin_cache", cos_sin_cache(config, head_size).to(dtype), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> None:
         """Rotates query and key in place. positions: int64 [num_tokens]."""
         ops.rotary_embedding_neox(positions, query, key, self.head_size, self.cos_sin_cache)
+
+
+Activation = Callable[[Tensor], Tensor]
+
+# By their names in a config: [..., d] to [..., d], and the gated ones, [..., 2d] to [..., d].
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_new": ops.gelu_new,
+    "gelu_pytorch_tanh": ops.gelu_new,
+    "gelu_fast": ops.gelu_fast,
+    "quick_gelu": ops.gelu_quick,
+}
+GATED_ACTIVATIONS: dict[str, Activation] = {
+    "silu": ops.silu_and_mul,
+    "gelu": ops.gelu_and_mul,
+    "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
+}
+
+
+def choose_activation(activations: dict[str, Activation], config: Any, option: str) -> Activation:
+    """The activation that an option of the config names; ValueError for one that is not in the table."""
+    name = getattr(config, option)
+    if name not in activations:
+        raise ValueError(f"{option}: expected one of {', '.join(activations)}, got {name!r}")
+    return activations[name]
+
+
+# ---- linear layers that checkpoints keep in another form ------------------------------------------------------------
+
+
+class ConvertedLinear(nn.Linear):
+    """A linear layer that is made of what a checkpoint holds: other tensors, or another order of their elements."""
+
+    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
+        """Names and shapes of the checkpoint's tensors for the "weight" or "bias" of the layer called `name`."""
+        raise NotImplementedError
+
+    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
+        """The weight or bias, of those tensors in the same order."""
+        raise NotImplementedError
+
+
+class FusedLinear(ConvertedLinear):
+    """Several linear layers with the same input as one. `parts`: their names in the checkpoint, and output sizes."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts
+
+    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
+        parent = name.rpartition(".")[0]
+        inputs = [self.in_features] if kind == "weight" else []
+        return {f"{parent}.{part}.{kind}": [size, *inputs] for part, size in self.parts.items()}
+
+    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)
+
+
+class TransposedLinear(ConvertedLinear):
+    """A linear layer whose weight the checkpoint keeps as [in_features, out_features]."""
+
+    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
+        inputs = [self.in_features] if kind == "weight" else []
+        return {f"{name}.{kind}": [*inputs, self.out_features]}
+
+    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
+        return tensors[0].t() if kind == "weight" else tensors[0]
+
+
+class InterleavedQKVLinear(ConvertedLinear):
+    """Query, key and value layers as one, whose output rows the checkpoint keeps as [num_heads, 3, head_size]."""
+
+    def __init__(self, in_features: int, num_heads: int, head_size: int) -> None:
+        super().__init__(in_features, 3 * num_heads * head_size)
+        self.num_heads = num_heads
+
+    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
+        inputs = [self.in_features] if kind == "weight" else []
+        return {f"{name}.{kind}": [self.out_features, *inputs]}
+
+    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
+        tensor = tensors[0]
+        return tensor.view(self.num_heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)

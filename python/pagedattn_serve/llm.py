@@ -10,14 +10,44 @@ from pagedattn_serve.sampling_params import SamplingParams
 
 
 class LLM:
-    """A model with its engine.
+    """A model with its engine, `llm_engine`. The arguments and the errors are those of `LLMEngine`."""
 
-    `LLM(path, **options)` takes the options of `LLMEngine`.
-    """
-
-    def __init__(self, model: str, **options: Any) -> None:
-        self.llm_engine = LLMEngine(model, **options)
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2560,
+        max_model_len: int | None = None,
+        swap_space: float = 4,
+        gpu_memory_utilization: float = 0.9,
+        seed: int = 0,
+    ) -> None:
+        self.llm_engine = LLMEngine(
+            model,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            swap_space=swap_space,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+        )
         self._num_requests = 0
+
+    def get_tokenizer(self) -> Any | None:
+        """The tokenizer from transformers; None if the model's directory has none."""
+        return self.llm_engine.tokenizer
 
     def generate(
         self,
@@ -37,16 +67,20 @@ class LLM:
         Returns:
             The finished requests, in the order of the prompts.
 
-        Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`).
+        Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`); it
+        names the prompt, by its place in the list.
         """
         requests = pair_up(prompts, prompt_token_ids)
         params = one_each(sampling_params, len(requests))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
-            for (prompt, token_ids), param in zip(requests, params, strict=True):
+            for i, ((prompt, token_ids), param) in enumerate(zip(requests, params, strict=True)):
                 request_id = f"llm-{self._num_requests}"
-                self.llm_engine.add_request(request_id, prompt, param, prompt_token_ids=token_ids)
+                try:
+                    self.llm_engine.add_request(request_id, prompt, param, token_ids)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"prompt {i} of {len(requests)}: {error}") from None
                 request_ids.append(request_id)
                 self._num_requests += 1
             own = set(request_ids)
@@ -68,8 +102,14 @@ def pair_up(
     if (prompts is None) == (prompt_token_ids is None):
         raise ValueError("prompts: expected either prompts or prompt_token_ids")
     if prompt_token_ids is not None:
+        if not isinstance(prompt_token_ids, list | tuple):
+            raise TypeError(f"prompt_token_ids: expected a list of lists, got {type(prompt_token_ids).__name__}")
         return [(None, token_ids) for token_ids in prompt_token_ids]
-    return [(prompt, None) for prompt in ([prompts] if isinstance(prompts, str) else prompts or [])]
+    if isinstance(prompts, str):
+        return [(prompts, None)]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts: expected a string or a list of strings, got {type(prompts).__name__}")
+    return [(prompt, None) for prompt in prompts]
 
 
 def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams | None]:

@@ -15,6 +15,7 @@ cut between them to the right, preemption to the left. From this follows what ke
 from collections import deque
 
 from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.block_allocator import OutOfBlocksError
 from pagedattn_serve.block_manager import BlockManager
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.sequence import Sequence, SequenceStatus
@@ -84,10 +85,11 @@ class Scheduler:
         num_done = 0
         while num_done < len(self.running) and budget > 0:
             sequence = self.running[num_done]
-            if not self.block_manager.can_append(sequence):
+            try:
+                pair = self.block_manager.append(sequence)
+            except OutOfBlocksError:
                 batch.preempted.append(self._preempt_latest())  # maybe `sequence` itself, and then the loop is over
                 continue
-            pair = self.block_manager.append(sequence)
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
             budget -= self._add_to_batch(batch, sequence, budget)

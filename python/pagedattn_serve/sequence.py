@@ -1,7 +1,7 @@
 """One request as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -9,34 +9,38 @@ from pagedattn_serve.sampling_params import SamplingParams
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED_STOPPED = auto()
-    FINISHED_LENGTH = auto()
-    FINISHED_ABORTED = auto()
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
 
     @property
     def is_finished(self) -> bool:
         """Whether no more tokens will come."""
-        return self.finish_reason is not None
+        return self is not SequenceStatus.RUNNING and self is not SequenceStatus.WAITING
 
     @property
     def finish_reason(self) -> str | None:
         """The reason in a word, "stop", "length" or "abort"; None while not finished."""
-        return _FINISH_REASONS.get(self)
+        return self.value if self.is_finished else None
 
 
-_FINISH_REASONS = {
-    SequenceStatus.FINISHED_STOPPED: "stop",
-    SequenceStatus.FINISHED_LENGTH: "length",
-    SequenceStatus.FINISHED_ABORTED: "abort",
-}
+@dataclass(slots=True)
+class Logprob:
+    """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
 class Sequence:
     """The tokens of one request and how far they are computed.
 
+    cumulative_logprob: sum over the output tokens.
+    logprobs: of each output token and the most likely ones in its place, if the request asks for them.
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
     num_preemptions: how often it lost its blocks and had to start over.
     """
@@ -46,6 +50,8 @@ class Sequence:
     sampling_params: SamplingParams
     arrival_time: float
     output_token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0

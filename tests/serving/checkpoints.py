@@ -4,6 +4,8 @@ Three kinds: random weights (every choice of token hangs on all of the model), a
 streaming and stop strings need), and a byte-level BPE tokenizer that leaves characters beyond ASCII in single bytes.
 """
 
+import copy
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from pagedattn_serve.engine import LLMEngine
@@ -32,50 +40,217 @@ VOCAB_SIZE = 97  # of the random ones
 TOKENIZER_SIZE = 280
 EOS = "</s>"
 
-# Head sizes that are a multiple of 4 and not of 8, heads that do not add up to hidden_size, every kind of KV heads.
-LLAMAS: dict[str, dict[str, Any]] = {
-    "llama-gqa": dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=20),
-    "llama-mqa-tied-bias": dict(
-        hidden_size=42,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=12,
-        num_hidden_layers=3,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=True,
-    ),
-    "llama-mha": dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4),
+LLAMA_SHAPE = dict(max_position_embeddings=MAX_LEN, num_hidden_layers=2, intermediate_size=72)
+# What the variants of a family share.
+SHAPES: dict[type[PreTrainedConfig], dict[str, Any]] = {
+    GPT2Config: dict(n_positions=MAX_LEN, n_layer=2),
+    OPTConfig: dict(max_position_embeddings=MAX_LEN, num_hidden_layers=2, ffn_dim=72),
+    BloomConfig: dict(seq_length=MAX_LEN, n_layer=2),
+    LlamaConfig: LLAMA_SHAPE,
+    MistralConfig: LLAMA_SHAPE,
+    Qwen2Config: LLAMA_SHAPE,
+    Qwen3Config: LLAMA_SHAPE,
 }
-GPT2S: dict[str, dict[str, Any]] = {
-    "gpt2": dict(n_embd=48, n_head=4),
-    "gpt2-inner-untied": dict(
-        n_embd=60, n_head=3, n_inner=100, n_layer=3, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False
+# Head sizes that fill no vector or no 16 bytes, heads that do not add up to hidden_size, every kind of KV heads.
+VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama-gqa": (LlamaConfig, dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=20)),
+    "llama-mqa-tied-bias": (
+        LlamaConfig,
+        dict(
+            hidden_size=42,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=12,
+            num_hidden_layers=3,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
     ),
+    "llama-mha": (LlamaConfig, dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)),
+    "llama-linear": (
+        LlamaConfig,
+        dict(
+            hidden_size=30,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            max_position_embeddings=42,
+            rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.5),
+        ),
+    ),
+    "llama-dynamic": (
+        LlamaConfig,
+        dict(
+            hidden_size=56,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            max_position_embeddings=42,  # every prompt is shorter, most outputs end behind it
+            rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0),
+        ),
+    ),
+    "llama-llama3": (
+        LlamaConfig,
+        dict(
+            hidden_size=60,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=26,
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
+    "llama-yarn": (
+        LlamaConfig,
+        dict(
+            hidden_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=MAX_LEN // 4
+            ),
+        ),
+    ),
+    "llama-yarn-options": (
+        LlamaConfig,
+        dict(
+            hidden_size=40,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=22,
+            max_position_embeddings=30,  # the original one, so that the factor alone tells how far it reaches
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=5000.0,
+                factor=3.5,
+                beta_fast=8.0,
+                beta_slow=0.5,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                truncate=False,
+            ),
+        ),
+    ),
+    "mistral": (
+        MistralConfig,
+        dict(hidden_size=54, num_attention_heads=6, num_key_value_heads=2, head_dim=18, sliding_window=11),
+    ),
+    "mistral-full": (
+        MistralConfig,
+        dict(hidden_size=40, num_attention_heads=4, num_key_value_heads=1, sliding_window=None),
+    ),
+    "qwen2-tied": (
+        Qwen2Config,
+        dict(hidden_size=42, num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True),
+    ),
+    "qwen2-sliding": (
+        Qwen2Config,
+        dict(
+            hidden_size=60,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=2,
+        ),
+    ),
+    "qwen3": (Qwen3Config, dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=22)),
+    "qwen3-tied-bias-sliding": (
+        Qwen3Config,
+        dict(
+            hidden_size=50,
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            head_dim=6,
+            num_hidden_layers=3,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            use_sliding_window=True,
+            sliding_window=17,
+        ),
+    ),
+    "gpt2": (GPT2Config, dict(n_embd=48, n_head=4)),
+    "gpt2-inner-untied": (
+        GPT2Config,
+        dict(
+            n_embd=51,
+            n_head=3,
+            n_inner=100,
+            n_layer=3,
+            scale_attn_by_inverse_layer_idx=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "opt-125m": (OPTConfig, dict(hidden_size=39, num_attention_heads=3)),
+    "opt-350m": (
+        OPTConfig,
+        dict(hidden_size=48, num_attention_heads=4, word_embed_proj_dim=20, do_layer_norm_before=False),
+    ),
+    "opt-projected-untied": (
+        OPTConfig,
+        dict(hidden_size=35, num_attention_heads=5, word_embed_proj_dim=50, tie_word_embeddings=False),
+    ),
+    "opt-no-bias-no-affine": (  # with gelu: the shape of Galactica, but for its norms
+        OPTConfig,
+        dict(
+            hidden_size=44,
+            num_attention_heads=4,
+            enable_bias=False,
+            layer_norm_elementwise_affine=False,
+            activation_function="gelu",
+        ),
+    ),
+    "bloom": (BloomConfig, dict(hidden_size=55, n_head=5)),
+    "bloom-post-norm": (
+        BloomConfig,
+        dict(
+            hidden_size=49,
+            n_head=7,
+            apply_residual_connection_post_layernorm=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "bloom-8-heads": (BloomConfig, dict(hidden_size=64, n_head=8)),
 }
+# One of each family, for what takes long.
+FAMILIES = ["llama-gqa", "mistral", "qwen2-tied", "qwen3", "gpt2", "opt-350m", "bloom"]
 
 
 def make_model(name: str, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 model of LLAMAS or GPT2S: no EOS token, logits well apart, biases and norms random as well."""
-    shared = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    config: LlamaConfig | GPT2Config
-    if name in LLAMAS:
-        shape = dict(vocab_size=VOCAB_SIZE, intermediate_size=72, num_hidden_layers=2, max_position_embeddings=MAX_LEN)
-        config = LlamaConfig(**{**shared, **shape, **LLAMAS[name], **overrides})
-        model: PreTrainedModel = LlamaForCausalLM(config)
-    else:
-        config = GPT2Config(
-            **{**shared, **dict(vocab_size=VOCAB_SIZE, n_positions=MAX_LEN, n_layer=2), **GPT2S[name], **overrides}
-        )
-        model = GPT2LMHeadModel(config)
+    """A random fp32 model of VARIANTS: no EOS token, logits well apart, biases and norms random as well."""
+    config_class, fields = VARIANTS[name]
+    shared = dict(vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = config_class(**{**shared, **SHAPES[config_class], **copy.deepcopy(fields), **overrides})
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and parameter_name.endswith("weight")
-            parameter.normal_(mean=1.0 if is_norm else 0.0, std=0.3, generator=generator)
+            std = 0.3 if is_norm else standard_deviation(config_class, parameter_name)
+            parameter.normal_(mean=1.0 if is_norm else 0.0, std=std, generator=generator)
     return model.eval()
+
+
+def standard_deviation(config_class: type[PreTrainedConfig], parameter_name: str) -> float:
+    """Of a weight or bias. OPT and BLOOM repeat one token for ever, unless they look around and constants are small."""
+    if config_class in (OPTConfig, BloomConfig):
+        if parameter_name.endswith("bias"):
+            return 0.15
+        if "mlp" in parameter_name or ".fc" in parameter_name:
+            return 0.2
+        if any(layer in parameter_name for layer in ("q_proj", "k_proj", "query_key_value")):
+            return 1.0
+    return 0.3
 
 
 @dataclass(slots=True)
@@ -89,12 +264,13 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, directory: Path) -> Checkpoint:
-    """One of LLAMAS or GPT2S, with prompts from 1 token up and 24 tokens of output each."""
+    """One of VARIANTS, with prompts from 1 token up and 24 tokens of output each."""
     model = make_model(name)
-    if name == "gpt2":
-        save_without_prefix(model, directory)
-    else:
-        model.save_pretrained(directory, max_shard_size="20KB" if name == "llama-mha" else "1GB")
+    model.save_pretrained(directory, max_shard_size="20KB" if name == "llama-mha" else "1GB")
+    if name in ("gpt2", "opt-350m", "bloom"):
+        remove_prefix(model, directory)
+    if name in ("opt-350m", "bloom-8-heads"):
+        convert_to_bin(directory)
     draw = random.Random(name)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 7, 16, 17, 33, 5, 40)]
     return Checkpoint(str(directory), model, prompts, [greedy_reference(model, prompt, 24) for prompt in prompts])
@@ -114,14 +290,32 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int,
     return out[0, len(prompt) :].tolist()
 
 
-def save_without_prefix(model: GPT2LMHeadModel, directory: Path) -> None:
-    """As the published GPT-2 checkpoints are: names of the model without its head, and the causal mask among them."""
-    model.save_pretrained(directory)
+def remove_prefix(model: PreTrainedModel, directory: Path) -> None:
+    """As many published checkpoints are: names of the model without its head, and GPT-2's causal mask among them."""
     file = directory / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
-    mask = torch.ones(MAX_LEN, MAX_LEN).tril()[None, None]
-    tensors |= {f"h.{i}.attn.bias": mask.clone() for i in range(model.config.n_layer)}
+    prefix = f"{model.base_model_prefix}."
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    if isinstance(model, GPT2LMHeadModel):
+        mask = torch.ones(MAX_LEN, MAX_LEN).tril()[None, None]
+        tensors |= {f"h.{i}.attn.bias": mask.clone() for i in range(model.config.n_layer)}
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def convert_to_bin(directory: Path) -> None:
+    """Every file of weights, and their index if there is one, in the format before safetensors."""
+    for file in directory.glob("*.safetensors"):
+        torch.save(load_file(file), directory / bin_name(file.name))
+        file.unlink()
+    for index in directory.glob("*.safetensors.index.json"):
+        fields = json.loads(index.read_text())
+        fields["weight_map"] = {name: bin_name(file) for name, file in fields["weight_map"].items()}
+        (directory / bin_name(index.name)).write_text(json.dumps(fields))
+        index.unlink()
+
+
+def bin_name(name: str) -> str:
+    """pytorch_model.bin for model.safetensors, and so on."""
+    return f"pytorch_{name}".replace(".safetensors", ".bin")
 
 
 def make_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -1,22 +1,30 @@
 """Checkpoints, made once for all tests of the serving layer. Nothing may write to their directories."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import GPT2S, LLAMAS, Checkpoint, make_checkpoint, make_text_model
+from checkpoints import VARIANTS, Checkpoint, make_checkpoint, make_text_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
-@pytest.fixture(scope="session", params=[*LLAMAS, *GPT2S])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+@pytest.fixture(scope="session")
+def get_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """get_checkpoint(name) is that of VARIANTS."""
+    return functools.cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, get_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
     """A random checkpoint without a tokenizer, of each architecture and shape in turn."""
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    return get_checkpoint(request.param)
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def llama(get_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
     """One of them, for what does not hang on the architecture."""
-    return make_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama"))
+    return get_checkpoint("llama-gqa")
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,14 @@
-"""The `pagedattn` command, as a user runs it: on the demo model."""
+"""The `pagedattn` command, as a user runs it: on the demo model, and `info` on others."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints import Checkpoint
+from safetensors import safe_open
 
 from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 from pagedattn_serve.cli import main
@@ -12,33 +16,44 @@ from pagedattn_serve.cli import main
 PROMPT = 'The "with" statement'
 
 
-def completion(prompt: str, **params) -> str:
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 24} | params)
-    return LLM(DEMO_MODEL).generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+def completion(prompt: str, **params: Any) -> str:
+    sampling_params = SamplingParams(**{"temperature": 0, "max_tokens": 24} | params)
+    return LLM(DEMO_MODEL).generate(prompt, sampling_params, use_tqdm=False)[0].outputs[0].text
 
 
-def test_the_installed_command_completes_a_prompt():
+def test_the_installed_command_completes_a_prompt() -> None:
     command = [Path(sys.executable).parent / "pagedattn", "generate", "--prompt", PROMPT, "--max-tokens", "24"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout == PROMPT + completion(PROMPT) + "\n"
 
 
-def test_several_prompts_come_in_order(capsys):
+def test_several_prompts_come_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [PROMPT, "A class", "x"]
     assert main(["generate", *[word for p in prompts for word in ("--prompt", p)], "--max-tokens", "24"]) == 0
     assert capsys.readouterr().out == "\n\n".join(p + completion(p) for p in prompts) + "\n"
 
 
-def test_sampling_options(capsys):
+def test_sampling_options(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--temperature", "0.9", "--top-k", "20", "--top-p", "0.9", "--seed", "7", "--stop", "the"]
     assert main(["generate", DEMO_MODEL, "--prompt", PROMPT, "--max-tokens", "24", *options]) == 0
     expected = completion(PROMPT, temperature=0.9, top_k=20, top_p=0.9, seed=7, stop="the")
     assert capsys.readouterr().out == PROMPT + expected + "\n"
 
 
-def test_text_appears_while_it_is_generated(monkeypatch):
-    written = []
+def test_min_p(capsys: pytest.CaptureFixture[str]) -> None:
+    """A share of 1 leaves the most likely token alone, a smaller one leaves more."""
+    options = ["generate", "--prompt", PROMPT, "--max-tokens", "24", "--temperature", "2", "--seed", "3", "--min-p"]
+    assert main([*options, "1"]) == 0
+    assert capsys.readouterr().out == PROMPT + completion(PROMPT) + "\n"
+    assert main([*options, "0.1"]) == 0
+    sampled = completion(PROMPT, temperature=2, seed=3, min_p=0.1)
+    assert capsys.readouterr().out == PROMPT + sampled + "\n"
+    assert len({completion(PROMPT), sampled, completion(PROMPT, temperature=2, seed=3)}) == 3
+
+
+def test_text_appears_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
     monkeypatch.setattr(sys.stdout, "write", written.append)
     main(["generate", "--prompt", PROMPT, "--max-tokens", "24"])
     assert len([text for text in written if text]) > 12
@@ -53,9 +68,12 @@ def test_text_appears_while_it_is_generated(monkeypatch):
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens: expected an int >= 1, got 0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number >= 0, got -1.0"),
         (["--prompt", "x", "--dtype", "int8"], "dtype: expected auto, float32, float16, bfloat16, got int8"),
+        (["--prompt", "x", "--min-p", "1.5"], "min_p: expected a number in [0, 1], got 1.5"),
+        (["--prompt", "x", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--prompt", "x", "--stop", ""], "stop: expected non-empty strings"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, arguments, message):
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["generate", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("pagedattn: error: ") and captured.err.count("\n") == 1
@@ -63,9 +81,133 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["nonsense"], ["generate", "--prompt", "x", "--top-k", "many"]]
+    "arguments",
+    [
+        [],
+        ["generate"],
+        ["nonsense"],
+        ["generate", "--prompt", "x", "--top-k", "many"],
+        ["generate", "--prompt", "x", "--min-p", "little"],
+        ["info", "--kv-cache-memory", "1GB"],
+        ["info", "--block-size", "16.0"],
+        ["info", "--prompt", "x"],
+        ["info", "one", "two"],
+    ],
 )
-def test_wrong_usage_exits_with_2(arguments):
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
+
+
+# --- info ---
+
+
+def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    """What each line says, by its name."""
+    capsys.readouterr()  # what was written while the checkpoint was made
+    assert main(["info", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = [(line[:15].rstrip(), line[15:]) for line in captured.out.splitlines()]
+    assert [name for name, _ in lines] == [
+        "model",
+        "architecture",
+        "parameters",
+        "dtype",
+        "layers",
+        "heads",
+        "vocabulary",
+        "max_model_len",
+        "cache",
+        "that fit",
+    ]
+    return dict(lines)
+
+
+def test_info_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with safe_open(Path(DEMO_MODEL) / "model.safetensors", framework="pt") as file:
+        count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    # 4 layers, 2 KV heads, 64 numbers a head in 2 bytes, keys and values: 2048 bytes a token.
+    assert info(capsys) == {
+        "model": DEMO_MODEL,
+        "architecture": "LlamaForCausalLM",
+        "parameters": f"{count:,} ({2 * count:,} bytes)",
+        "dtype": "bfloat16",
+        "layers": "4",
+        "heads": "4 query, 2 key-value, of size 64",
+        "vocabulary": "2,048",
+        "max_model_len": "512 tokens",
+        "cache": "2,048 bytes per token, 32,768 per block of 16",
+        "that fit": "32,768 blocks (524,288 tokens) in 1,073,741,824 bytes",
+    }
+
+
+def test_info_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--dtype", "float32", "--block-size", "64", "--kv-cache-memory", "1000000"]
+    shown = info(capsys, DEMO_MODEL, *options)
+    count = int(info(capsys)["parameters"].split()[0].replace(",", ""))
+    assert shown["dtype"] == "float32" and shown["parameters"] == f"{count:,} ({4 * count:,} bytes)"
+    assert shown["cache"] == "4,096 bytes per token, 262,144 per block of 64"
+    assert shown["that fit"] == "3 blocks (192 tokens) in 1,000,000 bytes"
+
+
+def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Checkpoint) -> None:
+    """Every architecture, against Hugging Face's own model."""
+    shown = info(capsys, checkpoint.path, "--block-size", "8", "--kv-cache-memory", "100000")
+    model, config = checkpoint.model, checkpoint.model.config
+    num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
+    num_kv_heads = getattr(config, "num_key_value_heads", num_heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    count = sum(parameter.numel() for parameter in model.parameters())
+    token_bytes = 2 * num_layers * num_kv_heads * -(-head_size // 4) * 4 * 4  # of fp32, four at a time
+    num_blocks = 100_000 // (8 * token_bytes)
+    assert shown == {
+        "model": checkpoint.path,
+        "architecture": type(model).__name__,
+        "parameters": f"{count:,} ({4 * count:,} bytes)",
+        "dtype": "float32",
+        "layers": f"{num_layers}",
+        "heads": f"{num_heads} query, {num_kv_heads} key-value, of size {head_size}",
+        "vocabulary": "97",
+        "max_model_len": f"{LLM(checkpoint.path).llm_engine.max_model_len} tokens",
+        "cache": f"{token_bytes:,} bytes per token, {8 * token_bytes:,} per block of 8",
+        "that fit": f"{num_blocks:,} blocks ({8 * num_blocks:,} tokens) in 100,000 bytes",
+    }
+
+
+def test_info_says_what_the_engine_takes(capsys: pytest.CaptureFixture[str], llama: Checkpoint) -> None:
+    shown = info(capsys, llama.path, "--kv-cache-memory", "200000")
+    assert shown["max_model_len"] == "128 tokens"
+    num_blocks = LLM(llama.path, kv_cache_memory=200_000).llm_engine.stats().num_blocks
+    assert shown["that fit"].startswith(f"{num_blocks} blocks ({16 * num_blocks} tokens)")
+
+
+def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], llama: Checkpoint, tmp_path: Path) -> None:
+    shutil.copy(Path(llama.path) / "config.json", tmp_path)
+    assert info(capsys, str(tmp_path)) == {**info(capsys, llama.path), "model": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/model"], "model: expected a directory with a config.json, got no/such/model"),
+        (["--dtype", "int8"], "dtype: expected auto, float32, float16, bfloat16, got int8"),
+        (["--block-size", "0"], "block_size: expected an int in [8, 64], got 0"),
+        (["--block-size", "24"], "block_size: expected a power of two, got 24"),
+        (["--kv-cache-memory", "1"], "kv_cache_memory: expected at least one block, 32768 bytes, got 1"),
+        (["--kv-cache-memory", "-5"], "kv_cache_memory: expected an int >= 1, got -5"),
+    ],
+)
+def test_a_mistake_of_info_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["info", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"pagedattn: error: {message}\n")
+
+
+def test_info_of_an_architecture_that_is_not_supported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    assert main(["info", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("pagedattn: error: architecture: ") and "BertModel" in captured.err

@@ -1,5 +1,7 @@
 """Text from tokens: all of it, in pieces that are never taken back, and no halves of characters."""
 
+from typing import Any
+
 import pytest
 from checkpoints import TOKENIZER_SIZE
 from hypothesis import given
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pagedattn_serve.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from pagedattn_serve.detokenizer import Tokenizer as DecodingTokenizer
 
 TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
 TEXT = st.text(max_size=12) | st.text(alphabet="the cat, 🙂é한\u200d👩", max_size=12)
@@ -44,7 +47,25 @@ def metaspace() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def stream(tokenizer: PreTrainedTokenizerBase, prompt: list[int], output: list[int]) -> list[str]:
+class Slow:
+    """A tokenizer without a fast backend."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert skip_special_tokens and not clean_up_tokenization_spaces
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A fast tokenizer whose text is more than what its backend decodes, as some of transformers' are."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+def stream(tokenizer: DecodingTokenizer, prompt: list[int], output: list[int]) -> list[str]:
     """The text after each token, and after `finish`. It only grows, and never ends within a character before."""
     detokenizer = IncrementalDetokenizer(tokenizer, list(prompt))
     texts = [""]
@@ -128,3 +149,24 @@ def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert stream(tokenizer, [bos, a], [eos, a, bos, bos, b, eos])[-1] == "ab"
     assert stream(tokenizer, [], [eos]) == ["", "", ""]
+
+
+@given(prompt=st.lists(TOKENS, max_size=12), output=st.lists(TOKENS, max_size=30))
+def test_without_a_fast_backend(tokenizer: PreTrainedTokenizerBase, prompt: list[int], output: list[int]) -> None:
+    assert stream(Slow(tokenizer), prompt, output) == stream(tokenizer, prompt, output)
+
+
+def test_a_tokenizer_s_own_way_of_decoding(tokenizer: PreTrainedTokenizerBase) -> None:
+    shouting = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
+    a, b = tokenizer("ab").input_ids
+    assert stream(shouting, [a], [b, a]) == ["", "B", "BA", "BA"]
+
+
+def test_text_that_was_cut_goes_on_from_there(tokenizer: PreTrainedTokenizerBase) -> None:
+    a, b, c = tokenizer("abc").input_ids
+    detokenizer = IncrementalDetokenizer(tokenizer, [a])
+    detokenizer.add(b)
+    detokenizer.text = ""
+    detokenizer.add(c)
+    detokenizer.finish()
+    assert detokenizer.text == "c"

@@ -1,13 +1,26 @@
 """End to end: the tokens of Hugging Face `generate`, whatever the cache, the budget and the company."""
 
+import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Checkpoint, finish_all, greedy_reference, make_model, run, token_ids
+from checkpoints import (
+    FAMILIES,
+    MAX_LEN,
+    VARIANTS,
+    VOCAB_SIZE,
+    Checkpoint,
+    finish_all,
+    greedy_reference,
+    make_model,
+    run,
+    token_ids,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,15 +41,30 @@ ENGINES: dict[str, dict[str, Any]] = {
     "all small": dict(num_blocks=9, block_size=8, max_num_seqs=3, max_num_batched_tokens=7),
 }
 PREEMPTING = {"small cache", "smallest cache", "all small"}
+FOR_ALL = {"large cache", "small budget", "small cache"}  # the others for one of each family
+UNSCALED = dict(rope_type="default", rope_theta=10000.0)
+
+each_family = pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [(variant, name) for variant in VARIANTS for name in ENGINES if variant in FAMILIES or name in FOR_ALL],
+    indirect=["checkpoint"],
+)
 def test_greedy_equals_hugging_face(checkpoint: Checkpoint, name: str) -> None:
     engine = LLMEngine(checkpoint.path, **ENGINES[name])
     outputs = run(engine, checkpoint.prompts, GREEDY)
     assert token_ids(outputs) == checkpoint.expected
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    assert (engine.stats().num_preemptions > 0) == (name in PREEMPTING)
+    num_preemptions = engine.stats().num_preemptions
+    assert num_preemptions >= 3 if name in PREEMPTING else num_preemptions == 0
+
+
+def test_many_preemptions_and_admission_in_pieces(checkpoint: Checkpoint) -> None:
+    engine = LLMEngine(checkpoint.path, num_blocks=10, block_size=8, max_num_batched_tokens=11)
+    assert token_ids(run(engine, checkpoint.prompts * 3, GREEDY)) == checkpoint.expected * 3
+    assert engine.stats().num_preemptions >= 10
 
 
 def test_expected_outputs_are_worth_comparing(checkpoint: Checkpoint) -> None:
@@ -45,14 +73,120 @@ def test_expected_outputs_are_worth_comparing(checkpoint: Checkpoint) -> None:
     assert sum(len(set(tokens)) for tokens in checkpoint.expected) > 5 * len(checkpoint.expected)
 
 
+def test_every_parameter_is_worth_comparing(checkpoint: Checkpoint) -> None:
+    """Without any one of them some token would be another, so none can be passed over or put in a wrong place.
+
+    Not so the bias of keys: where they do not turn, it raises all scores of a row alike.
+    """
+
+    model = copy.deepcopy(checkpoint.model)
+
+    def most_likely() -> list[list[int]]:
+        tokens = []
+        with torch.inference_mode():
+            for prompt, output in zip(checkpoint.prompts, checkpoint.expected, strict=True):
+                logits = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+                tokens.append(logits.argmax(dim=1).tolist())
+        return tokens
+
+    before = most_likely()
+    for name, parameter in model.named_parameters():
+        original = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.fill_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0)
+            assert most_likely() != before or name.endswith("k_proj.bias"), name
+            parameter.copy_(original)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-linear", dict(rope_parameters=UNSCALED)),
+        ("llama-dynamic", dict(rope_parameters=UNSCALED)),
+        ("llama-llama3", dict(rope_parameters={**UNSCALED, "rope_theta": 500000.0})),
+        ("llama-yarn", dict(rope_parameters=UNSCALED)),
+        ("llama-yarn-options", dict(rope_parameters={**UNSCALED, "rope_theta": 5000.0})),
+        ("mistral", dict(sliding_window=None)),
+        ("mistral", dict(sliding_window=12)),
+        ("qwen2-sliding", dict(use_sliding_window=False)),
+        ("qwen2-sliding", dict(max_window_layers=0)),
+        ("qwen3-tied-bias-sliding", dict(layer_types=["full_attention"] * 3)),
+        ("gpt2-inner-untied", dict(scale_attn_by_inverse_layer_idx=False)),
+        ("opt-no-bias-no-affine", dict(activation_function="relu")),
+        ("bloom-post-norm", dict(apply_residual_connection_post_layernorm=False)),
+    ],
+)
+def test_options_that_a_checkpoint_is_there_for_matter(
+    get_checkpoint: Callable[[str], Checkpoint], name: str, options: dict[str, Any]
+) -> None:
+    """The same weights without the option say something else: an engine that passed it over would be found out."""
+    checkpoint = get_checkpoint(name)
+    other = make_model(name, **options)
+    assert [greedy_reference(other, prompt, 24) for prompt in checkpoint.prompts] != checkpoint.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("mistral", dict(sliding_window=window)) for window in (2, 8, 16, 63, 64, 1000)),  # a block, all but one, ...
+        *(("llama-gqa", dict(head_dim=head_size)) for head_size in (2, 4, 34, 130, 250, 256)),
+        *(("gpt2", dict(n_embd=3 * head_size, n_head=3)) for head_size in (1, 3, 33)),
+        *(("gpt2", dict(n_embd=head_size, n_head=1)) for head_size in (129, 255)),
+        *(("bloom", dict(hidden_size=6 * num_heads, n_head=num_heads)) for num_heads in (1, 2, 3, 12, 16, 21)),
+        *(("gpt2", dict(activation_function=name)) for name in ("relu", "gelu", "gelu_pytorch_tanh", "quick_gelu")),
+        *(("opt-125m", dict(activation_function=name)) for name in ("gelu", "gelu_fast", "gelu_new")),
+        *(("llama-gqa", dict(hidden_act=name)) for name in ("gelu", "gelu_pytorch_tanh")),
+        ("gpt2", dict(scale_attn_weights=False)),
+        ("gpt2", dict(n_layer=1, layer_norm_epsilon=0.1)),
+        ("opt-125m", dict(_remove_final_layer_norm=True)),
+        ("opt-125m", dict(do_layer_norm_before=False)),
+        ("opt-350m", dict(do_layer_norm_before=True)),
+        ("bloom", dict(layer_norm_epsilon=0.1)),
+        ("qwen2-sliding", dict(layer_types=["sliding_attention", "full_attention"] * 2)),
+        ("qwen3", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0))),
+        ("mistral", dict(rms_norm_eps=0.1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_options(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    model = make_model(name, **options)
+    model.save_pretrained(tmp_path)
+    prompts = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(num_tokens)] for i, num_tokens in enumerate((3, 40, 20, 8))]
+    engine = LLMEngine(str(tmp_path), num_blocks=10, block_size=8, max_num_batched_tokens=13)
+    assert token_ids(run(engine, prompts, GREEDY)) == [greedy_reference(model, prompt, 24) for prompt in prompts]
+    assert engine.stats().num_preemptions > 0
+
+
 def test_up_to_the_last_position(checkpoint: Checkpoint) -> None:
+    """The last one of the scaled positions, from a prompt within the original ones."""
     engine = LLMEngine(checkpoint.path, max_num_batched_tokens=50)
-    prompt = [i % VOCAB_SIZE for i in range(engine.max_model_len - 20)]
+    original_len = getattr(checkpoint.model.config, "max_position_embeddings", MAX_LEN)
+    prompt = [i % VOCAB_SIZE for i in range(original_len - 20)]
     [output] = run(engine, [prompt], SamplingParams(temperature=0, max_tokens=None))
-    assert output.outputs[0].token_ids == greedy_reference(checkpoint.model, prompt, 20)
+    num_tokens = engine.max_model_len - len(prompt)
+    assert output.outputs[0].token_ids == greedy_reference(checkpoint.model, prompt, num_tokens)
     assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("budget", [1, 7, 100])
+def test_dynamic_rope_after_a_prompt_beyond_the_original_length(
+    get_checkpoint: Callable[[str], Checkpoint], budget: int
+) -> None:
+    """As if it had been fed token by token: a key does not hang on how much of the prompt came with it."""
+    checkpoint = get_checkpoint("llama-dynamic")
+    prompt = [(5 * i) % VOCAB_SIZE for i in range(60)]
+    tokens, cache = list(prompt), None
+    for i in range(len(prompt) + 19):
+        with torch.inference_mode():
+            step = checkpoint.model(torch.tensor([tokens[i : i + 1]]), past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        if i + 1 == len(tokens):
+            tokens.append(int(step.logits[0, -1].argmax()))
+    engine = LLMEngine(checkpoint.path, max_num_batched_tokens=budget)
+    assert token_ids(run(engine, [prompt], SamplingParams(temperature=0, max_tokens=20))) == [tokens[60:]]
+
+
+@each_family
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_eos(checkpoint: Checkpoint, tmp_path: Path, file: str) -> None:
     early = checkpoint.expected[-1][:16]
@@ -74,13 +208,13 @@ def test_eos(checkpoint: Checkpoint, tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("name", "shape"), [("llama-gqa", dict(head_dim=24)), ("gpt2", dict(n_head=3))])
-def test_half_precision(tmp_path: Path, name: str, shape: dict[str, int], dtype: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision(tmp_path: Path, name: str, dtype: str) -> None:
     """It runs with preemption, and of 40 first tokens 32 (bf16) or 38 (fp16) are those of fp32.
 
     No more than that: random models have close calls, and after one the rest of the output is another.
     """
-    make_model(name, **shape).save_pretrained(tmp_path)  # a head size that is a multiple of 8
+    make_model(name).save_pretrained(tmp_path)
     prompts = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(i + 1)] for i in range(40)]
     expected = token_ids(run(LLMEngine(str(tmp_path), dtype="float32"), prompts, GREEDY))
     engine = LLMEngine(str(tmp_path), dtype=dtype, num_blocks=20, max_num_batched_tokens=30)
@@ -91,6 +225,7 @@ def test_half_precision(tmp_path: Path, name: str, shape: dict[str, int], dtype:
     assert num_equal >= (32 if dtype == "bfloat16" else 38)
 
 
+@each_family
 def test_a_result_does_not_depend_on_the_company(checkpoint: Checkpoint) -> None:
     """Greedy and seeded requests beside each other and beside unseeded ones, alone and preempted."""
     kinds = [
@@ -114,6 +249,7 @@ def test_a_result_does_not_depend_on_the_company(checkpoint: Checkpoint) -> None
     assert [backwards[i] for i in fixed] == alone
 
 
+@each_family
 def test_seeded_sampling_is_the_sampler_on_hugging_face_s_logits(checkpoint: Checkpoint) -> None:
     params = SamplingParams(temperature=0.9, top_k=30, top_p=0.95, seed=5, max_tokens=24)
     engine = LLMEngine(checkpoint.path, num_blocks=10, block_size=8)
@@ -122,7 +258,7 @@ def test_seeded_sampling_is_the_sampler_on_hugging_face_s_logits(checkpoint: Che
     for prompt, output in zip(checkpoint.prompts, outputs, strict=True):
         with torch.inference_mode():
             logits = checkpoint.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
-        assert output == Sampler(0).sample(logits, [SamplingRow(params, i) for i in range(24)])
+        assert output == Sampler(0).sample(logits, [SamplingRow(params, i) for i in range(24)]).token_ids
 
 
 @settings(max_examples=30)

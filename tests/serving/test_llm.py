@@ -1,11 +1,13 @@
 """LLM.generate: what goes in, in which order it comes out, and that an error leaves nothing behind."""
 
+import inspect
 from typing import Any
 
 import pytest
 from checkpoints import Checkpoint, token_ids
 
-from pagedattn_serve import LLM, SamplingParams
+from pagedattn_serve import LLM, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve.sampler import SamplerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -18,6 +20,11 @@ def llm(llama: Checkpoint) -> LLM:
 @pytest.fixture
 def text_llm(text_model: str) -> LLM:
     return LLM(text_model, num_blocks=50)
+
+
+def completions(outputs: list[RequestOutput]) -> list[tuple[str, list[int], str | None]]:
+    """What no batch may change. A logprob may: its last bits hang on how the batch was summed."""
+    return [(c.text, c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]
 
 
 def expect_empty(llm: LLM) -> None:
@@ -61,12 +68,38 @@ def test_texts(text_llm: LLM) -> None:
     [alone] = text_llm.generate("the cat", GREEDY, use_tqdm=False)
     one, other = text_llm.generate(["the cat", "🙂 é"], GREEDY, use_tqdm=False)
     assert (alone.prompt, one.prompt, other.prompt) == ("the cat", "the cat", "🙂 é")
-    assert alone.outputs == one.outputs != other.outputs
-    tokenizer = text_llm.llm_engine.tokenizer
+    assert completions([alone]) == completions([one]) != completions([other])
+    tokenizer = text_llm.get_tokenizer()
     assert tokenizer is not None
     for output in (one, other):
         assert output.prompt_token_ids == tokenizer(output.prompt).input_ids
         assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_a_tuple_of_prompts(text_llm: LLM) -> None:
+    listed = text_llm.generate(["the cat", "é"], GREEDY, use_tqdm=False)
+    assert completions(text_llm.generate(("the cat", "é"), GREEDY, use_tqdm=False)) == completions(listed)
+    token_ids = tuple(output.prompt_token_ids for output in listed)
+    by_ids = text_llm.generate(prompt_token_ids=token_ids, sampling_params=GREEDY, use_tqdm=False)
+    assert completions(by_ids) == completions(listed)
+
+
+def test_the_same_prompt_several_times(text_llm: LLM) -> None:
+    outputs = text_llm.generate(["the cat"] * 5, GREEDY, use_tqdm=False)
+    assert len({output.request_id for output in outputs}) == 5
+    assert completions(outputs) == 5 * completions(text_llm.generate("the cat", GREEDY, use_tqdm=False))
+
+
+def test_one_token_and_more_than_there_is_room_for(llm: LLM, llama: Checkpoint) -> None:
+    """The cache holds 80 tokens, so that is where all end that want more."""
+    lengths = [1, None, 10**9, 1, 1000, 1, None, 2**63]
+    params = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
+    outputs = llm.generate(None, params, prompt_token_ids=llama.prompts, use_tqdm=False)
+    for output, prompt, expected, length in zip(outputs, llama.prompts, llama.expected, lengths, strict=True):
+        ids = output.outputs[0].token_ids
+        assert len(ids) == (1 if length == 1 else 80 - len(prompt)) and ids[:24] == expected[: len(ids)]
+        assert output.outputs[0].finish_reason == "length"
+    expect_empty(llm)
 
 
 def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
@@ -85,14 +118,34 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=["a", "b"], sampling_params=[GREEDY]), ValueError, "sampling_params: .* 2 prompts, got 1"),
         (dict(prompts=[], sampling_params=[GREEDY]), ValueError, "sampling_params: .* 0 prompts, got 1"),
         (dict(prompts=["a", "b"], sampling_params=(GREEDY, GREEDY)), TypeError, "sampling_params: .*tuple"),
-        (dict(prompts=["a"], sampling_params=0.5), TypeError, "sampling_params: .*float"),
+        (dict(prompts=["a"], sampling_params=0.5), TypeError, "^prompt 0 of 1: sampling_params: .*float"),
+        (dict(prompts="a", sampling_params=[]), ValueError, "sampling_params: .* 1 prompts, got 0"),
+        (dict(prompts=["a", "b"], sampling_params=[GREEDY, {}]), TypeError, "^prompt 1 of 2: sampling_params: .*dict"),
+        (dict(prompts=b"a"), TypeError, "^prompts: expected a string or a list of strings, got bytes"),
+        (dict(prompts=5), TypeError, "^prompts: .*got int"),
+        (dict(prompts={"a": 1}), TypeError, "^prompts: .*got dict"),
+        (dict(prompts={"a", "b"}), TypeError, "^prompts: .*got set"),
+        (dict(prompts=(prompt for prompt in "ab")), TypeError, "^prompts: .*got generator"),
+        (dict(prompts=None, sampling_params=GREEDY), ValueError, "^prompts: expected either"),
+        (dict(prompts=None, prompt_token_ids=None), ValueError, "^prompts: expected either"),
+        (dict(prompts=[], prompt_token_ids=[]), ValueError, "^prompts: expected either"),
+        (dict(prompts=""), ValueError, "^prompt 0 of 1: .*expected 1 to 127 tokens .* got 0$"),
+        (dict(prompts="b" * 500), ValueError, "^prompt 0 of 1: .*expected 1 to 127 tokens .* got 500$"),
         # The last of several is wrong: those before it must not stay.
-        (dict(prompts=["a", "b", ""]), ValueError, "expected 1 to 127 tokens"),
-        (dict(prompts=["a", "b", "b" * 500]), ValueError, "expected 1 to 127 tokens"),
-        (dict(prompts=["a", 5]), TypeError, "prompt: expected a string, got int"),
-        (dict(prompts=["a", None]), ValueError, "prompt"),
-        (dict(prompt_token_ids=[[1, 2], [3, 300]]), ValueError, "prompt_token_ids: .*279.*got 300"),
-        (dict(prompt_token_ids=[1, 2]), TypeError, "prompt_token_ids"),  # one list where a list of lists is due
+        (dict(prompts=["a", "b", ""]), ValueError, "^prompt 2 of 3: .*expected 1 to 127 tokens"),
+        (dict(prompts=["a", "b", "b" * 500]), ValueError, "^prompt 2 of 3: .*expected 1 to 127 tokens"),
+        (dict(prompts=["a", "", "b", "c"]), ValueError, "^prompt 1 of 4: .*expected 1 to 127 tokens"),
+        (dict(prompts=["a", 5]), TypeError, "^prompt 1 of 2: prompt: expected a string, got int"),
+        (dict(prompts=["a", b"b"]), TypeError, "^prompt 1 of 2: prompt: expected a string, got bytes"),
+        (dict(prompts=["a", ["b"]]), TypeError, "^prompt 1 of 2: prompt: expected a string, got list"),
+        (dict(prompts=["a", None]), ValueError, "^prompt 1 of 2: prompt"),
+        (dict(prompt_token_ids=[[1, 2], [3, 300]]), ValueError, "^prompt 1 of 2: prompt_token_ids: .*279.*got 300"),
+        (dict(prompt_token_ids=[[1], []]), ValueError, "^prompt 1 of 2: .*expected 1 to 127 tokens .* got 0$"),
+        (dict(prompt_token_ids=[[1], "a"]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected a list"),
+        (dict(prompt_token_ids=[[1], [2.0]]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected an int"),
+        (dict(prompt_token_ids="a"), TypeError, "^prompt_token_ids: expected a list of lists, got str"),
+        # One list where a list of lists is due.
+        (dict(prompt_token_ids=[1, 2]), TypeError, "^prompt 0 of 2: prompt_token_ids: expected a list"),
     ],
 )
 def test_an_error_comes_before_anything_runs(
@@ -112,7 +165,7 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(
 ) -> None:
     execute, num_calls = llm.llm_engine.model_runner.execute, 0
 
-    def fail_at_the_fifth(batch: Any) -> list[int]:
+    def fail_at_the_fifth(batch: Any) -> SamplerOutput:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 5:
@@ -135,3 +188,78 @@ def test_a_request_of_somebody_else_in_the_engine(llm: LLM, llama: Checkpoint) -
     params = [SamplingParams(temperature=0, max_tokens=length) for length in (3, 5, 10)]
     outputs = llm.generate(None, params, prompt_token_ids=llama.prompts[:3], use_tqdm=False)
     assert token_ids(outputs) == [full[:n] for full, n in zip(llama.expected, (3, 5, 10), strict=False)]
+
+
+# --- the arguments ---
+
+
+def arguments(function: Any) -> list[tuple[str, Any]]:
+    """Names and defaults, in order; all may be given by position."""
+    parameters = list(inspect.signature(function).parameters.values())
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return [(parameter.name, parameter.default) for parameter in parameters]
+
+
+def test_arguments_of_the_constructor() -> None:
+    """Those of the engine, in the same order, as its docstring lists them."""
+    assert arguments(LLM) == [
+        ("model", inspect.Parameter.empty),
+        ("tokenizer", None),
+        ("dtype", "auto"),
+        ("device", "auto"),
+        ("block_size", 16),
+        ("kv_cache_memory", None),
+        ("num_blocks", None),
+        ("max_num_seqs", 256),
+        ("max_num_batched_tokens", 2560),
+        ("max_model_len", None),
+        ("swap_space", 4),
+        ("gpu_memory_utilization", 0.9),
+        ("seed", 0),
+    ]
+    assert inspect.signature(LLM) == inspect.signature(LLMEngine)
+    assert LLMEngine.__doc__ is not None
+    places = [LLMEngine.__doc__.index(f"\n        {name}: ") for name, _ in arguments(LLM)]
+    assert places == sorted(places)
+
+
+def test_arguments_of_generate() -> None:
+    assert arguments(LLM.generate)[1:] == [
+        ("prompts", None),
+        ("sampling_params", None),
+        ("prompt_token_ids", None),
+        ("use_tqdm", True),
+    ]
+
+
+def test_every_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a value of its own, by position: one in another's place would be seen."""
+    seen: dict[str, Any] = {}
+
+    def record(self: LLMEngine, *args: Any, **kwargs: Any) -> None:
+        seen.update(inspect.signature(real).bind(self, *args, **kwargs).arguments)
+
+    real = LLMEngine.__init__
+    monkeypatch.setattr(LLMEngine, "__init__", record)
+    values: list[Any] = [f"{name} here" for name, _ in arguments(LLM)]
+    LLM(*values)
+    del seen["self"]
+    assert seen == {name: f"{name} here" for name, _ in arguments(LLM)}
+
+
+def test_positional_arguments(text_model: str, llama: Checkpoint) -> None:
+    llm = LLM(llama.path, text_model, "float32", "cpu", 8, None, 30, 5, 100, 64, 0, 0.5, 3)
+    assert llm.get_tokenizer() is not None
+    engine = llm.llm_engine
+    assert (engine.stats().num_blocks, engine.max_model_len) == (30, 64)
+    config = engine.scheduler.config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (5, 100)
+    outputs = llm.generate(None, GREEDY, llama.prompts, False)
+    assert token_ids(outputs) == [full[:10] for full in llama.expected]
+
+
+def test_get_tokenizer(llm: LLM, text_llm: LLM) -> None:
+    assert llm.get_tokenizer() is None
+    tokenizer = text_llm.get_tokenizer()
+    assert tokenizer is text_llm.llm_engine.tokenizer is not None
+    assert tokenizer.decode(tokenizer("the cat 🙂").input_ids) == "the cat 🙂"

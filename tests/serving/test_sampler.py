@@ -1,26 +1,62 @@
 """The sampler: which tokens can come, how often they do, and on what a draw depends."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagedattn_serve.sampler import Sampler, SamplingRow, restrict
+from pagedattn_serve import sampler as sampler_module
+from pagedattn_serve.sampler import Sampler, SamplerOutput, SamplingRow, restrict
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sequence import Logprob
 
 PROBABILITIES = torch.tensor([0.05, 0.3, 0.15, 0.4, 0.02, 0.08])  # in order of size: 3, 1, 2, 5, 0, 4
 LOGITS = PROBABILITIES.log() + 3
 NUM_DRAWS = 20000
 
 
+GREEDY = SamplingParams(temperature=0)
+
+# With ties and impossible tokens.
+ANY_LOGITS = st.lists(
+    st.sampled_from([-math.inf, -3.0, 0.0, 0.5, 1.0, 2.0, 2.25, 7.0]), min_size=1, max_size=14
+).filter(lambda logits: max(logits) > -math.inf)
+ANY_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_p=st.just(1.0) | st.floats(0.01, 0.999),
+    top_k=st.integers(-1, 16),
+    seed=st.none() | st.integers(0, 9),
+    min_p=st.just(0.0) | st.floats(0.001, 1.0),
+    logprobs=st.none() | st.integers(0, 20),
+)
+
+
+def sample(logits: Tensor, rows: list[SamplingRow], seed: int = 0) -> list[int]:
+    return Sampler(seed).sample(logits, rows).token_ids
+
+
 def draw(logits: Tensor, params: SamplingParams, count: int = NUM_DRAWS) -> Tensor:
     """`count` rows of the same logits in one batch: int64 [count]."""
-    rows = [SamplingRow(params, 0)] * count
-    return torch.tensor(Sampler(0).sample(logits.repeat(count, 1), rows))
+    return torch.tensor(sample(logits.repeat(count, 1), [SamplingRow(params, 0)] * count))
 
 
 def draw_seeded(logits: Tensor, seeds_and_positions: list[tuple[int, int]]) -> Tensor:
     rows = [SamplingRow(SamplingParams(seed=seed), position) for seed, position in seeds_and_positions]
-    return torch.tensor(Sampler(0).sample(logits.repeat(len(rows), 1), rows))
+    return torch.tensor(sample(logits.repeat(len(rows), 1), rows))
+
+
+def report(logits: list[float], params: SamplingParams) -> tuple[int, dict[int, Logprob]]:
+    """The token of one row, and what is reported at its place."""
+    output = Sampler(0).sample(torch.tensor([logits]), [SamplingRow(params, 0)])
+    entries = output.top_logprobs[0]
+    assert entries is not None and entries[output.token_ids[0]].logprob == output.logprobs[0]
+    return output.token_ids[0], entries
 
 
 def expect_distribution(tokens: Tensor, probabilities: Tensor) -> None:
@@ -30,7 +66,7 @@ def expect_distribution(tokens: Tensor, probabilities: Tensor) -> None:
     possible = expected > 0
     assert counts[~possible].sum() == 0
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    bound_of_degrees = {1: 19.5, 2: 23.0, 3: 25.9, 5: 30.9}
+    bound_of_degrees = {1: 19.5, 2: 23.0, 3: 25.9, 4: 28.5, 5: 30.9}
     assert chi_square < bound_of_degrees[int(possible.sum()) - 1], f"{counts.tolist()} where {expected.tolist()}"
 
 
@@ -38,15 +74,34 @@ def kept(params: SamplingParams, logits: Tensor = LOGITS) -> set[int]:
     return set(restrict(logits[None], [params])[0].isfinite().nonzero().flatten().tolist())
 
 
+def expected_kept(logits: list[float], params: SamplingParams) -> set[int]:
+    """What min_p, top_k and top_p leave, by their definitions, one token after the other in Python's doubles.
+
+    Cases that rounding may decide either way are passed over.
+    """
+    weights = [math.exp(logit - max(logits)) for logit in logits]
+    assume(all(weight in (0, 1) or abs(weight - params.min_p) > 1e-6 for weight in weights))
+    likely = sorted((i for i in range(len(logits)) if weights[i] > 0), key=lambda i: (-weights[i], i))
+    likely = [i for i in likely if weights[i] >= params.min_p]
+    if params.top_k > 0:
+        likely = likely[: params.top_k]
+    if params.top_p < 1:
+        share = params.top_p * sum(weights[i] for i in likely)
+        sums = [sum(weights[i] for i in likely[:count]) for count in range(len(likely))]
+        assume(all(abs(total - share) > 1e-5 for total in sums))
+        likely = [i for i, total in zip(likely, sums, strict=True) if total < share]
+    return set(likely)
+
+
 def test_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, -1.0, 5.0, 4.9], [-torch.inf, -9.0, -torch.inf, -8.0]])
-    greedy = SamplingRow(SamplingParams(temperature=0), 0)
-    assert Sampler(0).sample(logits, [greedy] * 3) == [1, 2, 3]
+    greedy = SamplingRow(GREEDY, 0)
+    assert sample(logits, [greedy] * 3) == [1, 2, 3]
     # Beside a random row, and whatever else its parameters say, it stays greedy.
-    restricted = SamplingRow(SamplingParams(temperature=0, top_k=2, top_p=0.5, seed=1), 0)
+    restricted = SamplingRow(SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=1.0, seed=1), 0)
     for seed in range(20):
         rows = [greedy, SamplingRow(SamplingParams(temperature=9.0, seed=seed), 0), restricted]
-        assert Sampler(0).sample(logits, rows)[0::2] == [1, 3]
+        assert sample(logits, rows)[0::2] == [1, 3]
 
 
 def test_top_k() -> None:
@@ -55,7 +110,8 @@ def test_top_k() -> None:
         assert kept(SamplingParams(top_k=k)) == set(by_size[:k])
     for everything in (-1, 0, 7, 10**9):
         assert kept(SamplingParams(top_k=everything)) == set(range(6))
-    assert len(kept(SamplingParams(top_k=3), torch.zeros(6))) == 3  # not more, where all are equal
+    assert kept(SamplingParams(top_k=3), torch.zeros(6)) == {0, 1, 2}  # not more, where all are equal
+    assert kept(SamplingParams(top_k=1), torch.tensor([0.0, 2.0, 1.0, 2.0])) == {1}  # as where greedy
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
@@ -81,12 +137,77 @@ def test_top_p_after_top_k() -> None:
     assert kept(SamplingParams(top_k=2, top_p=0.99)) == {3, 1}
 
 
+def test_min_p_is_a_share_of_the_most_likely_one() -> None:
+    # Shares of the largest, 0.4: 0.125, 0.75, 0.375, 1, 0.05, 0.2.
+    for min_p, expected in [
+        (0.0, set(range(6))),
+        (0.04, set(range(6))),
+        (0.06, {3, 1, 2, 5, 0}),
+        (0.3, {3, 1, 2}),
+        (0.8, {3}),
+        (1.0, {3}),
+    ]:
+        assert kept(SamplingParams(min_p=min_p)) == expected
+    assert kept(SamplingParams(min_p=1.0), torch.tensor([1.0, 2.0, -torch.inf, 2.0])) == {1, 3}
+
+
+def test_min_p_before_top_k_and_top_p() -> None:
+    # Of 0.4, 0.3 and 0.15, which min_p leaves, the first two are 82%; of all, 70%.
+    assert kept(SamplingParams(min_p=0.3, top_p=0.8)) == {3, 1}
+    assert kept(SamplingParams(top_p=0.8)) == {3, 1, 2}
+    assert kept(SamplingParams(min_p=0.3, top_k=4)) == {3, 1, 2}
+    assert kept(SamplingParams(min_p=0.3, top_k=2, top_p=0.56)) == {3}
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3, 256])
+@given(logits=ANY_LOGITS, params=ANY_PARAMS)
+def test_restrictions_are_what_their_definitions_say(
+    num_candidates: int, logits: list[float], params: SamplingParams
+) -> None:
+    """However many candidates top_k and top_p begin with."""
+    expected = expected_kept(logits, params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "_NUM_CANDIDATES", num_candidates)
+        assert kept(params, torch.tensor(logits)) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5000])  # two rounds of candidates, and three
+def test_more_tokens_are_kept_than_candidates_were_taken_first(vocab_size: int) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).mul(2).round(decimals=1)  # has ties
+    for params in [
+        SamplingParams(top_p=0.9999),
+        SamplingParams(top_k=vocab_size - 1),
+        SamplingParams(top_k=270, top_p=0.5),
+        SamplingParams(top_k=vocab_size - 1, top_p=0.99, min_p=0.001),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler_module, "_NUM_CANDIDATES", vocab_size)
+            expected = kept(params, logits)
+        assert kept(params, logits) == expected
+        assert params.top_p < 1 or len(expected) == params.top_k
+    assert kept(SamplingParams(top_k=280), torch.zeros(vocab_size)) == set(range(280))
+
+
 def test_each_row_has_its_own_restriction() -> None:
-    params = [SamplingParams(top_k=1), SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=2, top_p=0.5)]
-    together = restrict(LOGITS.repeat(4, 1), params)
-    for row, param in zip(together, params, strict=True):
-        assert torch.equal(row, restrict(LOGITS[None], [param])[0])
-    assert torch.equal(together[1], LOGITS)
+    """A row is the same to the bit alone and beside others, those that look at more candidates as well."""
+    logits = (
+        torch.randn(9, 600, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 3, 9]).repeat(3)[:, None]
+    )
+    params = [
+        SamplingParams(top_k=1),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.99),
+        SamplingParams(min_p=0.1),
+        SamplingParams(top_k=2, top_p=0.5),
+        SamplingParams(top_k=400),
+        SamplingParams(top_k=300, top_p=0.97, min_p=0.01),
+        SamplingParams(top_p=0.8),
+    ]
+    together = restrict(logits, params)
+    for row, alone, param in zip(together, logits, params, strict=True):
+        assert torch.equal(row, restrict(alone[None], [param])[0])
+    assert torch.equal(together[1], logits[1])
 
 
 def test_drawn_tokens_are_distributed_as_softmax_says() -> None:
@@ -99,6 +220,18 @@ def test_drawn_tokens_are_distributed_as_softmax_says() -> None:
     # The temperature comes first: it decides what top_p keeps. 0.16, 0.09, 0.0225... of 0.2818: 57%, 89%, 97%.
     expect_distribution(
         draw(LOGITS, SamplingParams(temperature=0.5, top_p=0.8)), (PROBABILITIES > 0.2) * PROBABILITIES**2
+    )
+
+
+def test_draws_under_min_p() -> None:
+    expect_distribution(draw(LOGITS, SamplingParams(min_p=0.1)), PROBABILITIES * (PROBABILITIES > 0.04))
+    expect_distribution(draw(LOGITS, SamplingParams(min_p=0.3, top_p=0.8)), PROBABILITIES * (PROBABILITIES > 0.2))
+    # After the temperature, which makes the shares 0.35, 0.87, 0.61, 1, 0.22 and 0.45, or 0.02, 0.56, 0.14, 1, 0, 0.04.
+    expect_distribution(
+        draw(LOGITS, SamplingParams(temperature=2.0, min_p=0.3)), PROBABILITIES**0.5 * (PROBABILITIES > 0.04)
+    )
+    expect_distribution(
+        draw(LOGITS, SamplingParams(temperature=0.5, min_p=0.3)), PROBABILITIES**2 * (PROBABILITIES > 0.2)
     )
 
 
@@ -115,20 +248,40 @@ def test_a_seed_fixes_a_draw_whatever_the_company() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     others = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
     seeded = [SamplingRow(SamplingParams(seed=seed, temperature=3.0), 4) for seed in range(20)]
-    alone = [Sampler(0).sample(logits[None], [row])[0] for row in seeded]
+    alone = [sample(logits[None], [row])[0] for row in seeded]
     assert len(set(alone)) > 5
     company = [
         SamplingRow(SamplingParams(), 0),
-        SamplingRow(SamplingParams(temperature=0), 0),
-        SamplingRow(SamplingParams(seed=3), 4),
-        SamplingRow(SamplingParams(top_k=3, top_p=0.5), 9),
+        SamplingRow(GREEDY, 0),
+        SamplingRow(SamplingParams(seed=3, logprobs=2), 4),
+        SamplingRow(SamplingParams(top_k=3, top_p=0.5, min_p=0.1), 9),
         SamplingRow(SamplingParams(seed=3), 4),
     ]
-    sampler = Sampler(99)
     for place in (0, 2, 5):
         rows = torch.cat((others[:place], logits[None], others[place:]))
-        together = [sampler.sample(rows, [*company[:place], row, *company[place:]])[place] for row in seeded]
+        together = [sample(rows, [*company[:place], row, *company[place:]], seed=99)[place] for row in seeded]
         assert together == alone
+
+
+@given(
+    params=st.lists(ANY_PARAMS, min_size=1, max_size=6),
+    vocab_size=st.sampled_from([1, 7, 64, 301]),
+    scale=st.sampled_from([0.01, 1.0, 6.0]),
+    position=st.integers(0, 50),
+)
+def test_all_of_a_row_s_output_is_its_own(
+    params: list[SamplingParams], vocab_size: int, scale: float, position: int
+) -> None:
+    """Token, logprob and report of each row that does not draw from the engine's generator, to the last bit."""
+    logits = torch.randn(len(params), vocab_size, generator=torch.Generator().manual_seed(position)) * scale
+    rows = [SamplingRow(param, position) for param in params]
+    together = Sampler(0).sample(logits, rows)
+    for i, row in enumerate(rows):
+        if row.params.greedy or row.params.seed is not None:
+            alone = Sampler(1).sample(logits[i : i + 1], [row])
+            assert alone == SamplerOutput(
+                together.token_ids[i : i + 1], together.logprobs[i : i + 1], together.top_logprobs[i : i + 1]
+            )
 
 
 def test_positions_differ_and_repeat() -> None:
@@ -145,13 +298,16 @@ def test_unseeded_draws_follow_the_engine_s_seed() -> None:
 
     def two_steps(seed: int) -> list[int]:
         sampler = Sampler(seed)
-        return sampler.sample(logits, rows) + sampler.sample(logits, rows)
+        return sampler.sample(logits, rows).token_ids + sampler.sample(logits, rows).token_ids
 
     assert two_steps(1) == two_steps(1) != two_steps(2)
     assert len(set(two_steps(1))) > 8  # neither the rows nor the steps are alike
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.999), SamplingParams(top_k=4)])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(top_p=0.999), SamplingParams(top_k=4), SamplingParams(min_p=1e-30)],
+)
 def test_impossible_tokens_never_come(params: SamplingParams) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf, -torch.inf])
     expect_distribution(draw(logits, params), torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0, 0.0]))
@@ -167,6 +323,7 @@ def test_impossible_tokens_never_come(params: SamplingParams) -> None:
         SamplingParams(temperature=1e-60),  # the temperature itself is
         SamplingParams(top_p=1e-60),
         SamplingParams(top_k=1),
+        SamplingParams(min_p=1.0),
     ],
 )
 def test_the_narrowest_parameters_give_the_most_likely_token(params: SamplingParams) -> None:
@@ -179,3 +336,156 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     logits = LOGITS.to(dtype)
     expect_distribution(draw(logits, SamplingParams()), logits.float().softmax(dim=-1))
     assert kept(SamplingParams(top_k=2), logits) == {3, 1}
+    assert kept(SamplingParams(min_p=0.3), logits) == {3, 1, 2}
+    assert kept(SamplingParams(top_p=0.8), logits) == {3, 1, 2}
+    # Logprobs have more digits than the logits.
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    output = Sampler(0).sample(logits, [SamplingRow(SamplingParams(temperature=0, logprobs=20), 0)])
+    expected = logits[0].double().log_softmax(dim=-1)
+    entries = output.top_logprobs[0]
+    assert entries is not None and len(entries) >= 20
+    for token_id, entry in entries.items():
+        assert entry.logprob == pytest.approx(expected[token_id].item(), rel=1e-5)
+        assert entry.rank == 1 + (logits[0] > logits[0, token_id]).sum()
+
+
+@pytest.mark.parametrize("bits", [0, 2**31 - 1])
+def test_the_extremes_of_the_noise_draw_nothing_impossible(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    monkeypatch.setattr(Tensor, "random_", lambda self, generator: self.fill_(bits))
+    logits = torch.tensor([-torch.inf, -200.0, 0.0, -torch.inf, 1.0])
+    assert draw(logits, SamplingParams(top_k=1), 1).tolist() == [4]
+    assert draw(logits, SamplingParams(seed=1), 1).tolist() == [4]
+
+
+def test_logprobs_are_the_model_s() -> None:
+    """Before temperature and restrictions, for drawn and for most likely tokens, asked for or not."""
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 3
+    params = [
+        SamplingParams(),
+        GREEDY,
+        SamplingParams(temperature=3.0, top_k=9),
+        SamplingParams(temperature=0.2, top_p=0.3, min_p=0.1, logprobs=3),
+    ] * 10
+    output = Sampler(0).sample(logits, [SamplingRow(param, 0) for param in params])
+    expected = logits.double().log_softmax(dim=-1)[torch.arange(40), output.token_ids]
+    assert output.logprobs == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+    assert [entries is None for entries in output.top_logprobs] == [True, True, True, False] * 10
+
+
+@given(
+    logits=ANY_LOGITS,
+    temperature=st.sampled_from([0.0, 50.0]),  # at 50, nearly any of the tokens
+    seed=st.integers(0, 99),
+    count=st.integers(0, 20),
+)
+def test_reported_are_the_most_likely_tokens_and_the_sampled_one(
+    logits: list[float], temperature: float, seed: int, count: int
+) -> None:
+    token_id, entries = report(logits, SamplingParams(temperature=temperature, seed=seed, logprobs=count))
+    most_likely = sorted((logit for logit in logits if logit > -math.inf), reverse=True)[:count]
+    assert [logits[i] for i in entries] in (most_likely, [*most_likely, logits[token_id]])
+    log_sum = max(logits) + math.log(sum(math.exp(logit - max(logits)) for logit in logits))
+    for i, entry in entries.items():
+        assert entry.logprob == pytest.approx(logits[i] - log_sum, rel=1e-5, abs=1e-6)
+        assert entry.rank == 1 + sum(logit > logits[i] for logit in logits)
+        assert entry.decoded_token is None
+
+
+def test_a_report_by_hand() -> None:
+    logits = [math.log(p) for p in (0.1, 0.4, 0.2, 0.2, 0.1)]
+    token_id, entries = report(logits, SamplingParams(temperature=0, logprobs=2))
+    assert token_id == 1 and list(entries) in ([1, 2], [1, 3])
+    assert [(entry.rank, round(math.exp(entry.logprob), 5)) for entry in entries.values()] == [(1, 0.4), (2, 0.2)]
+    assert report(logits, SamplingParams(temperature=0, logprobs=0))[1].keys() == {1}
+    # A token that is not among the most likely ones comes last; of five, the two least likely share the fourth rank.
+    for seed in range(100):
+        token_id, entries = report(logits, SamplingParams(temperature=1e9, seed=seed, logprobs=1))
+        assert list(entries) == ([1] if token_id == 1 else [1, token_id])
+        assert entries[token_id].rank == [4, 1, 2, 2, 4][token_id]
+
+
+def test_reports_of_rows_that_ask_for_different_numbers() -> None:
+    logits = torch.arange(12.0).repeat(4, 1)
+    output = Sampler(0).sample(
+        logits, [SamplingRow(SamplingParams(temperature=0, logprobs=count), 0) for count in (3, None, 0, 20)]
+    )
+    assert [entries and list(entries) for entries in output.top_logprobs] == [
+        [11, 10, 9],
+        None,
+        [11],
+        list(range(11, -1, -1)),
+    ]
+
+
+def test_logits_that_are_not_numbers_spoil_one_row_only() -> None:
+    logits = torch.stack((LOGITS, torch.full_like(LOGITS, torch.nan), LOGITS))
+    for params in (
+        GREEDY,
+        SamplingParams(),
+        SamplingParams(top_k=2, top_p=0.5, min_p=0.1),
+        SamplingParams(temperature=0, logprobs=2),
+    ):
+        greedy = SamplingRow(GREEDY, 0)
+        output = Sampler(0).sample(logits, [greedy, SamplingRow(params, 0), greedy])
+        assert output.token_ids[0::2] == [3, 3] and output.token_ids[1] in range(6)
+
+
+def test_no_rows() -> None:
+    assert Sampler(0).sample(torch.empty(0, 5), []) == SamplerOutput([], [], [])
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_that_no_row_asks_for() -> None:
+    def operations(*params: SamplingParams) -> set[str]:
+        with Operations() as recorded:
+            sample(LOGITS.repeat(len(params), 1), [SamplingRow(param, 0) for param in params])
+        return recorded.names
+
+    searching, drawing = {"sort", "topk", "cumsum"}, {"random_", "_softmax"}
+    assert not operations(GREEDY, GREEDY) & (searching | drawing)
+    assert drawing <= operations(GREEDY, SamplingParams()) and not operations(GREEDY, SamplingParams()) & searching
+    assert not operations(SamplingParams(min_p=0.1), SamplingParams(top_k=6)) & searching
+    assert "topk" in operations(SamplingParams(temperature=0, logprobs=1))
+    assert searching - {"sort"} <= operations(SamplingParams(), SamplingParams(top_p=0.5))
+    # Only a row of which 256 candidates may say too little waits for the device.
+    assert "nonzero" not in operations(SamplingParams(top_k=3, top_p=0.9, logprobs=2), GREEDY)
+
+
+def test_all_tensors_are_made_on_the_device_of_the_logits() -> None:
+    params = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(top_k=2, top_p=0.9, min_p=0.1, logprobs=3),
+        SamplingParams(logprobs=0),
+    ]
+    rows = [SamplingRow(param, 0) for param in params]
+    logits = LOGITS.repeat(4, 1)
+    with torch.device("meta"):  # whatever is made on the default device holds no numbers
+        output = Sampler(0).sample(logits, rows)
+    assert output == Sampler(0).sample(logits, rows)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda() -> None:
+    logits = torch.randn(4, 600, generator=torch.Generator().manual_seed(0))
+    greedy = [SamplingRow(SamplingParams(temperature=0, logprobs=5), 0)] * 4
+    on_cpu, on_cuda = Sampler(0).sample(logits, greedy), Sampler(0, "cuda").sample(logits.cuda(), greedy)
+    assert on_cpu.token_ids == on_cuda.token_ids
+    assert on_cpu.logprobs == pytest.approx(on_cuda.logprobs, rel=1e-5, abs=1e-6)
+    for params in (SamplingParams(), SamplingParams(seed=1, top_k=300), SamplingParams(top_p=0.9, min_p=0.01)):
+        rows = [SamplingRow(params, i) for i in range(4)]
+        assert Sampler(0, "cuda").sample(logits.cuda(), rows) == Sampler(0, "cuda").sample(logits.cuda(), rows)
+    rows = [SamplingRow(SamplingParams(min_p=0.1), 0)] * NUM_DRAWS
+    tokens = torch.tensor(Sampler(0, "cuda").sample(LOGITS.cuda().repeat(NUM_DRAWS, 1), rows).token_ids)
+    expect_distribution(tokens, PROBABILITIES * (PROBABILITIES > 0.04))

@@ -1,31 +1,58 @@
-"""From a Hugging Face directory to a model with its weights: config.json and *.safetensors."""
+"""From a Hugging Face directory to a model with its weights: config.json and *.safetensors or pytorch_model*.bin."""
 
+import json
+import logging
+import pickle
+import zipfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoConfig
 
-from pagedattn_serve.layers import FusedLinear
+from pagedattn_serve.layers import ConvertedLinear
+from pagedattn_serve.models.bloom import BloomForCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.llama import LlamaForCausalLM
+from pagedattn_serve.models.opt import OPTForCausalLM
 
-CausalLM = LlamaForCausalLM | GPT2LMHeadModel
-ARCHITECTURES: dict[str, type[CausalLM]] = {
+ARCHITECTURES: dict[str, Callable[[Any, torch.dtype], CausalLM]] = {
+    "BloomForCausalLM": BloomForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# In order of preference: the one file, and the index that stands there if the weights lie in several.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
 
 
-def load_model(path: str, dtype: str = "auto") -> CausalLM:
-    """The model in directory `path`, on the CPU, with weights of `dtype` ("auto": that of config.json).
+def load_model(path: str, dtype: str = "auto", device: str = "cpu") -> CausalLM:
+    """The model in directory `path`, on `device`, with weights of `dtype` ("auto": that of config.json).
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for an
     architecture or option that is not supported and for tensors that are missing, unexpected or misshapen.
     """
+    model = build_model(path, dtype)
+    load_weights(model, Path(path), device)
+    return model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
+
+
+def build_model(path: str, dtype: str = "auto") -> CausalLM:
+    """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"model: expected a directory with a config.json, got {path}")
@@ -33,11 +60,11 @@ def load_model(path: str, dtype: str = "auto") -> CausalLM:
     architecture = (config.architectures or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture: expected one of {', '.join(ARCHITECTURES)}, got {architecture}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("quantization_config: expected none, as quantized weights are not supported")
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     with torch.device("meta"):
-        model = ARCHITECTURES[architecture](config, torch_dtype)
-    load_weights(model, directory, torch_dtype)
-    return model.requires_grad_(False).eval()
+        return ARCHITECTURES[architecture](config, torch_dtype)
 
 
 def choose_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
@@ -48,45 +75,81 @@ def choose_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_weights(model: CausalLM, directory: Path, dtype: torch.dtype) -> None:
+def load_weights(model: CausalLM, directory: Path, device: str) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"model: expected *.safetensors in {directory}, found none")
-    with ExitStack() as stack:
-        try:
-            handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        except SafetensorError as error:
-            raise ValueError(f"model: cannot read the weights in {directory}: {error}") from None
-        names = [(handle, name) for handle in handles for name in handle.keys()]  # noqa: SIM118 (not a dict)
-        sources = {checkpoint_name(model, name): (handle, name) for handle, name in names}
-        unexpected = {name for name in sources if not name.endswith(model.NOT_PARAMETERS)}
-        problems = []
+    with ExitStack() as open_files:
+        tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
+        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS)}
+        problems: list[str] = []
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
-        for parameter_name in parameters:
-            tensors = []
-            for name, shape in expected_tensors(model, parameter_name).items():
-                unexpected.discard(name)
-                if name not in sources:
-                    problems.append(f"missing {name}")
-                    continue
-                handle, name_in_file = sources[name]
-                tensor = handle.get_tensor(name_in_file)
-                if list(tensor.shape) == shape:
-                    tensors.append(tensor)
-                else:
-                    problems.append(f"{name}: expected {shape}, got {list(tensor.shape)}")
+        # No bar where nobody looks: disable=None is "unless on a terminal".
+        for name in tqdm(parameters, desc="Loading weights", disable=None, leave=False):
+            shapes = checkpoint_shapes(model, name)
+            unexpected -= shapes.keys()
+            parts = read_tensors(tensors, shapes, problems)
             if not problems:
-                weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                weight = weight.t() if parameter_name.endswith(model.TRANSPOSED) else weight
-                set_parameter(model, parameter_name, weight.to(dtype).contiguous())
-        # A checkpoint of a model with tied embeddings may carry the copy all the same.
-        if "lm_head.weight" not in parameters:
+                weight = convert(model, name, parts).to(device, model.dtype).contiguous()
+                set_parameter(model, name, weight)
+        if "lm_head.weight" in unexpected and not problems:  # its embeddings are tied
             unexpected.discard("lm_head.weight")
-        problems += [f"unexpected {name}" for name in sorted(unexpected)]
+            load_own_head(model, tensors["lm_head.weight"]().to(device, model.dtype))
+    problems += [f"unexpected {name}" for name in sorted(unexpected)]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ValueError(f"model: the weights in {directory} do not fit {type(model).__name__}: {shown}")
+
+
+def load_own_head(model: CausalLM, weight: Tensor) -> None:
+    """What a checkpoint keeps as lm_head though the config ties it: mostly a copy; if not, it is the model's head."""
+    if not torch.equal(weight, model.lm_head.weight):
+        logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
+        model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
+    """Every tensor of the checkpoint, memory-mapped where the format allows it."""
+    tensors: Tensors = {}
+    for file in weight_files(directory):
+        try:
+            if file.suffix == ".safetensors":
+                handle = open_files.enter_context(safe_open(file, framework="pt"))
+                tensors |= {name: lambda h=handle, n=name: h.get_tensor(n) for name in handle.keys()}  # noqa: SIM118
+            else:
+                # Before torch 1.6 it was another format, which cannot be mapped.
+                mmap = zipfile.is_zipfile(file)
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+                if not isinstance(state, dict):
+                    raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
+                tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
+        except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0] or "it ends too early"
+            raise ValueError(f"model: cannot read the weights in {file}: {reason}") from None
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights, safetensors if there are any."""
+    for name in WEIGHT_FILES:
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            files = [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            for file in files:
+                if not file.is_file():
+                    raise FileNotFoundError(f"model: expected {file.name} in {directory}, as {index.name} names it")
+            return files
+        if (directory / name).is_file():
+            return [directory / name]
+    # Files of any other name: shards without their index.
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if files := sorted(directory.glob(pattern)):
+            return files
+    raise FileNotFoundError(f"model: expected {' or '.join(WEIGHT_FILES)} in {directory}, found neither")
+
+
+# ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
 
 
 def checkpoint_name(model: CausalLM, name: str) -> str:
@@ -94,15 +157,35 @@ def checkpoint_name(model: CausalLM, name: str) -> str:
     return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
 
 
-def expected_tensors(model: CausalLM, parameter_name: str) -> dict[str, list[int]]:
+def checkpoint_shapes(model: CausalLM, parameter_name: str) -> dict[str, list[int]]:
     """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
-    shape = list(model.get_parameter(parameter_name).shape)
     layer_name, _, kind = parameter_name.rpartition(".")
     layer = model.get_submodule(layer_name)
-    if isinstance(layer, FusedLinear):
-        parent = layer_name.rpartition(".")[0]
-        return {f"{parent}.{part}.{kind}": [size, *shape[1:]] for part, size in layer.parts.items()}
-    return {parameter_name: shape[::-1] if parameter_name.endswith(model.TRANSPOSED) else shape}
+    if isinstance(layer, ConvertedLinear):
+        return layer.checkpoint_shapes(layer_name, kind)
+    return {parameter_name: list(model.get_parameter(parameter_name).shape)}
+
+
+def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[str]) -> list[Tensor]:
+    """The named tensors; those that are missing or misshapen are added to `problems`."""
+    found = []
+    for name, shape in shapes.items():
+        if name not in tensors:
+            problems.append(f"missing {name}")
+            continue
+        tensor = tensors[name]()
+        if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
+            found.append(tensor)
+        else:
+            found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            problems.append(f"{name}: expected {shape}, got {found_instead}")
+    return found
+
+
+def convert(model: CausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
+    layer_name, _, kind = parameter_name.rpartition(".")
+    layer = model.get_submodule(layer_name)
+    return layer.from_checkpoint(kind, tensors) if isinstance(layer, ConvertedLinear) else tensors[0]
 
 
 def set_parameter(model: CausalLM, name: str, weight: Tensor) -> None:

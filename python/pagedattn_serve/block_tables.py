@@ -1,0 +1,44 @@
+"""The block tables of the running sequences as one array, kept from step to step: a step writes what is new in it."""
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedattn_serve.batch import ScheduledSequence
+from pagedattn_serve.sequence import Sequence, SequenceStatus
+
+
+class BlockTables:
+    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed."""
+
+    def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
+        self._array = np.zeros((max_num_seqs, max_num_blocks_per_seq), dtype=np.int32)
+        self._row_of: dict[Sequence, int] = {}
+        self._free_rows = list(range(max_num_seqs))
+        self._written: list[list[int] | None] = [None] * max_num_seqs  # the table that a row was written from
+
+    def update(self, scheduled: list[ScheduledSequence]) -> npt.NDArray[np.int32]:
+        """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's own blocks lies anything."""
+        rows = [self._row(each) for each in scheduled]
+        lengths = [len(each.block_table) for each in scheduled]
+        # The one entry that changes while a sequence holds its blocks: a new one, or a copy of a shared one.
+        self._array[rows, np.array(lengths) - 1] = [each.block_table[-1] for each in scheduled]
+        return self._array[rows, : max(lengths)]
+
+    def _row(self, scheduled: ScheduledSequence) -> int:
+        row = self._row_of.get(scheduled.sequence)
+        if row is not None and self._written[row] is scheduled.block_table:
+            return row
+        if row is None:
+            if not self._free_rows:
+                self._take_back()
+            row = self._row_of[scheduled.sequence] = self._free_rows.pop()
+        self._array[row, : len(scheduled.block_table)] = scheduled.block_table
+        self._written[row] = scheduled.block_table
+        return row
+
+    def _take_back(self) -> None:
+        for sequence, row in list(self._row_of.items()):
+            if sequence.status is not SequenceStatus.RUNNING:
+                del self._row_of[sequence]
+                self._written[row] = None
+                self._free_rows.append(row)

@@ -1,0 +1,64 @@
+"""How large the cache is: from bytes to blocks, and what a CUDA device has left for it."""
+
+import torch
+
+from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.cache_engine import bytes_per_block
+from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sequence import Sequence
+
+DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of all memory would be taken from whatever else runs
+
+
+def choose_num_blocks(model: CausalLM, memory: int, block_size: int, num_useful_slots: int) -> int:
+    """Blocks that fit in `memory` bytes, but no more than can be of use. ValueError if there is room for none."""
+    check_int("kv_cache_memory", memory, 1)
+    block_bytes = bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype)
+    if memory < block_bytes:
+        raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
+    return min(memory // block_bytes, -(-num_useful_slots // block_size))
+
+
+def cuda_memory(
+    model: CausalLM, config: SchedulerConfig, block_size: int, device: str, gpu_memory_utilization: float
+) -> int:
+    """Bytes that the cache may take: the share of the device, less all that the largest step takes beside it.
+
+    The step is run, on a cache of its own that is gone afterwards. Raises ValueError if nothing is left.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    batch = largest_batch(config, block_size)
+    num_blocks = max(max(scheduled.block_table) for scheduled in batch.sequences) + 1
+    runner = ModelRunner(model, config, CacheConfig(num_blocks=num_blocks, block_size=block_size), device, seed=0)
+    runner.execute(batch)
+    own_cache = num_blocks * bytes_per_block(
+        model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype
+    )
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    needed = torch.cuda.max_memory_allocated(device) - own_cache + used_by_others
+    del runner
+    torch.cuda.empty_cache()
+    available = int(total * gpu_memory_utilization) - needed
+    if available <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization: expected more than {needed / total:.2f}, what the model needs without a cache, "
+            f"got {gpu_memory_utilization}"
+        )
+    return available
+
+
+def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
+    """Prompts that fill a step to its limits, as many of them as may run."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+    blocks_per_seq = -(-length // block_size)
+    batch = ScheduledBatch()
+    for i in range(num_seqs):
+        sequence = Sequence(f"profile-{i}", [0] * length, SamplingParams(top_p=0.9), arrival_time=0.0)
+        table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
+        batch.sequences.append(ScheduledSequence(sequence, length, table))
+    return batch

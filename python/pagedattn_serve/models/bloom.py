@@ -1,0 +1,101 @@
+"""BLOOM (BigScience, 2022): no position embedding, but ALiBi (Press et al., 2022) in attention."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_ext import ops
+from pagedattn_serve.layers import InterleavedQKVLinear, attention
+from pagedattn_serve.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.causal_lm import CausalLM
+
+DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no end
+
+
+class BloomAttention(nn.Module):
+    alibi_slopes: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.head_size = config.hidden_size // self.num_heads
+        self.query_key_value = InterleavedQKVLinear(config.hidden_size, self.num_heads, self.head_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.register_buffer("alibi_slopes", alibi_slopes(self.num_heads), persistent=False)
+
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        query, key, value = self.query_key_value(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
+        scale = self.head_size**-0.5
+        return self.dense(attention(query, key, value, kv_cache, metadata, scale, alibi_slopes=self.alibi_slopes))
+
+
+class BloomMLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, 4 * config.hidden_size)
+        self.dense_4h_to_h = nn.Linear(4 * config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense_4h_to_h(ops.gelu_fast(self.dense_h_to_4h(hidden)))
+
+
+class BloomLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.self_attention = BloomAttention(config)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = BloomMLP(config)
+
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        normed = self.input_layernorm(hidden)
+        hidden = (normed if self.residual_after_norm else hidden) + self.self_attention(normed, kv_cache, metadata)
+        normed = self.post_attention_layernorm(hidden)
+        return (normed if self.residual_after_norm else hidden) + self.mlp(normed)
+
+
+class BloomModel(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_embeddings_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.h = nn.ModuleList(BloomLayer(config) for _ in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+
+    def forward(self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+        hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
+        for layer, kv_cache in zip(self.h, kv_caches, strict=True):
+            hidden = layer(hidden, kv_cache, metadata)
+        return self.ln_f(hidden)
+
+
+class BloomForCausalLM(CausalLM):
+    PREFIX: ClassVar = "transformer."
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        self.max_model_len = getattr(config, "seq_length", None) or DEFAULT_MAX_MODEL_LEN
+        self.transformer = BloomModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.word_embeddings.weight
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        return self.transformer(token_ids, kv_caches, metadata)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Of each head, fp32 [num_heads], on the CPU.
+
+    For a power of two, 2 ** (-8 i / num_heads) for i from 1; for other counts those of the power below, then every
+    second one of the power above (Press et al., 2022, section 3 and their published code).
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    exponents = [8 * i / power for i in range(1, power + 1)]
+    exponents += [8 * i / (2 * power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor([2.0**-exponent for exponent in exponents], dtype=torch.float32, device="cpu")

@@ -1,0 +1,98 @@
+"""OPT (Zhang et al., 2022): norms before each block, or after it as in the 350m; Galactica has the same shape."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_serve.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
+from pagedattn_serve.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.causal_lm import CausalLM
+
+POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
+
+
+class OPTAttention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.enable_bias
+        self.head_size = size // config.num_attention_heads
+        self.qkv_proj = FusedLinear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias)
+        self.out_proj = nn.Linear(size, size, bias)
+
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        query, key, value = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
+        return self.out_proj(attention(query, key, value, kv_cache, metadata, scale=self.head_size**-0.5))
+
+
+class OPTLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm_first = config.do_layer_norm_before
+        self.self_attn = OPTAttention(config)
+        self.self_attn_layer_norm = layer_norm(config)
+        self.fc1 = nn.Linear(config.hidden_size, config.ffn_dim, config.enable_bias)
+        self.activation = choose_activation(ACTIVATIONS, config, "activation_function")
+        self.fc2 = nn.Linear(config.ffn_dim, config.hidden_size, config.enable_bias)
+        self.final_layer_norm = layer_norm(config)
+
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        if self.norm_first:
+            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, metadata)
+            return hidden + self.mlp(self.final_layer_norm(hidden))
+        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, kv_cache, metadata))
+        return self.final_layer_norm(hidden + self.mlp(hidden))
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(hidden)))
+
+
+class OPTDecoder(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, embedding_size = config.hidden_size, config.word_embed_proj_dim
+        is_projected = embedding_size != size
+        self.embed_tokens = nn.Embedding(config.vocab_size, embedding_size)
+        self.embed_positions = nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, size)
+        self.project_in = nn.Linear(embedding_size, size, bias=False) if is_projected else nn.Identity()
+        self.layers = nn.ModuleList(OPTLayer(config) for _ in range(config.num_hidden_layers))
+        has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
+        self.final_layer_norm = layer_norm(config) if has_norm else nn.Identity()
+        self.project_out = nn.Linear(size, embedding_size, bias=False) if is_projected else nn.Identity()
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        hidden = self.project_in(self.embed_tokens(token_ids)) + self.embed_positions(positions + POSITION_OFFSET)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden = layer(hidden, kv_cache, metadata)
+        return self.project_out(self.final_layer_norm(hidden))
+
+
+class OPTModel(nn.Module):
+    """Nothing but its decoder: the checkpoints' names have this level."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.decoder = OPTDecoder(config)
+
+
+class OPTForCausalLM(CausalLM):
+    PREFIX: ClassVar = "model."
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        self.max_model_len = config.max_position_embeddings
+        self.model = OPTModel(config)
+        self.lm_head = nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.decoder.embed_tokens.weight
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        return self.model.decoder(token_ids, positions, kv_caches, metadata)
+
+
+def layer_norm(config: Any) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, elementwise_affine=config.layer_norm_elementwise_affine)

@@ -1,0 +1,135 @@
+"""Tables of the rotary position embedding (Su et al., 2021), with the scalings that stretch it over longer contexts.
+
+A pair of elements turns by `position * frequency`; the scalings lower the frequencies, by kinds:
+- linear: all by the same factor (position interpolation, Chen et al., 2023);
+- dynamic: none within the original length, then more the further a position lies behind it ("NTK-aware");
+- llama3: the slow ones by the factor, the fast ones not at all, a smooth passage between (LLaMA 3.1);
+- yarn: the same idea in another passage, and the logits rise with the factor (Peng et al., 2023).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cos_sin_cache(config: Any, head_size: int) -> Tensor:
+    """Cosines, then sines, of every position: fp32 [max_position, rot_dim], made on the CPU.
+
+    config: that of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and
+        `rope_scaling`.
+
+    Raises ValueError for a kind of scaling that is not in ROPE_TYPES, or that lacks a parameter.
+    """
+    rope = rope_parameters(config)
+    rot_dim = int(head_size * rope.get("partial_rotary_factor", 1.0))
+    positions = torch.arange(max_position(config), dtype=torch.float32, device="cpu")
+    attention_factor = 1.0
+    match rope["rope_type"]:
+        case "default":
+            angles = torch.outer(positions, frequencies(rope["rope_theta"], rot_dim))
+        case "linear":
+            angles = torch.outer(positions, frequencies(rope["rope_theta"], rot_dim) / rope["factor"])
+        case "dynamic":
+            angles = positions[:, None] * dynamic_frequencies(rope, rot_dim, config.max_position_embeddings, positions)
+        case "llama3":
+            angles = torch.outer(positions, llama3_frequencies(rope, rot_dim))
+        case "yarn":
+            angles = torch.outer(positions, yarn_frequencies(rope, rot_dim))
+            attention_factor = yarn_attention_factor(rope)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
+
+
+# What each kind must say; a kind that is not here is an error.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The parameters in one form, whichever the config has, with "rope_type", "rope_theta" and what the type needs."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = {name: value for name, value in given.items() if value is not None}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise ValueError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}")
+    rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    if rope["rope_type"] == "yarn":
+        rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
+    for name in ROPE_TYPES[rope["rope_type"]]:
+        if name not in rope:
+            raise ValueError(f"{name}: expected one for rope_type {rope['rope_type']!r}, got none")
+    return rope
+
+
+def max_position(config: Any) -> int:
+    """Positions that the scaled embedding reaches: the longest sequence of the model."""
+    rope = rope_parameters(config)
+    length: int = config.max_position_embeddings
+    if rope["rope_type"] in ("linear", "dynamic"):
+        return int(length * rope["factor"])
+    if rope["rope_type"] == "yarn":
+        return max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return length
+
+
+def frequencies(theta: float | Tensor, rot_dim: int) -> Tensor:
+    """Without scaling: theta ** (-2i / rot_dim), fp32 [rot_dim / 2], or [n, rot_dim / 2] for theta [n, 1]."""
+    exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32, device="cpu") / rot_dim
+    return 1.0 / theta**exponents
+
+
+def dynamic_frequencies(rope: dict[str, Any], rot_dim: int, original_length: int, positions: Tensor) -> Tensor:
+    """Frequencies of each position, [num_positions, rot_dim / 2]: those of a sequence that ends there.
+
+    So a token keeps its key when the sequence grows, as in Hugging Face's `generate` with its cache.
+    """
+    lengths = torch.clamp(positions + 1, min=original_length)
+    stretch = rope["factor"] * lengths / original_length - (rope["factor"] - 1)
+    theta = rope["rope_theta"] * stretch ** (rot_dim / (rot_dim - 2))
+    return frequencies(theta[:, None], rot_dim)
+
+
+def llama3_frequencies(rope: dict[str, Any], rot_dim: int) -> Tensor:
+    """[rot_dim / 2]. What counts is how often a pair turns within the original length."""
+    plain = frequencies(rope["rope_theta"], rot_dim)
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share_of_plain = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(plain / rope["factor"], plain, share_of_plain)
+
+
+def yarn_frequencies(rope: dict[str, Any], rot_dim: int) -> Tensor:
+    """[rot_dim / 2]. The passage is linear in the index of the pair."""
+    theta, length = rope["rope_theta"], rope["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        return rot_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(rope.get("beta_fast", 32)), pair_that_turns(rope.get("beta_slow", 1))
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rot_dim - 1)
+    pairs = torch.arange(rot_dim // 2, dtype=torch.float32, device="cpu")
+    share_of_scaled = ((pairs - first) / ((last - first) or 1e-3)).clamp(0, 1)
+    plain = frequencies(theta, rot_dim)
+    return torch.lerp(plain, plain / rope["factor"], share_of_scaled)
+
+
+def yarn_attention_factor(rope: dict[str, Any]) -> float:
+    """What queries and keys are multiplied by: their length grows with the logarithm of the factor."""
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    if "attention_factor" in rope:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return growth(rope["mscale"]) / growth(rope["mscale_all_dim"])
+    return growth(1.0)

@@ -1,0 +1,129 @@
+"""How large the cache is: blocks from bytes, the largest step there can be, and what that step leaves of a device."""
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedattn_serve.cache_memory import choose_num_blocks, cuda_memory, largest_batch
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.loader import build_model, load_model
+
+# llama-gqa, a slot: keys and values of 2 layers, 2 KV heads, 20 numbers a head (24 in 16 bits, for 16 bytes).
+SLOT_BYTES = {"float32": 2 * 2 * 2 * 20 * 4, "float16": 2 * 2 * 2 * 24 * 2, "bfloat16": 2 * 2 * 2 * 24 * 2}
+PLENTY = 10**9
+
+
+@pytest.fixture(scope="module")
+def model(llama: Checkpoint) -> CausalLM:
+    return load_model(llama.path)
+
+
+@pytest.mark.parametrize("dtype", SLOT_BYTES)
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_blocks_that_fit(llama: Checkpoint, dtype: str, block_size: int) -> None:
+    model, block_bytes = build_model(llama.path, dtype), SLOT_BYTES[dtype] * block_size
+    assert choose_num_blocks(model, block_bytes, block_size, PLENTY) == 1
+    assert choose_num_blocks(model, 7 * block_bytes - 1, block_size, PLENTY) == 6
+    assert choose_num_blocks(model, 7 * block_bytes, block_size, PLENTY) == 7
+    with pytest.raises(ValueError, match=f"kv_cache_memory: .*one block, {block_bytes} bytes, got {block_bytes - 1}"):
+        choose_num_blocks(model, block_bytes - 1, block_size, PLENTY)
+
+
+@pytest.mark.parametrize(("num_useful_slots", "num_blocks"), [(1, 1), (16, 1), (17, 2), (160, 10), (161, 11)])
+def test_no_more_blocks_than_are_of_use(llama: Checkpoint, num_useful_slots: int, num_blocks: int) -> None:
+    model = build_model(llama.path)
+    assert choose_num_blocks(model, 10**12, 16, num_useful_slots) == num_blocks
+    assert choose_num_blocks(model, 3 * 16 * SLOT_BYTES["float32"], 16, num_useful_slots) == min(num_blocks, 3)
+
+
+@pytest.mark.parametrize(
+    ("memory", "error"), [(0, ValueError), (-1, ValueError), (1, ValueError), (1e9, TypeError), (True, TypeError)]
+)
+def test_wrong_memory(llama: Checkpoint, memory: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="kv_cache_memory"):
+        choose_num_blocks(build_model(llama.path), memory, 16, PLENTY)
+
+
+configs = st.builds(
+    SchedulerConfig,
+    max_model_len=st.integers(2, 300),
+    max_num_seqs=st.integers(1, 60),
+    max_num_batched_tokens=st.integers(1, 700),
+)
+
+
+@given(config=configs, block_size=st.sampled_from([8, 16, 32, 64]))
+def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: SchedulerConfig, block_size: int) -> None:
+    batch = largest_batch(config, block_size)
+    assert len(batch.sequences) == min(config.max_num_seqs, config.max_num_batched_tokens)
+    assert batch.num_tokens <= config.max_num_batched_tokens
+    tables = [scheduled.block_table for scheduled in batch.sequences]
+    blocks = [block for table in tables for block in table]
+    assert sorted(blocks) == list(range(len(blocks)))  # no block twice, none between them without use
+    lengths = {scheduled.num_new_tokens for scheduled in batch.sequences}
+    for scheduled in batch.sequences:
+        sequence = scheduled.sequence
+        assert scheduled.samples and 0 < sequence.num_tokens == scheduled.num_new_tokens < config.max_model_len
+        assert len(scheduled.block_table) == -(-sequence.num_tokens // block_size)
+        assert not sequence.sampling_params.greedy
+    # One token more for each would be too many.
+    is_longest = lengths == {config.max_model_len - 1}
+    assert is_longest or batch.num_tokens + len(batch.sequences) > config.max_num_batched_tokens
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        dict(max_model_len=128),
+        dict(max_model_len=128, max_num_seqs=3),
+        dict(max_model_len=128, max_num_seqs=200, max_num_batched_tokens=150),
+        dict(max_model_len=2, max_num_seqs=9),
+        dict(max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1),
+    ],
+)
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_the_largest_batch_runs(model: CausalLM, limits: dict[str, int], block_size: int) -> None:
+    config = SchedulerConfig(**limits)
+    batch = largest_batch(config, block_size)
+    num_blocks = sum(len(scheduled.block_table) for scheduled in batch.sequences)
+    cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+    output = ModelRunner(model, config, cache_config, "cpu", seed=0).execute(batch)
+    assert len(output.token_ids) == len(batch.sequences)
+    assert all(map(torch.isfinite, torch.tensor(output.logprobs)))
+
+
+# --- what is left of a CUDA device: the sum, with a device that is made up and the step on the CPU ---
+
+MIB = 1 << 20
+TOTAL, OF_OTHERS, PEAK, RESERVED = 1000 * MIB, 100 * MIB, 300 * MIB, 350 * MIB
+CONFIG = SchedulerConfig(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)  # 4 times 64 tokens
+
+
+@pytest.fixture
+def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hold OF_OTHERS; this process has RESERVED, of which PEAK was in use, the cache of the step included."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - OF_OTHERS - RESERVED, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: RESERVED)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: PEAK)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_what_a_device_leaves(made_up_device: None, model: CausalLM, block_size: int) -> None:
+    of_step = 4 * 64 * SLOT_BYTES["float32"]
+    for share in (0.9, 1.0, 0.41):
+        left = cuda_memory(model, CONFIG, block_size, "cpu", share)
+        assert left == int(TOTAL * share) - OF_OTHERS - (PEAK - of_step)
+
+
+def test_nothing_left(made_up_device: None, model: CausalLM) -> None:
+    message = "gpu_memory_utilization: expected more than 0.40, what the model needs without a cache, got 0.39"
+    with pytest.raises(ValueError, match=message):
+        cuda_memory(model, CONFIG, 16, "cpu", 0.39)

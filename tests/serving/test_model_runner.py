@@ -1,0 +1,164 @@
+"""ModelRunner: the tensors of a step against loops over plain lists, and what one step does."""
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, Checkpoint, greedy_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.block_manager import BlockManager
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.loader import load_model
+from pagedattn_serve.sampler import SamplerOutput
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduler import Scheduler
+from pagedattn_serve.sequence import Sequence, SequenceStatus
+
+GREEDY = SamplingParams(temperature=0)
+MAX_LEN = 40
+
+
+@pytest.fixture(scope="module")
+def model(llama: Checkpoint) -> CausalLM:
+    return load_model(llama.path)
+
+
+def make_configs(num_blocks: int = 20, block_size: int = 8, **limits: int) -> tuple[SchedulerConfig, CacheConfig]:
+    return SchedulerConfig(**{"max_model_len": MAX_LEN, **limits}), CacheConfig(
+        num_blocks=num_blocks, block_size=block_size
+    )
+
+
+def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[int]]:
+    """Token by token."""
+    expected: dict[str, list[int]] = {
+        "token_ids": [],
+        "positions": [],
+        "slot_mapping": [],
+        "seq_lens": [],
+        "query_start_loc": [0],
+    }
+    for scheduled in batch.sequences:
+        sequence = scheduled.sequence
+        tokens = sequence.prompt_token_ids + sequence.output_token_ids
+        end = sequence.num_computed_tokens + scheduled.num_new_tokens
+        for position in range(sequence.num_computed_tokens, end):
+            expected["token_ids"].append(tokens[position])
+            expected["positions"].append(position)
+            block = scheduled.block_table[position // block_size]
+            expected["slot_mapping"].append(block * block_size + position % block_size)
+        expected["seq_lens"].append(end)
+        expected["query_start_loc"].append(len(expected["token_ids"]))
+    return expected
+
+
+def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
+    token_ids, positions, metadata = runner.prepare_inputs(batch)
+    tensors = {
+        "token_ids": token_ids,
+        "positions": positions,
+        "slot_mapping": metadata.slot_mapping,
+        "seq_lens": metadata.seq_lens,
+        "query_start_loc": metadata.query_start_loc,
+    }
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, runner.block_size)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (torch.int32 if name in ("seq_lens", "query_start_loc") else torch.int64)
+    assert metadata.block_tables.dtype == torch.int32
+    lengths = [len(scheduled.block_table) for scheduled in batch.sequences]
+    assert metadata.block_tables.shape == (len(lengths), max(lengths))
+    for row, scheduled in zip(metadata.block_tables.tolist(), batch.sequences, strict=True):
+        assert row[: len(scheduled.block_table)] == scheduled.block_table
+    assert all(tensor.is_contiguous() for tensor in (*tensors.values(), metadata.block_tables))
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, MAX_LEN - 1), min_size=1, max_size=9),
+    block_size=st.sampled_from([8, 16]),
+    num_blocks=st.integers(5, 14),
+    max_num_seqs=st.integers(1, 5),
+    max_num_batched_tokens=st.integers(1, 50),
+    random=st.randoms(use_true_random=False),
+)
+def test_inputs_of_chunks_and_decodes(
+    model: CausalLM,
+    lengths: list[int],
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    random: Any,
+) -> None:
+    """As a scheduler mixes them, with preemption, until all are done; no model runs."""
+    scheduler_config, cache_config = make_configs(
+        num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    scheduler = Scheduler(scheduler_config, cache_config)
+    runner = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0)
+    ends: dict[Sequence, int] = {}
+    for i, length in enumerate(lengths):
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+        sequence = Sequence(str(i), prompt, GREEDY, 0.0)
+        scheduler.add(sequence)
+        ends[sequence] = random.randint(length + 1, MAX_LEN)
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        check_inputs(runner, batch)
+        scheduler.mark_computed(batch)
+        for scheduled in batch.sequences:
+            if scheduled.samples:
+                scheduled.sequence.output_token_ids.append(random.randrange(VOCAB_SIZE))
+                if scheduled.sequence.num_tokens == ends[scheduled.sequence]:
+                    scheduler.finish(scheduled.sequence, SequenceStatus.FINISHED_LENGTH)
+
+
+def start(manager: BlockManager, prompt: list[int]) -> Sequence:
+    sequence = Sequence("a", list(prompt), GREEDY, 0.0, status=SequenceStatus.RUNNING)
+    manager.allocate(sequence)
+    return sequence
+
+
+def test_a_chunk_that_does_not_reach_the_end_samples_nothing(model: CausalLM, llama: Checkpoint) -> None:
+    scheduler_config, cache_config = make_configs()
+    runner, manager = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0), BlockManager(cache_config)
+    long, short = start(manager, llama.prompts[5]), start(manager, llama.prompts[2])  # 33 and 7 tokens
+
+    def execute(*chunks: tuple[Sequence, int]) -> SamplerOutput:
+        batch = ScheduledBatch([ScheduledSequence(s, n, manager.block_table(s)) for s, n in chunks])
+        output = runner.execute(batch)
+        for sequence, num_tokens in chunks:
+            sequence.num_computed_tokens += num_tokens
+        return output
+
+    assert execute((long, 20)) == SamplerOutput([], [], [])
+    assert execute((long, 5), (short, 7)).token_ids == llama.expected[2][:1]  # one token, that of the second
+    assert execute((long, 8)).token_ids == llama.expected[5][:1]
+
+
+def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpoint) -> None:
+    """Two that share the blocks of a prompt go on with a different token each."""
+    scheduler_config, cache_config = make_configs()
+    runner, manager = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0), BlockManager(cache_config)
+    prompt = llama.prompts[4][:12]  # the second block half full
+    parent = start(manager, prompt)
+    runner.execute(ScheduledBatch([ScheduledSequence(parent, len(prompt), manager.block_table(parent))]))
+    child = Sequence("child", list(prompt), GREEDY, 0.0, status=SequenceStatus.RUNNING)
+    manager.fork(parent, child)
+    batch = ScheduledBatch()
+    for sequence, token_id in [(child, 5), (parent, 77)]:
+        sequence.num_computed_tokens = len(prompt)
+        sequence.output_token_ids.append(token_id)
+        pair = manager.append(sequence)
+        if pair is not None:
+            batch.blocks_to_copy.append(pair)
+        batch.sequences.append(ScheduledSequence(sequence, 1, manager.block_table(sequence)))
+    assert len(batch.blocks_to_copy) == 1
+    assert runner.execute(batch).token_ids == [
+        greedy_reference(llama.model, [*prompt, token_id], 1)[0] for token_id in (5, 77)
+    ]

@@ -1,0 +1,81 @@
+"""Where the tokenizer comes from, and which tokens end an output."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoint
+from transformers import PreTrainedTokenizerBase
+
+from pagedattn_serve.tokenizer import eos_token_ids, load_tokenizer
+
+TEXT = "the cat sat 🙂 é"
+
+
+def test_the_model_s_own(text_model: str, llama: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
+    loaded = load_tokenizer(text_model, None)
+    assert loaded is not None
+    assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
+    assert load_tokenizer(llama.path, None) is None
+    assert load_tokenizer("no/such/model", None) is None  # the loader of the weights tells
+
+
+def test_of_another_directory(text_model: str, llama: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The model's is not looked at, so it need not be there."""
+    for model in (llama.path, "no/such/model", text_model):
+        loaded = load_tokenizer(model, text_model)
+        assert loaded is not None and loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
+    for model in (llama.path, text_model):
+        with pytest.raises(FileNotFoundError, match=f"tokenizer: .*tokenizer.json.*, got {llama.path}$"):
+            load_tokenizer(model, llama.path)
+
+
+def test_tokenizer_json_alone(text_model: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    shutil.copy(Path(text_model) / "tokenizer.json", tmp_path)
+    loaded = load_tokenizer("no/such/model", str(tmp_path))
+    assert loaded is not None and loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
+
+
+def test_vocab_and_merges(text_model: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """As the checkpoints of GPT-2 and OPT have them."""
+    bpe = json.loads((Path(text_model) / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(bpe["vocab"]))
+    (tmp_path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in bpe["merges"]))
+    special = dict(bos_token="<s>", eos_token="</s>", unk_token="</s>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **special}))
+    loaded = load_tokenizer("no/such/model", str(tmp_path))
+    assert loaded is not None
+    assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
+    assert loaded.decode(loaded(TEXT).input_ids) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("config", "generation_config", "expected"),
+    [
+        (None, None, set()),
+        ({}, None, set()),
+        ({"eos_token_id": None}, None, set()),
+        ({"eos_token_id": 7}, None, {7}),
+        ({"eos_token_id": 0}, None, {0}),  # as in the demo model
+        ({"eos_token_id": [7, 8, 7]}, None, {7, 8}),
+        ({"eos_token_id": 7}, {"eos_token_id": 9}, {9}),  # generation_config.json decides
+        ({"eos_token_id": 7}, {"eos_token_id": [0, 9]}, {0, 9}),
+        ({"eos_token_id": 7}, {"eos_token_id": 0}, {0}),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, {7}),
+        ({"eos_token_id": [7, 8]}, {"max_length": 20}, {7, 8}),
+        ({}, {"eos_token_id": [1]}, {1}),
+        (None, {"eos_token_id": 1}, {1}),
+    ],
+)
+def test_eos_token_ids(
+    tmp_path: Path,
+    config: dict[str, Any] | None,
+    generation_config: dict[str, Any] | None,
+    expected: set[int],
+) -> None:
+    for name, fields in [("config.json", config), ("generation_config.json", generation_config)]:
+        if fields is not None:
+            (tmp_path / name).write_text(json.dumps(fields))
+    assert eos_token_ids(str(tmp_path)) == expected
