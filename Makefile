@@ -57,6 +57,7 @@ bench: build
 	$(BIN)/python bench/attn.py --quick
 	$(BIN)/python bench/cache.py --quick
 	$(BIN)/python bench/elementwise.py --quick
+	$(BIN)/python bench/serving.py --quick
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 lint: .venv/ready
