@@ -1,4 +1,4 @@
-"""docs/ops.md: its sessions give what it prints, and every op is there with its schema and its wrapper's signature."""
+"""The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature."""
 
 import doctest
 import inspect
@@ -11,7 +11,8 @@ import torch
 import pagedattn_ext
 from pagedattn_ext import ops
 
-TEXT = (Path(__file__).resolve().parents[1] / "docs" / "ops.md").read_text()
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TEXT = (DOCS / "ops.md").read_text()
 FLAT_TEXT = " ".join(TEXT.split())  # a schema may be broken over lines
 
 # (heading, text) of every section; text before the first heading belongs to none.
@@ -34,13 +35,20 @@ START = sessions(SECTIONS[0][1])[-1]
     ("heading", "text"), [pytest.param(*section, id=section[0]) for section in SECTIONS if sessions(section[1])]
 )
 def test_sessions(heading, text):
-    code = "\n".join([START, *(session for session in sessions(text) if session != START)])
+    run_session("\n".join([START, *(session for session in sessions(text) if session != START)]), heading)
+
+
+def test_sessions_of_serving():
+    run_session("\n".join(sessions((DOCS / "serving.md").read_text())), "docs/serving.md")
+
+
+def run_session(code, name):
     # doctest wants the traceback's header, which the document leaves out for the reader.
     code = re.sub(r"^(\w+Error: )", r"Traceback (most recent call last):\n\1", code, flags=re.MULTILINE)
-    session = doctest.DocTestParser().get_doctest(code, {}, heading, "docs/ops.md", 0)
+    session = doctest.DocTestParser().get_doctest(code, {}, name, name, 0)
     report = []
     results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(session, out=report.append)
-    assert results.failed == 0, "".join(report)
+    assert results.attempted > 0 and results.failed == 0, "".join(report)
 
 
 @pytest.mark.parametrize("name", OP_NAMES)

@@ -30,6 +30,16 @@ def test_demo():
     assert 0 < wasted < reserved < 100
 
 
+def test_stream():
+    lines = run("python/examples/stream.py").splitlines()
+    assert {line.split()[0] for line in lines} == {"with", "late", "class"}
+    assert "class aborted after 20 tokens" in lines
+    texts = {name: [line for line in lines if line.startswith(name) and "'" in line] for name in ("with", "late")}
+    assert len(texts["with"]) == 40 and texts["with"][-1].endswith(" length")
+    # It came in the middle, and left before the others.
+    assert len(texts["late"]) == 10 and lines.index(texts["late"][-1]) < lines.index(texts["with"][-1])
+
+
 def test_train_demo_model(tmp_path):
     run("python/examples/train_demo_model.py", "--steps", "2", "--output", str(tmp_path / "model"))
     from pagedattn_serve import LLM, SamplingParams
