@@ -2,7 +2,7 @@
 
 import torch
 
-from pagedattn_ext import ops
+from pagedattn_ext import allocate_kv_cache, ops
 from pagedattn_serve.metadata import KVCache
 
 
@@ -25,14 +25,10 @@ class CacheEngine:
         head_size = padded_head_size(head_size, dtype)
         if head_size > 256:
             raise ValueError(f"head_size: expected at most 256, got {head_size}")
-        x = 16 // dtype.itemsize
-        key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
-        value_shape = (num_blocks, num_kv_heads, head_size, block_size)
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.
-        self.kv_caches: list[KVCache] = [
-            (torch.empty(key_shape, dtype=dtype, device=device), torch.empty(value_shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
-        ]
+        self.kv_caches: list[KVCache] = allocate_kv_cache(
+            num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers
+        )
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every layer."""
