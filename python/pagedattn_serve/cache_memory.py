@@ -1,10 +1,12 @@
 """How large the cache is: from bytes to blocks, and what a CUDA device has left for it."""
 
+import math
+
 import torch
 
 from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.cache_engine import bytes_per_block
-from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig, check_int
 from pagedattn_serve.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling_params import SamplingParams
@@ -13,13 +15,19 @@ from pagedattn_serve.sequence import Sequence
 DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of all memory would be taken from whatever else runs
 
 
-def choose_num_blocks(model: CausalLM, memory: int, block_size: int, num_useful_slots: int) -> int:
-    """Blocks that fit in `memory` bytes, but no more than can be of use. ValueError if there is room for none."""
+def num_useful_blocks(config: SchedulerConfig, block_size: int) -> int:
+    """What as many sequences as may run hold at their longest, and the watermark beside them."""
+    held = config.max_num_seqs * -(-config.max_model_len // block_size)
+    return math.ceil(held / (1 - DEFAULT_WATERMARK))
+
+
+def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int) -> int:
+    """Blocks that fit in `memory` bytes, but not more than `at_most`. ValueError if there is room for none."""
     check_int("kv_cache_memory", memory, 1)
     block_bytes = bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype)
     if memory < block_bytes:
         raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
-    return min(memory // block_bytes, -(-num_useful_slots // block_size))
+    return min(memory // block_bytes, at_most)
 
 
 def cuda_memory(

@@ -7,6 +7,8 @@ from pathlib import Path
 # The small LLaMA that comes with the package (see its README.md).
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
+DEFAULT_WATERMARK = 0.01
+
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise TypeError unless `value` is an int (a bool is not), ValueError unless it lies in [minimum, maximum]."""
@@ -55,7 +57,7 @@ class CacheConfig:
 
     num_blocks: int
     block_size: int = 16
-    watermark: float = 0.01
+    watermark: float = DEFAULT_WATERMARK
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)

@@ -9,7 +9,7 @@ import torch
 
 import pagedattn_ext
 from pagedattn_serve.batch import ScheduledBatch
-from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory
+from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory, num_useful_blocks
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, check_int
 from pagedattn_serve.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.model_runner import ModelRunner
@@ -19,7 +19,7 @@ from pagedattn_serve.packed_linear import pack_linear_layers
 from pagedattn_serve.sampler import SamplerOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduler import Scheduler
-from pagedattn_serve.sequence import Logprob, Sequence, SequenceStatus
+from pagedattn_serve.sequence import Sequence, SequenceStatus
 from pagedattn_serve.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ class LLMEngine:
                 memory = DEFAULT_CPU_MEMORY
             elif memory is None:
                 memory = cuda_memory(causal_lm, scheduler_config, block_size, device, gpu_memory_utilization)
-            num_blocks = choose_num_blocks(causal_lm, memory, block_size, max_num_seqs * max_model_len)
+            num_blocks = choose_num_blocks(
+                causal_lm, memory, block_size, num_useful_blocks(scheduler_config, block_size)
+            )
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         self.scheduler = Scheduler(scheduler_config, cache_config)
@@ -191,6 +193,10 @@ class LLMEngine:
                 raise TypeError(f"prompt: expected a string, got {type(prompt).__name__}")
             if self.tokenizer is None:
                 raise ValueError("prompt: expected prompt_token_ids, as the model's directory has no tokenizer")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt: expected text that UTF-8 can write, got {error}") from None
             token_ids = self.tokenizer(prompt, verbose=False).input_ids
         if not isinstance(token_ids, list):
             raise TypeError(f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}")
@@ -199,19 +205,25 @@ class LLMEngine:
         return list(token_ids)
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        outputs = []
-        now = time.monotonic()
         sequences = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
         tokens = zip(sequences, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True)
         for sequence, token_id, logprob, top_logprobs in tokens:
-            request = self._requests[sequence.request_id]
             sequence.output_token_ids.append(token_id)
             sequence.cumulative_logprob += logprob
             if top_logprobs is not None:
-                sequence.logprobs.append(self._decoded(top_logprobs))
+                sequence.logprobs.append(top_logprobs)
+
+        outputs = []
+        now = time.monotonic()
+        for sequence in sequences:
+            request = self._requests[sequence.request_id]
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-            status = self._add_text(request, token_id)
+            try:
+                status = self._add_text(request)
+            except Exception:  # whatever a tokenizer raises: it ends this request, the others go on
+                logger.exception("request %r is aborted: its text cannot be decoded", sequence.request_id)
+                status = SequenceStatus.FINISHED_ABORTED
             if status is not None:
                 request.metrics.finished_time = now
                 self.scheduler.finish(sequence, status)
@@ -220,9 +232,13 @@ class LLMEngine:
         self._num_output_tokens += len(outputs)
         return outputs
 
-    def _add_text(self, request: _Request, token_id: int) -> SequenceStatus | None:
+    def _add_text(self, request: _Request) -> SequenceStatus | None:
         """Add the newest token's text; returns the status that the token ends the request with, if it does."""
         sequence, detokenizer, params = request.sequence, request.detokenizer, request.sequence.sampling_params
+        token_id = sequence.output_token_ids[-1]
+        if self.tokenizer is not None and sequence.logprobs:
+            for each, logprob in sequence.logprobs[-1].items():
+                logprob.decoded_token = self.tokenizer.decode([each], clean_up_tokenization_spaces=False)
         status = None
         if (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_ids:
             status = SequenceStatus.FINISHED_STOPPED
@@ -240,12 +256,6 @@ class LLMEngine:
                 detokenizer.text = detokenizer.text[:stop_at]
                 status = SequenceStatus.FINISHED_STOPPED
         return status
-
-    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self.tokenizer is not None:
-            for token_id, logprob in logprobs.items():
-                logprob.decoded_token = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        return logprobs
 
     def _output(self, request: _Request) -> RequestOutput:
         sequence = request.sequence

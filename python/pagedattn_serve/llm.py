@@ -77,12 +77,12 @@ class LLM:
         try:
             for i, ((prompt, token_ids), param) in enumerate(zip(requests, params, strict=True)):
                 request_id = f"llm-{self._num_requests}"
+                self._num_requests += 1
                 try:
                     self.llm_engine.add_request(request_id, prompt, param, token_ids)
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"prompt {i} of {len(requests)}: {error}") from None
                 request_ids.append(request_id)
-                self._num_requests += 1
             own = set(request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):

@@ -12,7 +12,7 @@ class AttentionMetadata:
     """Where the new tokens of one step go in the cache, and what they see there.
 
     slot_mapping: int64 [num_tokens], slot of each new token.
-    block_tables: int32 [num_seqs, max_num_blocks_per_seq], padded with 0.
+    block_tables: int32 [num_seqs, max_num_blocks_per_seq], beyond a sequence's own blocks lies anything.
     seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
     query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens.
     """

@@ -37,7 +37,9 @@ class ModelRunner:
             device,
         )
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
-        self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)
+        # A running sequence holds a block at least.
+        num_rows = min(scheduler_config.max_num_seqs, cache_config.num_blocks)
+        self.block_tables = BlockTables(num_rows, max_num_blocks_per_seq)
         self.sampler = Sampler(seed, device)
 
     @torch.inference_mode()

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from pagedattn_serve.detokenizer import REPLACEMENT
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ MAX_LEN = 128  # positions of every checkpoint here
 VOCAB_SIZE = 97  # of the random ones
 TOKENIZER_SIZE = 280
 EOS = "</s>"
+SMALL: dict[str, Any] = dict(num_blocks=8, block_size=8, max_num_seqs=3, max_num_batched_tokens=9)  # preempts
+BEGINNING, SPEECH = "the cat", " sat on the mat 🙂🙂 on the hat é, and on the end."
 
 LLAMA_SHAPE = dict(max_position_embeddings=MAX_LEN, num_hidden_layers=2, intermediate_size=72)
 # What the variants of a family share.
@@ -410,3 +413,27 @@ def run(
 
 def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def speak(engine: LLMEngine, **params: Any) -> list[RequestOutput]:
+    """Every output of one request for SPEECH."""
+    engine.add_request("speech", BEGINNING, SamplingParams(**{**dict(temperature=0, max_tokens=None), **params}))
+    return finish_all(engine)["speech"]
+
+
+def speech_ids(engine: LLMEngine) -> list[int]:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    return tokenizer(BEGINNING + SPEECH).input_ids[len(tokenizer(BEGINNING).input_ids) :]
+
+
+def words(engine: LLMEngine) -> list[str]:
+    """The text of SPEECH after each of its tokens, with broken characters at the end left out."""
+    tokenizer, ids = engine.tokenizer, speech_ids(engine)
+    assert tokenizer is not None
+    return [tokenizer.decode(ids[: n + 1]).rstrip(REPLACEMENT) for n in range(len(ids))]
+
+
+def completions(outputs: list[RequestOutput]) -> list[tuple[str, list[int], str | None]]:
+    """What no batch may change. A logprob may: its last bits hang on how the batch was summed."""
+    return [(c.text, c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]

@@ -5,8 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import VARIANTS, Checkpoint, make_checkpoint, make_text_model
+from checkpoints import (
+    BEGINNING,
+    SPEECH,
+    VARIANTS,
+    Checkpoint,
+    make_checkpoint,
+    make_speaking_model,
+    make_text_model,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pagedattn_serve.engine import LLMEngine
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +49,21 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tokenizer(text_model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of every checkpoint here that has one."""
     return AutoTokenizer.from_pretrained(Path(text_model))
+
+
+@pytest.fixture(scope="session")
+def speaker_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that says SPEECH and then EOS after BEGINNING."""
+    directory = tmp_path_factory.mktemp("speaker")
+    make_speaking_model(directory, BEGINNING + SPEECH)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def speaker(speaker_path: str) -> LLMEngine:
+    return LLMEngine(speaker_path)
+
+
+@pytest.fixture
+def engine(text_model: str) -> LLMEngine:
+    return LLMEngine(text_model, num_blocks=40)

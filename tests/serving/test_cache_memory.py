@@ -1,5 +1,6 @@
 """How large the cache is: blocks from bytes, the largest step there can be, and what that step leaves of a device."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from checkpoints import Checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.cache_memory import choose_num_blocks, cuda_memory, largest_batch
-from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.cache_memory import choose_num_blocks, cuda_memory, largest_batch, num_useful_blocks
+from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.loader import build_model, load_model
@@ -35,11 +36,23 @@ def test_blocks_that_fit(llama: Checkpoint, dtype: str, block_size: int) -> None
         choose_num_blocks(model, block_bytes - 1, block_size, PLENTY)
 
 
-@pytest.mark.parametrize(("num_useful_slots", "num_blocks"), [(1, 1), (16, 1), (17, 2), (160, 10), (161, 11)])
-def test_no_more_blocks_than_are_of_use(llama: Checkpoint, num_useful_slots: int, num_blocks: int) -> None:
+@pytest.mark.parametrize("at_most", [1, 2, 10])
+def test_no_more_blocks_than_are_of_use(llama: Checkpoint, at_most: int) -> None:
     model = build_model(llama.path)
-    assert choose_num_blocks(model, 10**12, 16, num_useful_slots) == num_blocks
-    assert choose_num_blocks(model, 3 * 16 * SLOT_BYTES["float32"], 16, num_useful_slots) == min(num_blocks, 3)
+    assert choose_num_blocks(model, 10**12, 16, at_most) == at_most
+    assert choose_num_blocks(model, 3 * 16 * SLOT_BYTES["float32"], 16, at_most) == min(at_most, 3)
+
+
+@given(max_num_seqs=st.integers(1, 300), max_model_len=st.integers(2, 300), block_size=st.sampled_from([8, 16, 64]))
+def test_useful_blocks_are_enough_and_not_one_more(max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    held = max_num_seqs * math.ceil(max_model_len / block_size)
+
+    def beside_watermark(num_blocks: int) -> int:
+        return num_blocks - math.ceil(num_blocks * DEFAULT_WATERMARK)
+
+    num_blocks = num_useful_blocks(config, block_size)
+    assert beside_watermark(num_blocks) >= held > beside_watermark(num_blocks - 1)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import inspect
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, token_ids
+from checkpoints import Checkpoint, completions, token_ids
 
-from pagedattn_serve import LLM, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve import LLM, LLMEngine, SamplingParams
 from pagedattn_serve.sampler import SamplerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -20,11 +20,6 @@ def llm(llama: Checkpoint) -> LLM:
 @pytest.fixture
 def text_llm(text_model: str) -> LLM:
     return LLM(text_model, num_blocks=50)
-
-
-def completions(outputs: list[RequestOutput]) -> list[tuple[str, list[int], str | None]]:
-    """What no batch may change. A logprob may: its last bits hang on how the batch was summed."""
-    return [(c.text, c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]
 
 
 def expect_empty(llm: LLM) -> None:
