@@ -51,6 +51,7 @@ struct Tile {
 
   int first_vec() const { return begin / VEC_SIZE; }
   int last_vec() const { return (end - 1) / VEC_SIZE; }
+  bool all_visible() const { return begin == 0 && end == TILE_TOKENS; }
   bool all_visible(int vec) const { return begin <= vec * VEC_SIZE && (vec + 1) * VEC_SIZE <= end; }
   IntVec visible(int vec) const {
     const IntVec token_idx = iota() + vec * VEC_SIZE;
@@ -217,13 +218,20 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       for (int r = 0; r < NUM_ROWS; ++r) sums[r * STEP + i] = fma(value, weight[r], sums[r * STEP + i]);
     }
   };
-  for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
-    if (h.tile.all_visible(vec)) {
-      add_tokens(vec, [](Vec value) { return value; });
-    } else {
-      // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
-      const IntVec visible = h.tile.visible(vec);
-      add_tokens(vec, [visible](Vec value) { return select(visible, value, Vec{}); });
+  if (!h.prefetch && h.tile.all_visible()) {
+    // Unrolled, for rows that find the tile in the caches. Those that fetch it wait for memory: they gain nothing, and
+    // lose by having their prefetches closer together.
+    PAGEDATTN_UNROLL
+    for (int vec = 0; vec < TILE_VECS; ++vec) add_tokens(vec, [](Vec value) { return value; });
+  } else {
+    for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
+      if (h.tile.all_visible(vec)) {
+        add_tokens(vec, [](Vec value) { return value; });
+      } else {
+        // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
+        const IntVec visible = h.tile.visible(vec);
+        add_tokens(vec, [visible](Vec value) { return select(visible, value, Vec{}); });
+      }
     }
   }
   float totals[VEC_SIZE];
