@@ -39,7 +39,7 @@ class LLMEngine:
     Args:
         model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer).
         tokenizer: a directory with another tokenizer than the model's.
-        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16".
+        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16"; or torch's.
         device: "auto" (CUDA where there is a device and this build has the kernels, else the CPU), "cpu", "cuda" or
             "cuda:N".
         block_size: tokens per cache block, a power of two from 8 to 64.
@@ -62,7 +62,7 @@ class LLMEngine:
         self,
         model: str,
         tokenizer: str | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         block_size: int = 16,
         kv_cache_memory: int | None = None,
@@ -320,5 +320,5 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
     num_slots = cache_config.num_blocks * cache_config.block_size
     if config.max_model_len <= num_slots:
         return config
-    logger.warning("max_model_len: %d of %d tokens, all that the cache holds", num_slots, config.max_model_len)
+    logger.warning("max_model_len: cut from %d to %d tokens, all that the cache holds", config.max_model_len, num_slots)
     return replace(config, max_model_len=num_slots)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
@@ -16,7 +17,7 @@ class LLM:
         self,
         model: str,
         tokenizer: str | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         block_size: int = 16,
         kv_cache_memory: int | None = None,

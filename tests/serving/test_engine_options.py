@@ -160,11 +160,11 @@ def test_a_small_cache_limits_the_length(llama: Checkpoint) -> None:
 def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
     """Asked for or the model's own: one warning that says so; none where nothing is cut."""
     cases: list[tuple[dict[str, Any], str | None]] = [
-        (dict(num_blocks=2, max_model_len=40), "max_model_len: 32 of 40 tokens, all that the cache holds"),
-        (dict(num_blocks=3), "max_model_len: 48 of 128 tokens, all that the cache holds"),
+        (dict(num_blocks=2, max_model_len=40), "max_model_len: cut from 40 to 32 tokens, all that the cache holds"),
+        (dict(num_blocks=3), "max_model_len: cut from 128 to 48 tokens, all that the cache holds"),
         (
             dict(kv_cache_memory=BLOCK_BYTES, max_model_len=17),
-            "max_model_len: 16 of 17 tokens, all that the cache holds",
+            "max_model_len: cut from 17 to 16 tokens, all that the cache holds",
         ),
         (dict(num_blocks=2, max_model_len=32), None),
         (dict(num_blocks=8), None),
@@ -175,7 +175,7 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         with caplog.at_level(logging.WARNING, logger="pagedattn_serve"):
             engine = LLMEngine(llama.path, **options)
         assert [record.getMessage() for record in caplog.records] == ([] if warning is None else [warning])
-        assert warning is None or f": {engine.max_model_len} of" in warning
+        assert warning is None or f"to {engine.max_model_len} tokens" in warning
     engine = LLMEngine(llama.path, num_blocks=2, max_model_len=40)
     with pytest.raises(ValueError, match="expected 1 to 31 tokens"):
         engine.add_request("x", prompt_token_ids=[7] * 32)

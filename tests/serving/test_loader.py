@@ -454,7 +454,10 @@ def test_dtypes(save: Save) -> None:
     directory = save("llama-gqa")
     names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     for name, dtype in names.items():
-        assert {parameter.dtype for parameter in load_model(str(directory), name).parameters()} == {dtype}
+        for given in (name, dtype):
+            assert {parameter.dtype for parameter in load_model(str(directory), given).parameters()} == {dtype}
+    with pytest.raises(ValueError, match=r"dtype: expected auto, .*, got float64"):
+        load_model(str(directory), torch.float64)
     for name in ("float64", "fp16", "int8", ""):
         with pytest.raises(ValueError, match=f"dtype: expected auto, float32, float16, bfloat16, got {name}"):
             load_model(str(directory), name)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
 
 
-def load_model(path: str, dtype: str = "auto", device: str = "cpu") -> CausalLM:
+def load_model(path: str, dtype: str | torch.dtype = "auto", device: str = "cpu") -> CausalLM:
     """The model in directory `path`, on `device`, with weights of `dtype` ("auto": that of config.json).
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for an
@@ -51,7 +51,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu") -> CausalLM:
     return model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
 
 
-def build_model(path: str, dtype: str = "auto") -> CausalLM:
+def build_model(path: str, dtype: str | torch.dtype = "auto") -> CausalLM:
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -67,7 +67,9 @@ def build_model(path: str, dtype: str = "auto") -> CausalLM:
         return ARCHITECTURES[architecture](config, torch_dtype)
 
 
-def choose_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
+def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
     if name == "auto":
         return next((dtype for dtype in DTYPES.values() if dtype == of_checkpoint), torch.float32)
     if name not in DTYPES:
