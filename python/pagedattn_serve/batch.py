@@ -10,7 +10,7 @@ class ScheduledSequence:
     """The next `num_new_tokens` uncomputed tokens of a sequence, and its blocks.
 
     block_table: physical blocks of all its tokens so far, [num_blocks_of_sequence]. It is the block manager's own list:
-        one object from the time when the sequence gets blocks until it loses them, to be read and not to be kept.
+        one object from the time when the sequence gets blocks until it loses them, to be read only.
     samples: whether these reach its last token, so that the logits there give the next one. Fixed when scheduled, as
         the sequence moves on afterwards.
     """

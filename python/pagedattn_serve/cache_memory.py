@@ -21,10 +21,15 @@ def num_useful_blocks(config: SchedulerConfig, block_size: int) -> int:
     return math.ceil(held / (1 - DEFAULT_WATERMARK))
 
 
+def block_bytes_of(model: CausalLM, block_size: int) -> int:
+    """Bytes that one block of the model's cache takes over all layers."""
+    return bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype)
+
+
 def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int) -> int:
     """Blocks that fit in `memory` bytes, but not more than `at_most`. ValueError if there is room for none."""
     check_int("kv_cache_memory", memory, 1)
-    block_bytes = bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype)
+    block_bytes = block_bytes_of(model, block_size)
     if memory < block_bytes:
         raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
     return min(memory // block_bytes, at_most)
@@ -42,9 +47,7 @@ def cuda_memory(
     num_blocks = max(max(scheduled.block_table) for scheduled in batch.sequences) + 1
     runner = ModelRunner(model, config, CacheConfig(num_blocks=num_blocks, block_size=block_size), device, seed=0)
     runner.execute(batch)
-    own_cache = num_blocks * bytes_per_block(
-        model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype
-    )
+    own_cache = num_blocks * block_bytes_of(model, block_size)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     needed = torch.cuda.max_memory_allocated(device) - own_cache + used_by_others

@@ -4,8 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve.cache_engine import bytes_per_block
-from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks
+from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
 from pagedattn_serve.config import DEMO_MODEL, CacheConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.models.loader import build_model
@@ -105,8 +104,7 @@ def generate(args: argparse.Namespace) -> None:
 def info(args: argparse.Namespace) -> None:
     CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
     model = build_model(args.model, args.dtype)
-    shape = model.num_layers, model.num_kv_heads, model.head_size
-    block_bytes = bytes_per_block(*shape, args.block_size, model.dtype)
+    block_bytes = block_bytes_of(model, args.block_size)
     num_blocks = choose_num_blocks(model, args.kv_cache_memory, args.block_size, sys.maxsize)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     for name, value in [

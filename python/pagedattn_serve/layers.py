@@ -112,7 +112,7 @@ class ConvertedLinear(nn.Linear):
 
     def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
         """Names and shapes of the checkpoint's tensors for the "weight" or "bias" of the layer called `name`."""
-        raise NotImplementedError
+        return {f"{name}.{kind}": list(self.get_parameter(kind).shape)}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         """The weight or bias, of those tensors in the same order."""
@@ -128,7 +128,7 @@ class FusedLinear(ConvertedLinear):
 
     def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
         parent = name.rpartition(".")[0]
-        inputs = [self.in_features] if kind == "weight" else []
+        inputs = self.get_parameter(kind).shape[1:]
         return {f"{parent}.{part}.{kind}": [size, *inputs] for part, size in self.parts.items()}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
@@ -139,11 +139,10 @@ class TransposedLinear(ConvertedLinear):
     """A linear layer whose weight the checkpoint keeps as [in_features, out_features]."""
 
     def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
-        inputs = [self.in_features] if kind == "weight" else []
-        return {f"{name}.{kind}": [*inputs, self.out_features]}
+        return {f"{name}.{kind}": list(self.get_parameter(kind).shape[::-1])}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].t() if kind == "weight" else tensors[0]
+        return tensors[0].t()  # which leaves a bias as it is
 
 
 class InterleavedQKVLinear(ConvertedLinear):
@@ -152,10 +151,6 @@ class InterleavedQKVLinear(ConvertedLinear):
     def __init__(self, in_features: int, num_heads: int, head_size: int) -> None:
         super().__init__(in_features, 3 * num_heads * head_size)
         self.num_heads = num_heads
-
-    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
-        inputs = [self.in_features] if kind == "weight" else []
-        return {f"{name}.{kind}": [self.out_features, *inputs]}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         tensor = tensors[0]

@@ -79,9 +79,7 @@ class BloomForCausalLM(CausalLM):
         super().__init__(config, dtype)
         self.max_model_len = getattr(config, "seq_length", None) or DEFAULT_MAX_MODEL_LEN
         self.transformer = BloomModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.word_embeddings.weight
+        self.make_lm_head(config, self.transformer.word_embeddings)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

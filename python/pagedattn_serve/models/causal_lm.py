@@ -31,6 +31,12 @@ class CausalLM(nn.Module):
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
         self.head_size: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
 
+    def make_lm_head(self, config: Any, embedding: nn.Embedding) -> None:
+        """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""
+        self.lm_head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = embedding.weight
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:

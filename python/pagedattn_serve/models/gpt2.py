@@ -75,9 +75,7 @@ class GPT2LMHeadModel(CausalLM):
         super().__init__(config, dtype)
         self.max_model_len = config.max_position_embeddings
         self.transformer = GPT2Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.wte.weight
+        self.make_lm_head(config, self.transformer.wte)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -108,9 +108,7 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(config, dtype)
         self.max_model_len = max_position(config)
         self.model = LlamaModel(config, RotaryEmbedding(config, self.head_size, dtype))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.make_lm_head(config, self.model.embed_tokens)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata

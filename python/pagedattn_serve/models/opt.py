@@ -84,9 +84,7 @@ class OPTForCausalLM(CausalLM):
         super().__init__(config, dtype)
         self.max_model_len = config.max_position_embeddings
         self.model = OPTModel(config)
-        self.lm_head = nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.decoder.embed_tokens.weight
+        self.make_lm_head(config, self.model.decoder.embed_tokens)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
