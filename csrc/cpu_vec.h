@@ -272,16 +272,17 @@ PAGEDATTN_INLINE Vec polynomial(Vec x, const float (&c)[N]) {
 // e^x within 2 ulp; 0 below -87.3, infinity above 88.7. Cephes expf: x = n ln 2 + r, a polynomial in r, times 2^n.
 PAGEDATTN_INLINE Vec exp(Vec x) {
   const Vec round_to_int = broadcast(0x1.8p23f);
-  const Vec clamped = min(max(x, broadcast(-87.33654f)), broadcast(88.72283f));
-  const Vec n = min(fma(clamped, broadcast(1.44269504f), round_to_int) - round_to_int, broadcast(127.0f));
-  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), clamped));
+  const Vec shifted = fma(x, broadcast(1.44269504f), round_to_int);
+  const Vec n = shifted - round_to_int;
+  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
   const Vec p = polynomial(
       r, {5.0000001201e-1f, 1.6666665459e-1f, 4.1665795894e-2f, 8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f});
   const Vec mantissa = fma(p, r * r, r) + 1.0f;
-  const Vec power_of_two = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
-  Vec result = select(x < -87.33654f, Vec{}, mantissa * power_of_two);
-  result = select(x > 88.72283f, broadcast(__builtin_inff()), result);
-  return select(x == x, result, x);
+  // The last bits of `shifted` are the integer n. Added to the exponent they multiply by 2^n, up to 2^128: for that n,
+  // the mantissa is below 1.
+  const Vec result = (Vec)((UintVec)mantissa + ((UintVec)shifted << 23));
+  const Vec small_or_nan = max(Vec{}, x);  // in this order, NaN stays NaN
+  return select(x > 88.72283f, broadcast(__builtin_inff()), select(x >= -87.33654f, result, small_or_nan));
 }
 
 PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }

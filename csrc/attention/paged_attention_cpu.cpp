@@ -7,11 +7,12 @@
 // Logits. A vector covers NUM_LANES tokens with four partial sums each (key_dot_cpu.h). Four such vectors make VEC_SIZE
 // tokens, and one transposing reduction turns their partial sums into VEC_SIZE logits.
 //
-// Values. A row of the value cache holds one element of consecutive tokens: VEC_SIZE sums of (row, element) pairs stay
-// in registers over a tile, and one transposing reduction a tile turns them into VEC_SIZE elements.
+// Values. The sums of VEC_SIZE strips (value_strip_cpu.h) stay in registers over a tile; then their lanes are added.
 #include "attention/paged_attention.h"
 
 #include "attention/key_dot_cpu.h"
+#include "attention/tile_cpu.h"
+#include "attention/value_strip_cpu.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 
@@ -21,79 +22,28 @@ namespace {
 // Query rows that share the loads of a key or value: as many as the registers hold.
 template <typename T>
 constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (KeyDot<T>::PARTS == 4 ? 2 : 1);
-constexpr int TILE_VECS = TILE_TOKENS / VEC_SIZE;
-constexpr int TILE_LANE_VECS = TILE_TOKENS / NUM_LANES;
 
-// VEC_SIZE consecutive tokens of a row of values: in one block, or, where blocks are smaller than a vector, half in one
-// and half in the next.
-template <bool TWO_BLOCKS, typename T>
-PAGEDATTN_INLINE Vec load_values(const T* first, const T* second) {
-  if constexpr (TWO_BLOCKS) {
-    T tokens[VEC_SIZE];
-    __builtin_memcpy(tokens, first, sizeof tokens / 2);
-    __builtin_memcpy(tokens + VEC_SIZE / 2, second, sizeof tokens / 2);
-    return load(tokens);
-  } else {
-    return load(first);
-  }
-}
+// One row needs so few sums that registers hold those of four vectors of tokens side by side: where these lie in four
+// blocks, the hardware's own prefetchers follow four streams at once.
+template <int NUM_ROWS>
+constexpr int LOGIT_VECS = VEC_SIZE == 16 && NUM_ROWS == 1 ? 4 : 1;
 
-// ---- a tile of tokens
-
-// Where the visible tokens of a tile lie, in elements from the start of a cache, for KV head 0. Tokens that no row sees
-// are masked, and may lie in slots with NaN or in blocks that do not exist: vectors without a visible token are
-// skipped.
-struct Tile {
-  int64_t token;       // the tile's first token in its sequence
-  int32_t begin, end;  // the visible tokens, counted from there
-  int64_t key_offset[TILE_LANE_VECS];
-  int64_t value_offset[2 * TILE_VECS];  // of both halves of every vector; of the whole vector in the first if it is one
-
-  int first_vec() const { return begin / VEC_SIZE; }
-  int last_vec() const { return (end - 1) / VEC_SIZE; }
-  bool all_visible() const { return begin == 0 && end == TILE_TOKENS; }
-  bool all_visible(int vec) const { return begin <= vec * VEC_SIZE && (vec + 1) * VEC_SIZE <= end; }
-  IntVec visible(int vec) const {
-    const IntVec token_idx = iota() + vec * VEC_SIZE;
-    return (token_idx >= begin) & (token_idx < end);
-  }
-};
-
-// The tile at `token`, of which the tokens [visible_begin, visible_end) of the sequence are visible.
-template <typename T>
-Tile locate_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t token, int64_t visible_begin,
-                 int64_t visible_end) {
-  Tile tile;
-  tile.token = token;
-  tile.begin = static_cast<int32_t>(visible_begin > token ? visible_begin - token : 0);
-  tile.end = static_cast<int32_t>(visible_end - token < TILE_TOKENS ? visible_end - token : TILE_TOKENS);
-  // A group of tokens that are loaded together, but of which none is visible, is replaced by the nearest that has one.
-  const auto locate = [&](int64_t index, int64_t group, int64_t block_stride, int64_t token_stride) {
-    const int64_t first = tile.begin / group * group;
-    const int64_t last = (tile.end - 1) / group * group;
-    const int64_t t = token + (index < first ? first : index > last ? last : index);
-    return block_table[t / p.block_size] * block_stride + t % p.block_size * token_stride;
-  };
-  for (int i = 0; i < TILE_LANE_VECS; ++i) {
-    tile.key_offset[i] = locate(i * NUM_LANES, NUM_LANES, p.key_block_stride, ELEMENTS_PER_CHUNK<T>);
-  }
-  const int64_t value_group = p.block_size < VEC_SIZE ? VEC_SIZE / 2 : VEC_SIZE;
-  for (int i = 0; i < 2 * TILE_VECS; ++i) {
-    tile.value_offset[i] = locate(i * VEC_SIZE / 2 / value_group * value_group, value_group, p.value_block_stride, 1);
-  }
-  return tile;
-}
+// Several rows have more to do with the values than with the keys of 16 bits: for even work, half of the values are
+// fetched already while those of the head before are summed.
+template <typename T, int NUM_ROWS>
+constexpr bool EARLY_VALUES = LOGIT_VECS<NUM_ROWS> == 1 && sizeof(T) == 2;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
 struct HeadTile {
   const PagedAttentionParams& params;
-  const Tile& tile;
-  const T* keys;          // key_cache at this KV head
-  const T* values;        // value_cache at this KV head
-  const Tile& next_tile;  // where the walk goes from here: the next head, or the first one in the next tile
-  const T* next_keys;     // key_cache at that KV head
-  bool prefetch;          // for the first rows that go over the tile
+  const Tile<T>& tile;
+  const T* keys;             // key_cache at this KV head
+  const T* values;           // value_cache at this KV head
+  const Tile<T>& next_tile;  // where the walk goes from here: the next head, or the first one in the next tile
+  const T* next_keys;
+  const T* next_values;
+  bool prefetch;  // for the first rows that go over the tile
 };
 
 // One query row of one head.
@@ -106,54 +56,67 @@ struct Row {
   float* values;  // [head_size]
 };
 
-// Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
-// are next while values are summed. The hardware does not foresee the jumps from block to block: without this, a decode
-// step over a large cache takes 1.5 to 1.9 times as long.
-template <typename T>
-PAGEDATTN_INLINE void prefetch_values(const HeadTile<T>& h, int vec, int64_t chunk, int64_t chunk_stride) {
-  const T* values = h.values + h.tile.value_offset[2 * vec] + chunk * chunk_stride;
-  for (int j = 0; j < 4; ++j) __builtin_prefetch(values + j * chunk_stride / 4, 0, 2);
-}
-
-// As many bytes of the next keys as elements [d, d + STEP) of VEC_SIZE values take.
-template <int STEP, typename T>
-PAGEDATTN_INLINE void prefetch_next_keys(const HeadTile<T>& h, int vec, int64_t d) {
-  constexpr int X = ELEMENTS_PER_CHUNK<T>;
-  for (int64_t i = d * 4 / X; i < (d + STEP) * 4 / X; ++i) {
-    const T* keys = h.next_keys + h.next_tile.key_offset[4 * vec + i % 4];
-    __builtin_prefetch(keys + i / 4 * h.params.block_size * X, 0, 2);
-  }
-}
-
-template <typename T, int NUM_ROWS>
-void compute_logits(const HeadTile<T>& h, const Row* rows, float (*logits)[TILE_TOKENS]) {
+// The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
+template <typename T, int NUM_ROWS, int NUM_VECS>
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits<T>* logits,
+                                        const Prefetcher<T>& values) {
   using Dot = KeyDot<T>;
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
-  for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
-    const T* keys[4];
-    for (int j = 0; j < 4; ++j) keys[j] = h.keys + h.tile.key_offset[4 * vec + j];
-    Vec sums[NUM_ROWS][4] = {};
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-      typename Dot::Chunk query[NUM_ROWS];
-      for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
-      if (h.prefetch) prefetch_values(h, vec, chunk, chunk_stride);
-      for (int j = 0; j < 4; ++j) {
-        const typename Dot::Chunk key = Dot::load_keys(keys[j] + chunk * chunk_stride);
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][j] = Dot::multiply_add(sums[r][j], key, query[r]);
+  constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
+  const T* keys[NUM_VECS * VEC_SIZE / RUN];
+  for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
+  Vec sums[NUM_ROWS][NUM_VECS][4] = {};
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    typename Dot::Chunk query[NUM_ROWS];
+    for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
+    if (h.prefetch && first_token % FETCH_TOKENS == 0) {
+      const int64_t steps_done = EARLY_VALUES<T, NUM_ROWS> ? (num_chunks + 1) / 2 : 0;
+      const int64_t step = EARLY_VALUES<T, NUM_ROWS> ? steps_done + chunk / 2 : chunk;
+      if (!EARLY_VALUES<T, NUM_ROWS> || (chunk % 2 == 0 && step < num_chunks)) {
+        for (int i = 0; i < NUM_VECS * VEC_SIZE; i += FETCH_TOKENS) {
+          values.fetch((first_token + i) / FETCH_TOKENS, step);
+        }
       }
     }
-    for (int r = 0; r < NUM_ROWS; ++r) {
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      PAGEDATTN_UNROLL
+      for (int v = 0; v < NUM_VECS; ++v) {
+        const int token = v * VEC_SIZE + j * NUM_LANES;
+        const T* run = keys[token / RUN] + chunk * chunk_stride;
+        const typename Dot::Chunk key = Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
+        PAGEDATTN_UNROLL
+        for (int r = 0; r < NUM_ROWS; ++r) sums[r][v][j] = Dot::multiply_add(sums[r][v][j], key, query[r]);
+      }
+    }
+  }
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    for (int v = 0; v < NUM_VECS; ++v) {
       // In 128-bit lane l, element j: token j * NUM_LANES + l.
-      const Vec by_lane = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      const Vec by_lane = sum_lanes(sums[r][v][0], sums[r][v][1], sums[r][v][2], sums[r][v][3]);
       const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
-      store(logits[r] + vec * VEC_SIZE, by_token * h.params.logit_scale);
+      store(logits[r].at + first_token + v * VEC_SIZE, by_token * h.params.logit_scale);
     }
   }
 }
 
-// Turns a row's logits into exponentials relative to its new maximum; the sums so far are rescaled to it.
-void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& row, float* logits) {
+// Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
+// are next while values are summed.
+template <typename T, int NUM_ROWS>
+void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits<T>* logits) {
+  constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
+  const auto values = Prefetcher<T>::of_values(h.params, h.tile, h.values);
+  int token = first_vec_token(h.tile);
+  for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {
+    compute_logits_at<T, NUM_ROWS, NUM_VECS>(h, rows, token, logits, values);
+  }
+  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, NUM_ROWS, 1>(h, rows, token, logits, values);
+}
+
+// Softcap, ALiBi and the mask, where there are any; returns the greatest logit.
+template <typename T>
+PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>& tile, const Row& row, float* logits) {
   // What this row sees of the tile; the other rows of the item may see more.
   const int64_t row_begin = p.first_visible(row.position) - tile.token;
   const int64_t row_end = row.position + 1 - tile.token;
@@ -161,9 +124,13 @@ void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& 
   const auto end = static_cast<int32_t>(row_end < tile.end ? row_end : tile.end);
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec max_logits = minus_infinity;
-  for (int vec = tile.first_vec(); vec <= tile.last_vec(); ++vec) {
-    Vec x = load(logits + vec * VEC_SIZE);
-    const IntVec token_idx = iota() + vec * VEC_SIZE;
+  if (begin == 0 && end == TILE_TOKENS<T> && p.softcap == 0.0f && row.alibi_slope == 0.0f) {
+    for (int token = 0; token < TILE_TOKENS<T>; token += VEC_SIZE) max_logits = max(max_logits, load(logits + token));
+    return reduce_max(max_logits);
+  }
+  for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
+    Vec x = load(logits + token);
+    const IntVec token_idx = iota() + token;
     if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
     if (row.alibi_slope != 0.0f) {
       const auto distance = static_cast<int32_t>(tile.token - row.position);
@@ -171,107 +138,159 @@ void update_softmax(const PagedAttentionParams& p, const Tile& tile, const Row& 
     }
     x = select((token_idx >= begin) & (token_idx < end), x, minus_infinity);
     max_logits = max(max_logits, x);
-    store(logits + vec * VEC_SIZE, x);
+    store(logits + token, x);
   }
+  return reduce_max(max_logits);
+}
 
-  const float old_max = *row.max;
-  const float tile_max = reduce_max(max_logits);
-  const float new_max = tile_max > old_max ? tile_max : old_max;
-  // Nothing visible yet: relative to 0, every exponential is 0.
-  const float base = new_max == -__builtin_inff() ? 0.0f : new_max;
-  Vec sum{};
-  for (int vec = tile.first_vec(); vec <= tile.last_vec(); ++vec) {
-    const Vec weight = exp(load(logits + vec * VEC_SIZE) - base);
-    store(logits + vec * VEC_SIZE, weight);
-    sum = sum + weight;
-  }
-  if (new_max > old_max) {
-    const float rescale = exp(old_max - new_max);
+// Turns the rows' logits into exponentials relative to their new maxima, those of tokens that a row does not see into
+// 0; the sums so far are rescaled to them. One step for all rows after the other, so that their latencies overlap.
+template <typename T, int NUM_ROWS>
+void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits<T>* logits) {
+  float tile_max[NUM_ROWS];
+  for (int r = 0; r < NUM_ROWS; ++r) tile_max[r] = mask_logits(p, tile, rows[r], logits[r].at);
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    const Row& row = rows[r];
+    const float old_max = *row.max;
+    if (!(tile_max[r] > old_max)) continue;
+    const float rescale = exp(old_max - tile_max[r]);
     *row.sum *= rescale;
     for_each_vector(p.head_size,
                     [&](int64_t d, auto load, auto store) { store(row.values + d, load(row.values + d) * rescale); });
-    *row.max = new_max;
+    *row.max = tile_max[r];
   }
-  *row.sum += reduce_sum(sum);
+  Vec sums[NUM_ROWS];
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    // Nothing visible yet: relative to 0, every exponential is 0.
+    const float base = *rows[r].max == -__builtin_inff() ? 0.0f : *rows[r].max;
+    sums[r] = Vec{};
+    for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
+      const Vec weight = exp(load(logits[r].at + token) - base);
+      store(logits[r].at + token, weight);
+      sums[r] = sums[r] + weight;
+    }
+  }
+  for (int r = 0; r < NUM_ROWS; ++r) *rows[r].sum += reduce_sum(sums[r]);
 }
 
 // Elements [d, d + STEP) of the values of NUM_ROWS rows. WHOLE: the head does not end within them.
-template <typename T, int NUM_ROWS, bool TWO_BLOCKS, bool WHOLE>
-PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float (*weights)[TILE_TOKENS],
-                                          int64_t d) {
-  constexpr int STEP = VEC_SIZE / NUM_ROWS;
-  const int64_t block_size = h.params.block_size;
-  const int num_elements = WHOLE ? STEP : static_cast<int>(h.params.head_size - d);
-  Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][STEP]
-  const auto add_tokens = [&](int vec, auto mask) PAGEDATTN_ALWAYS_INLINE {
-    const T* first = h.values + h.tile.value_offset[2 * vec] + d * block_size;
-    const T* second = h.values + h.tile.value_offset[2 * vec + 1] + d * block_size;
-    if (WHOLE && h.prefetch) prefetch_next_keys<STEP>(h, vec, d);
-    Vec weight[NUM_ROWS];
-    for (int r = 0; r < NUM_ROWS; ++r) weight[r] = load(weights[r] + vec * VEC_SIZE);
+template <typename T, int NUM_ROWS, int ELEMENTS, bool WHOLE>
+PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights, int64_t d,
+                                          const Prefetcher<T>& next_keys, const Prefetcher<T>& next_values) {
+  using Strip = ValueStrip<T>;
+  constexpr int PARTS = Strip::PARTS;
+  constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;  // of a strip
+  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;   // one below the other
+  constexpr int STEP = NUM_STRIPS * ELEMENTS;
+  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : STRIP_SIZE<T>;
+  const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
+  constexpr int TILE_STRIPS = TILE_TOKENS<T> / TOKENS;
+  const T* values[TILE_STRIPS];
+  for (int s = 0; s < TILE_STRIPS; ++s) {
+    values[s] = h.values + h.tile.value_at(s * TOKENS) + d * h.params.block_size;
+  }
+  Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
+  const auto add_strip = [&](int s, int i, auto mask) PAGEDATTN_ALWAYS_INLINE {
+    // Past the end of the head, its last strip is read again; that sum is dropped.
+    const Strip strip = Strip::load_from(values[s] + (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride);
     PAGEDATTN_UNROLL
-    for (int i = 0; i < STEP; ++i) {
-      // Past the end of the head, its last element is read again; that sum is dropped.
-      const int64_t offset = (WHOLE || i < num_elements ? i : num_elements - 1) * block_size;
-      const Vec value = mask(load_values<TWO_BLOCKS>(first + offset, second + offset));
+    for (int part = 0; part < PARTS; ++part) {
+      const Vec value = mask(strip.part[part], part);
       PAGEDATTN_UNROLL
-      for (int r = 0; r < NUM_ROWS; ++r) sums[r * STEP + i] = fma(value, weight[r], sums[r * STEP + i]);
-    }
-  };
-  if (!h.prefetch && h.tile.all_visible()) {
-    // Unrolled, for rows that find the tile in the caches. Those that fetch it wait for memory: they gain nothing, and
-    // lose by having their prefetches closer together.
-    PAGEDATTN_UNROLL
-    for (int vec = 0; vec < TILE_VECS; ++vec) add_tokens(vec, [](Vec value) { return value; });
-  } else {
-    for (int vec = h.tile.first_vec(); vec <= h.tile.last_vec(); ++vec) {
-      if (h.tile.all_visible(vec)) {
-        add_tokens(vec, [](Vec value) { return value; });
-      } else {
-        // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
-        const IntVec visible = h.tile.visible(vec);
-        add_tokens(vec, [visible](Vec value) { return select(visible, value, Vec{}); });
+      for (int r = 0; r < NUM_ROWS; ++r) {
+        const Vec weight = load(weights + r * TILE_TOKENS<T> * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
+        sums[r * NUM_STRIPS + i] = fma(value, weight, sums[r * NUM_STRIPS + i]);
       }
     }
+  };
+  // As many bytes of the next keys as a step takes of the values: part `i` of `n`.
+  const auto prefetch = [&](int i, int n) PAGEDATTN_ALWAYS_INLINE {
+    constexpr int X = ELEMENTS_PER_CHUNK<T>;
+    constexpr int NUM_GROUPS = Prefetcher<T>::NUM_GROUPS;
+    constexpr int NUM_CALLS = NUM_GROUPS * (STEP < X ? 1 : STEP / X);
+    if (!h.prefetch || d / X == (d + STEP) / X) return;
+    for (int call = i * NUM_CALLS / n; call < (i + 1) * NUM_CALLS / n; ++call) {
+      const int group = call % NUM_GROUPS;
+      const int64_t step = d / X + call / NUM_GROUPS;
+      next_keys.fetch(group, step);
+      if (EARLY_VALUES<T, NUM_ROWS> && step % 2 == 0) next_values.fetch(group, step / 2);
+    }
+  };
+  const auto as_is = [](Vec value, int) { return value; };
+  if (!h.tile.all_visible(0, TILE_TOKENS<T>)) {
+    prefetch(0, 1);
+    for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) {
+        // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
+        add_strip(s, i, [&h, s](Vec value, int part) {
+          const IntVec token_idx = strip_tokens<PARTS, ELEMENTS>(s, part);
+          return select((token_idx >= h.tile.begin) & (token_idx < h.tile.end), value, Vec{});
+        });
+      }
+    }
+  } else if constexpr (LOGIT_VECS<NUM_ROWS> > 1) {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) {
+      prefetch(i, NUM_STRIPS);
+      PAGEDATTN_UNROLL
+      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, as_is);
+    }
+  } else {
+    for (int s = 0; s < TILE_STRIPS; ++s) {
+      prefetch(s, TILE_STRIPS);
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, as_is);
+    }
   }
-  float totals[VEC_SIZE];
-  store(totals, sum_each(sums));
+  float totals[VEC_SIZE * ELEMENTS];
+  sum_runs<ELEMENTS>(sums, totals);
   for (int r = 0; r < NUM_ROWS; ++r) {
-    float* values = rows[r].values + d;
+    float* row = rows[r].values + d;
+    const float* row_totals = totals + r * STEP;
     if constexpr (WHOLE) {
-      typedef float Part __attribute__((vector_size(STEP * sizeof(float))));
-      Part sum;
-      Part addition;
-      __builtin_memcpy(&sum, values, sizeof sum);
-      __builtin_memcpy(&addition, totals + r * STEP, sizeof addition);
-      sum += addition;
-      __builtin_memcpy(values, &sum, sizeof sum);
+      constexpr int SIZE = STEP < VEC_SIZE ? STEP : VEC_SIZE;
+      typedef float Some __attribute__((vector_size(SIZE * sizeof(float))));
+      for (int i = 0; i < STEP; i += SIZE) {
+        Some sum;
+        Some addition;
+        __builtin_memcpy(&sum, row + i, sizeof sum);
+        __builtin_memcpy(&addition, row_totals + i, sizeof addition);
+        sum += addition;
+        __builtin_memcpy(row + i, &sum, sizeof sum);
+      }
     } else {
-      for (int i = 0; i < num_elements; ++i) values[i] += totals[r * STEP + i];
+      for (int i = 0; i < num_strips * ELEMENTS; ++i) row[i] += row_totals[i];
     }
   }
 }
 
-template <typename T, int NUM_ROWS, bool TWO_BLOCKS>
-void accumulate_values(const HeadTile<T>& h, const Row* rows, const float (*weights)[TILE_TOKENS]) {
-  constexpr int STEP = VEC_SIZE / NUM_ROWS;
+template <typename T, int NUM_ROWS, int ELEMENTS>
+void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits<T>* weights) {
+  constexpr int STEP = VEC_SIZE / NUM_ROWS * ELEMENTS;
+  alignas(64) float arranged[NUM_ROWS][TILE_TOKENS<T> * ELEMENTS];
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS<T>, arranged[r]);
+  }
+  const auto next_keys = Prefetcher<T>::of_keys(h.params, h.next_tile, h.next_keys);
+  const auto next_values = Prefetcher<T>::of_values(h.params, h.next_tile, h.next_values);
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, NUM_ROWS, TWO_BLOCKS, true>(h, rows, weights, d);
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], d, next_keys, next_values);
   }
-  if (d < h.params.head_size) accumulate_elements<T, NUM_ROWS, TWO_BLOCKS, false>(h, rows, weights, d);
+  if (d < h.params.head_size) {
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], d, next_keys, next_values);
+  }
 }
 
 template <typename T, int NUM_ROWS>
 void attend_rows(const HeadTile<T>& h, const Row* rows) {
-  alignas(64) float logits[NUM_ROWS][TILE_TOKENS];
+  TileLogits<T> logits[NUM_ROWS];
+  if (!h.tile.all_visible(0, TILE_TOKENS<T>)) __builtin_memset(logits, 0, sizeof logits);
   compute_logits<T, NUM_ROWS>(h, rows, logits);
-  for (int r = 0; r < NUM_ROWS; ++r) update_softmax(h.params, h.tile, rows[r], logits[r]);
-  if (h.params.block_size < VEC_SIZE) {
-    accumulate_values<T, NUM_ROWS, true>(h, rows, logits);
-  } else {
-    accumulate_values<T, NUM_ROWS, false>(h, rows, logits);
-  }
+  update_softmax<T, NUM_ROWS>(h.params, h.tile, rows, logits);
+  dispatch_strip_elements<T>(h.params.block_size,
+                             [&]<int ELEMENTS>() { accumulate_values<T, NUM_ROWS, ELEMENTS>(h, rows, logits); });
 }
 
 // ---- results: partial, merged, final
@@ -364,19 +383,19 @@ class ItemWalk {
     const int64_t begin = partition * PARTITION_TOKENS;
     const int64_t end = begin + PARTITION_TOKENS < visible_end_ ? begin + PARTITION_TOKENS : visible_end_;
     int64_t tile_begin = begin;
-    while (tile_begin + TILE_TOKENS <= visible_begin_) tile_begin += TILE_TOKENS;
+    while (tile_begin + TILE_TOKENS<T> <= visible_begin_) tile_begin += TILE_TOKENS<T>;
     if (tile_begin >= end) return;
-    Tile tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
+    Tile<T> tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
     while (tile_begin < end) {
-      tile_begin += TILE_TOKENS;
-      const Tile next = tile_begin < end ? locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end) : tile;
+      tile_begin += TILE_TOKENS<T>;
+      const Tile<T> next = tile_begin < end ? locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end) : tile;
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, next, head, results);
       tile = next;
     }
   }
 
  private:
-  void attend_head(const Tile& tile, const Tile& next, int64_t kv_head, const Results& results) const {
+  void attend_head(const Tile<T>& tile, const Tile<T>& next, int64_t kv_head, const Results& results) const {
     const int64_t head_stride = p_.head_size * p_.block_size;
     const T* key_cache = static_cast<const T*>(p_.key_cache);
     const T* value_cache = static_cast<const T*>(p_.value_cache);
@@ -387,6 +406,7 @@ class ItemWalk {
                           value_cache + kv_head * head_stride,
                           last ? next : tile,
                           key_cache + (last ? item_.head_begin : kv_head + 1) * head_stride,
+                          value_cache + (last ? item_.head_begin : kv_head + 1) * head_stride,
                           true};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;

@@ -1,11 +1,14 @@
 """Allocation of paged caches."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 from pagedattn_ext import _C
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HUGE_PAGE_BYTES = 2 << 20
 CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -53,12 +56,21 @@ def allocate_kv_cache(
     value_shape = (num_blocks, num_kv_heads, head_size, block_size)
 
     def allocate(shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-        if tensor.device.type == "cpu" and not pin_memory:
-            _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-        return tensor
+        if torch.device(device).type == "cpu" and not pin_memory:
+            return _allocate_huge_pages(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
     return [(allocate(key_shape), allocate(value_shape)) for _ in range(num_layers)]
+
+
+def _allocate_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Begins at a huge page: the hardware fetches ahead within a page of 4 KiB, so a head's part of a block should not
+    lie across two."""
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    tensor = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes].view(dtype).view(shape)
+    _C.advise_huge_pages(tensor.data_ptr(), num_bytes)
+    return tensor
 
 
 def _check_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
