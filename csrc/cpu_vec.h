@@ -175,6 +175,55 @@ PAGEDATTN_INLINE Vec float8_to_float(ByteVec bytes, float8_e4m3) {
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+typedef __m512bh Bfloat16Vec;
+
+// The bytes of the bfloat16 of every 8-bit float without its sign; each is exact.
+template <int MANTISSA_BITS, int BIAS>
+struct Float8Table {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+
+  constexpr Float8Table() : low(), high() {
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code >> MANTISSA_BITS;
+      int mantissa = (code & ((1 << MANTISSA_BITS) - 1)) << (7 - MANTISSA_BITS);
+      if (exponent == 0) {  // denormal: shifted until its first bit is the implicit one
+        for (exponent = 1; mantissa != 0 && mantissa < 128; --exponent) mantissa *= 2;
+        mantissa &= 127;
+      }
+      int bits = code == 0 ? 0 : (exponent + 127 - BIAS) << 7 | mantissa;
+      if (BIAS == 15 && code >= 0x7c) bits = code == 0x7c ? 0x7f80 : 0x7fc0;
+      if (BIAS == 7 && code == 0x7f) bits = 0x7fc0;
+      low[code] = static_cast<uint8_t>(bits);
+      high[code] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+inline constexpr Float8Table<3, 7> E4M3_TABLE;
+inline constexpr Float8Table<2, 15> E5M2_TABLE;
+
+// The low and the high bytes of 64 bfloat16.
+struct Float8AsBfloat16 {
+  __m512i low;
+  __m512i high;
+};
+
+template <typename Table>
+PAGEDATTN_INLINE Float8AsBfloat16 look_up_float8(UintVec bytes, const Table& table) {
+  const auto look_up = [bytes](const uint8_t* half_table) PAGEDATTN_ALWAYS_INLINE {
+    return _mm512_permutex2var_epi8(load_as<__m512i>(half_table), (__m512i)bytes, load_as<__m512i>(half_table + 64));
+  };
+  return {look_up(table.low), (__m512i)((UintVec)look_up(table.high) | (bytes & 0x80808080))};
+}
+PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e4m3) {
+  return look_up_float8(bytes, E4M3_TABLE);
+}
+PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e5m2) {
+  return look_up_float8(bytes, E5M2_TABLE);
+}
+#endif
+
 // Round to nearest even, saturating; NaN gives NaN. The steps are those of float_to_float16.
 template <int MANTISSA_BITS, int BIAS>
 PAGEDATTN_INLINE UintVec float_to_float8(Vec value, float largest) {

@@ -75,27 +75,48 @@ PAGEDATTN_INLINE KeyDot<float8_e5m2>::Chunk KeyDot<float8_e5m2>::load_keys(const
   return load_float8_keys(keys);
 }
 
-#if !defined(__AVX512BF16__)
 template <>
 PAGEDATTN_INLINE KeyDot<bfloat16>::Chunk KeyDot<bfloat16>::load_keys(const bfloat16* keys) {
   const UintVec pairs = load_as<UintVec>(keys);
   return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
 }
-#else
-// The dot product instruction takes pairs as they are; it adds in fp32.
-template <>
-struct KeyDot<bfloat16> {
-  static constexpr int CHUNK_ELEMENTS = 8;
-  static constexpr int PARTS = 1;
-  typedef __m512bh Chunk;
 
-  static PAGEDATTN_INLINE Chunk load_keys(const bfloat16* keys) { return load_as<Chunk>(keys); }
+#if defined(__AVX512BF16__)
+// The same for queries in bfloat16, and keys that are, or that it can hold: the dot product instruction multiplies
+// pairs as they are, and adds in fp32.
+template <typename CacheT>
+struct PairDot {
+  static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
+  static constexpr int PARTS = CHUNK_ELEMENTS / 8;
+
+  struct Chunk {
+    Bfloat16Vec part[PARTS];
+  };
+
+  static PAGEDATTN_INLINE Chunk load_keys(const CacheT* keys) {
+    if constexpr (PARTS == 1) {
+      return {{load_as<Bfloat16Vec>(keys)}};
+    } else {
+      // Of every lane, the lower half of the elements, and the upper half.
+      const Float8AsBfloat16 bytes = float8_to_bfloat16(load_as<UintVec>(keys), CacheT{});
+      return {{(Bfloat16Vec)_mm512_maskz_unpacklo_epi8(~0ull, bytes.low, bytes.high),
+               (Bfloat16Vec)_mm512_maskz_unpackhi_epi8(~0ull, bytes.low, bytes.high)}};
+    }
+  }
+
   static PAGEDATTN_INLINE Chunk load_query(const float* row, int64_t chunk) {
-    return (Chunk)_mm512_castps_si512((__m512)load_repeated_lane(row + 4 * chunk));
+    Chunk query;
+    for (int i = 0; i < PARTS; ++i) {
+      query.part[i] = (Bfloat16Vec)load_repeated_lane(row + (chunk * PARTS + i) * 4);  // 8 elements
+    }
+    return query;
   }
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Chunk keys, Chunk query) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
+
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, const Chunk& keys, const Chunk& query) {
+    for (int i = 0; i < PARTS; ++i) sum = (Vec)_mm512_dpbf16_ps((__m512)sum, keys.part[i], query.part[i]);
+    return sum;
   }
+
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
     bfloat16* bits = reinterpret_cast<bfloat16*>(row);

@@ -10,6 +10,8 @@
 // Values. The sums of VEC_SIZE strips (value_strip_cpu.h) stay in registers over a tile; then their lanes are added.
 #include "attention/paged_attention.h"
 
+#include <type_traits>
+
 #include "attention/key_dot_cpu.h"
 #include "attention/tile_cpu.h"
 #include "attention/value_strip_cpu.h"
@@ -20,8 +22,8 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Query rows that share the loads of a key or value: as many as the registers hold.
-template <typename T>
-constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (KeyDot<T>::PARTS == 4 ? 2 : 1);
+template <typename Dot>
+constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
 
 // One row needs so few sums that registers hold those of four vectors of tokens side by side: where these lie in four
 // blocks, the hardware's own prefetchers follow four streams at once.
@@ -57,10 +59,9 @@ struct Row {
 };
 
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
-template <typename T, int NUM_ROWS, int NUM_VECS>
+template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
 PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits<T>* logits,
                                         const Prefetcher<T>& values) {
-  using Dot = KeyDot<T>;
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
   constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
@@ -103,15 +104,15 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
 
 // Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
 // are next while values are summed.
-template <typename T, int NUM_ROWS>
+template <typename T, typename Dot, int NUM_ROWS>
 void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits<T>* logits) {
   constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
   const auto values = Prefetcher<T>::of_values(h.params, h.tile, h.values);
   int token = first_vec_token(h.tile);
   for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {
-    compute_logits_at<T, NUM_ROWS, NUM_VECS>(h, rows, token, logits, values);
+    compute_logits_at<T, Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits, values);
   }
-  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, NUM_ROWS, 1>(h, rows, token, logits, values);
+  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits, values);
 }
 
 // Softcap, ALiBi and the mask, where there are any; returns the greatest logit.
@@ -283,11 +284,11 @@ void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits<T
   }
 }
 
-template <typename T, int NUM_ROWS>
+template <typename T, typename Dot, int NUM_ROWS>
 void attend_rows(const HeadTile<T>& h, const Row* rows) {
   TileLogits<T> logits[NUM_ROWS];
   if (!h.tile.all_visible(0, TILE_TOKENS<T>)) __builtin_memset(logits, 0, sizeof logits);
-  compute_logits<T, NUM_ROWS>(h, rows, logits);
+  compute_logits<T, Dot, NUM_ROWS>(h, rows, logits);
   update_softmax<T, NUM_ROWS>(h.params, h.tile, rows, logits);
   dispatch_strip_elements<T>(h.params.block_size,
                              [&]<int ELEMENTS>() { accumulate_values<T, NUM_ROWS, ELEMENTS>(h, rows, logits); });
@@ -353,7 +354,7 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
 // ---- items
 
 // One item at work. Its results are ordered by head, then by row, so those of one KV head are adjacent.
-template <typename T>
+template <typename T, typename Dot>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, float* queries)
@@ -369,7 +370,7 @@ class ItemWalk {
       const QueryT* rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
         const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
-        KeyDot<T>::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
+        Dot::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
       }
     });
   }
@@ -410,11 +411,11 @@ class ItemWalk {
                           true};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;
-    for (; i + MAX_ROWS<T> <= end; i += MAX_ROWS<T>) {
-      attend_results<MAX_ROWS<T>>(head_tile, i, results);
+    for (; i + MAX_ROWS<Dot> <= end; i += MAX_ROWS<Dot>) {
+      attend_results<MAX_ROWS<Dot>>(head_tile, i, results);
       head_tile.prefetch = false;
     }
-    if constexpr (MAX_ROWS<T> > 2) {
+    if constexpr (MAX_ROWS<Dot> > 2) {
       for (; i + 2 <= end; i += 2) {
         attend_results<2>(head_tile, i, results);
         head_tile.prefetch = false;
@@ -435,7 +436,7 @@ class ItemWalk {
       rows[r].sum = results.sum + i;
       rows[r].values = results.values + i * p_.head_size;
     }
-    attend_rows<T, NUM_ROWS>(head_tile, rows);
+    attend_rows<T, Dot, NUM_ROWS>(head_tile, rows);
   }
 
   const PagedAttentionParams& p_;
@@ -448,10 +449,10 @@ class ItemWalk {
   int64_t visible_end_;    // past the last one
 };
 
-template <typename T>
+template <typename T, typename Dot>
 void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float* scratch, float* partials,
                  int64_t partial_stride) {
-  const ItemWalk<T> walk(p, item, scratch);
+  const ItemWalk<T, Dot> walk(p, item, scratch);
   const int64_t num_results = walk.num_results();
   if (item.partial >= 0) {
     walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
@@ -474,8 +475,16 @@ void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float
 
 void attend(const PagedAttentionParams& params, const AttentionItem& item, float* scratch, float* partials,
             int64_t partial_stride) {
-  dispatch_cache_dtype(params.cache_dtype,
-                       [&]<typename T>() { attend_item<T>(params, item, scratch, partials, partial_stride); });
+  dispatch_cache_dtype(params.cache_dtype, [&]<typename T>() {
+#if defined(__AVX512BF16__)
+    if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
+      if (params.dtype == DType::BFLOAT16) {
+        return attend_item<T, PairDot<T>>(params, item, scratch, partials, partial_stride);
+      }
+    }
+#endif
+    attend_item<T, KeyDot<T>>(params, item, scratch, partials, partial_stride);
+  });
 }
 
 void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials,

@@ -28,6 +28,24 @@ struct ValueStrip<bfloat16> {
   }
 };
 
+#if defined(__AVX512BF16__)
+template <typename CacheT>
+  requires(sizeof(CacheT) == 1)
+struct ValueStrip<CacheT> {
+  static constexpr int PARTS = 4;
+  Vec part[PARTS];
+  static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
+    const Float8AsBfloat16 bytes = float8_to_bfloat16(load_as<UintVec>(values), CacheT{});
+    // From a low and a high byte each, the bfloat16 of the even values and of the odd ones.
+    const UintVec low = (UintVec)bytes.low;
+    const UintVec high = (UintVec)bytes.high;
+    const UintVec even = (low & 0x00ff00ff) | (high << 8 & 0xff00ff00);
+    const UintVec odd = (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00);
+    return {{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}};
+  }
+};
+#endif
+
 template <typename CacheT>
 constexpr int STRIP_SIZE = VEC_SIZE * ValueStrip<CacheT>::PARTS;
 
@@ -72,6 +90,13 @@ PAGEDATTN_INLINE void arrange_weights(const float* by_token, int num_tokens, flo
     } else if constexpr (PARTS == 2) {
       store(arranged, even(v[0], v[1]));
       store(arranged + VEC_SIZE, odd(v[0], v[1]));
+    } else {
+      const Vec evens[] = {even(v[0], v[1]), even(v[2], v[3])};
+      const Vec odds[] = {odd(v[0], v[1]), odd(v[2], v[3])};
+      store(arranged, even(evens[0], evens[1]));
+      store(arranged + VEC_SIZE, even(odds[0], odds[1]));
+      store(arranged + 2 * VEC_SIZE, odd(evens[0], evens[1]));
+      store(arranged + 3 * VEC_SIZE, odd(odds[0], odds[1]));
     }
     arranged += VEC_SIZE * PARTS;
   }
@@ -81,7 +106,17 @@ PAGEDATTN_INLINE void arrange_weights(const float* by_token, int num_tokens, flo
 // in the same order.
 template <int ELEMENTS>
 PAGEDATTN_INLINE void sum_runs(const Vec (&v)[VEC_SIZE], float* sums) {
-  static_assert(ELEMENTS <= NUM_LANES);
+  if constexpr (ELEMENTS > NUM_LANES) {
+    static_assert(ELEMENTS == 2 * NUM_LANES);
+    for (int i = 0; i < VEC_SIZE / 2; ++i) {
+      // In 128-bit lane l: runs 2 * l and 2 * l + 1 of v[2 * i], then of v[2 * i + 1].
+      const Vec runs = add_neighbours(v[2 * i], v[2 * i + 1]);
+      store(sums + i * VEC_SIZE, shuffle(runs, runs, [](int t) {
+              return t % ELEMENTS / 2 * 4 + t / ELEMENTS * 2 + t % 2;
+            }));
+    }
+    return;
+  }
   Vec lanes[NUM_LANES];  // in 128-bit lane l of lanes[i], element j: the sum of that lane of v[4 * i + j]
   for (int i = 0; i < NUM_LANES; ++i) lanes[i] = sum_lanes(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
   for (int n = NUM_LANES; n > ELEMENTS; n /= 2) {
