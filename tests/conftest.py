@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import pagedattn_ext  # noqa: F401 - registers the ops, whichever test runs alone
+
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
     "ci", derandomize=True, database=None, max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -51,10 +51,10 @@ struct PagedAttentionParams {
 
 // A softmax over part of the tokens is kept as (maximum, sum of exponentials, weighted sum of values) and merged with
 // the others: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. A row's tokens are always
-// parted at the same places, multiples of PARTITION_TOKENS and, within, of a tile that depends on the cache's dtype
-// alone, whatever else is in the batch and however many threads run: a row's result depends on its own sequence alone,
-// to the last bit.
+// parted at the same places, multiples of PARTITION_TOKENS and TILE_TOKENS, whatever else is in the batch and however
+// many threads run: a row's result depends on its own sequence alone, to the last bit.
 constexpr int64_t PARTITION_TOKENS = 512;
+constexpr int64_t TILE_TOKENS = 128;
 
 // Some rows of one sequence, some KV heads, some partitions.
 struct AttentionItem {

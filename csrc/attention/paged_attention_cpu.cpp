@@ -60,7 +60,7 @@ struct Row {
 
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
-PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits<T>* logits,
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits,
                                         const Prefetcher<T>& values) {
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
@@ -105,7 +105,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
 // Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
 // are next while values are summed.
 template <typename T, typename Dot, int NUM_ROWS>
-void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits<T>* logits) {
+void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
   constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
   const auto values = Prefetcher<T>::of_values(h.params, h.tile, h.values);
   int token = first_vec_token(h.tile);
@@ -125,8 +125,8 @@ PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>&
   const auto end = static_cast<int32_t>(row_end < tile.end ? row_end : tile.end);
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec max_logits = minus_infinity;
-  if (begin == 0 && end == TILE_TOKENS<T> && p.softcap == 0.0f && row.alibi_slope == 0.0f) {
-    for (int token = 0; token < TILE_TOKENS<T>; token += VEC_SIZE) max_logits = max(max_logits, load(logits + token));
+  if (begin == 0 && end == TILE_TOKENS && p.softcap == 0.0f && row.alibi_slope == 0.0f) {
+    for (int token = 0; token < TILE_TOKENS; token += VEC_SIZE) max_logits = max(max_logits, load(logits + token));
     return reduce_max(max_logits);
   }
   for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
@@ -147,7 +147,7 @@ PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>&
 // Turns the rows' logits into exponentials relative to their new maxima, those of tokens that a row does not see into
 // 0; the sums so far are rescaled to them. One step for all rows after the other, so that their latencies overlap.
 template <typename T, int NUM_ROWS>
-void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits<T>* logits) {
+void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits* logits) {
   float tile_max[NUM_ROWS];
   for (int r = 0; r < NUM_ROWS; ++r) tile_max[r] = mask_logits(p, tile, rows[r], logits[r].at);
   for (int r = 0; r < NUM_ROWS; ++r) {
@@ -185,7 +185,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   constexpr int STEP = NUM_STRIPS * ELEMENTS;
   const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : STRIP_SIZE<T>;
   const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
-  constexpr int TILE_STRIPS = TILE_TOKENS<T> / TOKENS;
+  constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
   const T* values[TILE_STRIPS];
   for (int s = 0; s < TILE_STRIPS; ++s) {
     values[s] = h.values + h.tile.value_at(s * TOKENS) + d * h.params.block_size;
@@ -199,7 +199,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       const Vec value = mask(strip.part[part], part);
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
-        const Vec weight = load(weights + r * TILE_TOKENS<T> * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
+        const Vec weight = load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
         sums[r * NUM_STRIPS + i] = fma(value, weight, sums[r * NUM_STRIPS + i]);
       }
     }
@@ -218,7 +218,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     }
   };
   const auto as_is = [](Vec value, int) { return value; };
-  if (!h.tile.all_visible(0, TILE_TOKENS<T>)) {
+  if (!h.tile.all_visible(0, TILE_TOKENS)) {
     prefetch(0, 1);
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
       PAGEDATTN_UNROLL
@@ -234,8 +234,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     PAGEDATTN_UNROLL
     for (int i = 0; i < NUM_STRIPS; ++i) {
       prefetch(i, NUM_STRIPS);
-      PAGEDATTN_UNROLL
-      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, as_is);
+      _Pragma("GCC unroll 2") for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, as_is);
     }
   } else {
     for (int s = 0; s < TILE_STRIPS; ++s) {
@@ -267,11 +266,11 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
 }
 
 template <typename T, int NUM_ROWS, int ELEMENTS>
-void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits<T>* weights) {
+void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
   constexpr int STEP = VEC_SIZE / NUM_ROWS * ELEMENTS;
-  alignas(64) float arranged[NUM_ROWS][TILE_TOKENS<T> * ELEMENTS];
+  alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
   for (int r = 0; r < NUM_ROWS; ++r) {
-    arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS<T>, arranged[r]);
+    arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS, arranged[r]);
   }
   const auto next_keys = Prefetcher<T>::of_keys(h.params, h.next_tile, h.next_keys);
   const auto next_values = Prefetcher<T>::of_values(h.params, h.next_tile, h.next_values);
@@ -286,8 +285,8 @@ void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits<T
 
 template <typename T, typename Dot, int NUM_ROWS>
 void attend_rows(const HeadTile<T>& h, const Row* rows) {
-  TileLogits<T> logits[NUM_ROWS];
-  if (!h.tile.all_visible(0, TILE_TOKENS<T>)) __builtin_memset(logits, 0, sizeof logits);
+  TileLogits logits[NUM_ROWS];
+  if (!h.tile.all_visible(0, TILE_TOKENS)) __builtin_memset(logits, 0, sizeof logits);
   compute_logits<T, Dot, NUM_ROWS>(h, rows, logits);
   update_softmax<T, NUM_ROWS>(h.params, h.tile, rows, logits);
   dispatch_strip_elements<T>(h.params.block_size,
@@ -384,11 +383,11 @@ class ItemWalk {
     const int64_t begin = partition * PARTITION_TOKENS;
     const int64_t end = begin + PARTITION_TOKENS < visible_end_ ? begin + PARTITION_TOKENS : visible_end_;
     int64_t tile_begin = begin;
-    while (tile_begin + TILE_TOKENS<T> <= visible_begin_) tile_begin += TILE_TOKENS<T>;
+    while (tile_begin + TILE_TOKENS <= visible_begin_) tile_begin += TILE_TOKENS;
     if (tile_begin >= end) return;
     Tile<T> tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
     while (tile_begin < end) {
-      tile_begin += TILE_TOKENS<T>;
+      tile_begin += TILE_TOKENS;
       const Tile<T> next = tile_begin < end ? locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end) : tile;
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, next, head, results);
       tile = next;

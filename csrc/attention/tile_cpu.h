@@ -7,15 +7,9 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Tokens of a tile: 256 bytes of every element. A reduction and a softmax step a tile cost little then, and what two
-// tiles of a head take stays in the second-level cache.
-template <typename CacheT>
-constexpr int TILE_TOKENS = 256 / sizeof(CacheT);
-
 // A row's logits of a tile, then the weights of its values.
-template <typename CacheT>
 struct alignas(64) TileLogits {
-  float at[TILE_TOKENS<CacheT>];
+  float at[TILE_TOKENS];
 };
 
 // Tokens that are located together: they are adjacent, as no block is smaller.
@@ -27,8 +21,8 @@ template <typename T>
 struct Tile {
   int64_t token;       // the tile's first token in its sequence
   int32_t begin, end;  // the visible tokens, counted from there
-  int64_t key_offset[TILE_TOKENS<T> / LOCATED_TOKENS];
-  int64_t value_offset[TILE_TOKENS<T> / LOCATED_TOKENS];
+  int64_t key_offset[TILE_TOKENS / LOCATED_TOKENS];
+  int64_t value_offset[TILE_TOKENS / LOCATED_TOKENS];
 
   // Of token `t`, counted from the tile's first.
   int64_t key_at(int t) const { return key_offset[t / LOCATED_TOKENS] + t % LOCATED_TOKENS * ELEMENTS_PER_CHUNK<T>; }
@@ -49,11 +43,11 @@ Tile<T> locate_tile(const PagedAttentionParams& p, const int32_t* block_table, i
   Tile<T> tile;
   tile.token = token;
   tile.begin = static_cast<int32_t>(visible_begin > token ? visible_begin - token : 0);
-  tile.end = static_cast<int32_t>(visible_end - token < TILE_TOKENS<T> ? visible_end - token : TILE_TOKENS<T>);
+  tile.end = static_cast<int32_t>(visible_end - token < TILE_TOKENS ? visible_end - token : TILE_TOKENS);
   const int block_bits = __builtin_ctzll(p.block_size);
   const int64_t first_block = (token + tile.begin) >> block_bits;
   const int64_t last_block = (token + tile.end - 1) >> block_bits;
-  for (int i = 0; i < TILE_TOKENS<T> / LOCATED_TOKENS; ++i) {
+  for (int i = 0; i < TILE_TOKENS / LOCATED_TOKENS; ++i) {
     const int64_t t = token + i * LOCATED_TOKENS;
     int64_t block_idx = t >> block_bits;
     block_idx = block_idx < first_block ? first_block : block_idx > last_block ? last_block : block_idx;
@@ -75,7 +69,7 @@ constexpr int FETCH_TOKENS = 2 * LOCATED_TOKENS;  // a group's
 template <typename T>
 class Prefetcher {
  public:
-  static constexpr int NUM_GROUPS = TILE_TOKENS<T> / FETCH_TOKENS;
+  static constexpr int NUM_GROUPS = TILE_TOKENS / FETCH_TOKENS;
 
   // Of the key cache at a head: a step is a chunk of FETCH_TOKENS tokens.
   static PAGEDATTN_INLINE Prefetcher of_keys(const PagedAttentionParams& p, const Tile<T>& tile, const T* keys) {
@@ -88,15 +82,15 @@ class Prefetcher {
     return fetcher;
   }
 
-  // Of the value cache at a head. Blocks that are whole in the tile are taken as they lie, whatever token or element a
-  // line belongs to; of a larger one, a step is the part of a row that is in the tile.
+  // Of the value cache at a head. Blocks are taken as they lie, whatever token or element a line belongs to; of blocks
+  // larger than a tile, the first lines of their rows.
   static PAGEDATTN_INLINE Prefetcher of_values(const PagedAttentionParams& p, const Tile<T>& tile, const T* values) {
     Prefetcher fetcher;
-    fetcher.stride_ = p.block_size > TILE_TOKENS<T> ? p.block_size : p.block_size >= FETCH_TOKENS ? 4 * LINE : 2 * LINE;
+    fetcher.stride_ = p.block_size > TILE_TOKENS ? p.block_size : p.block_size >= FETCH_TOKENS ? 4 * LINE : 2 * LINE;
+    const int64_t spread = p.block_size > TILE_TOKENS ? p.block_size / TILE_TOKENS : 1;
     for (int i = 0; i < NUM_GROUPS; ++i) {
-      const int64_t slot = p.block_size > TILE_TOKENS<T> ? i * FETCH_TOKENS : i * FETCH_TOKENS % p.block_size;
-      const int64_t slot_stride = p.block_size > TILE_TOKENS<T> ? p.block_size / TILE_TOKENS<T> : 1;
-      fetcher.low_[i] = values + tile.value_offset[2 * i] - slot + slot * slot_stride * p.head_size;
+      const int64_t slot = i * FETCH_TOKENS % (p.block_size < TILE_TOKENS ? p.block_size : TILE_TOKENS);
+      fetcher.low_[i] = values + tile.value_offset[2 * i] - slot + slot * spread * p.head_size;
       fetcher.high_[i] =
           p.block_size >= FETCH_TOKENS ? fetcher.low_[i] + 2 * LINE : values + tile.value_offset[2 * i + 1];
     }

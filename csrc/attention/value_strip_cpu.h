@@ -111,9 +111,8 @@ PAGEDATTN_INLINE void sum_runs(const Vec (&v)[VEC_SIZE], float* sums) {
     for (int i = 0; i < VEC_SIZE / 2; ++i) {
       // In 128-bit lane l: runs 2 * l and 2 * l + 1 of v[2 * i], then of v[2 * i + 1].
       const Vec runs = add_neighbours(v[2 * i], v[2 * i + 1]);
-      store(sums + i * VEC_SIZE, shuffle(runs, runs, [](int t) {
-              return t % ELEMENTS / 2 * 4 + t / ELEMENTS * 2 + t % 2;
-            }));
+      store(sums + i * VEC_SIZE,
+            shuffle(runs, runs, [](int t) { return t % ELEMENTS / 2 * 4 + t / ELEMENTS * 2 + t % 2; }));
     }
     return;
   }
