@@ -25,15 +25,18 @@ namespace {
 template <typename Dot>
 constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
 
-// One row needs so few sums that registers hold those of four vectors of tokens side by side: where these lie in four
-// blocks, the hardware's own prefetchers follow four streams at once.
+// One row needs so few sums that registers hold those of several vectors of tokens side by side. With four vectors,
+// which often lie in four blocks, the hardware's own prefetchers follow four streams at once; the sums of the values
+// are then taken across the blocks as well.
 template <int NUM_ROWS>
-constexpr int LOGIT_VECS = VEC_SIZE == 16 && NUM_ROWS == 1 ? 4 : 1;
+constexpr int LOGIT_VECS = NUM_ROWS > 1 ? 1 : VEC_SIZE == 16 ? 4 : 2;
+template <int NUM_ROWS>
+constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
 // Several rows have more to do with the values than with the keys of 16 bits: for even work, half of the values are
 // fetched already while those of the head before are summed.
 template <typename T, int NUM_ROWS>
-constexpr bool EARLY_VALUES = LOGIT_VECS<NUM_ROWS> == 1 && sizeof(T) == 2;
+constexpr bool EARLY_VALUES = NUM_ROWS > 1 && sizeof(T) == 2;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
@@ -230,7 +233,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
         });
       }
     }
-  } else if constexpr (LOGIT_VECS<NUM_ROWS> > 1) {
+  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
     PAGEDATTN_UNROLL
     for (int i = 0; i < NUM_STRIPS; ++i) {
       prefetch(i, NUM_STRIPS);
