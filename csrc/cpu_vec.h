@@ -19,8 +19,10 @@
 // Before a loop of constant length over accumulators: unrolled, they stay in registers.
 #if defined(__clang__)
 #define PAGEDATTN_UNROLL _Pragma("unroll")
+#define PAGEDATTN_UNROLL_BY_2 _Pragma("unroll 2")  // where the whole loop would be too much code
 #else
 #define PAGEDATTN_UNROLL _Pragma("GCC unroll 16")
+#define PAGEDATTN_UNROLL_BY_2 _Pragma("GCC unroll 2")
 #endif
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -1,6 +1,6 @@
-// The walk. An item's tokens are taken in tiles of 64, and for each tile its KV heads one after the other: the pieces
-// of one head in a physical block are contiguous, and the next head's follow them, so every block is read front to
-// back, once for all query heads that share a KV head.
+// The walk (docs/cpu-kernels.md draws it). An item's tokens are taken in tiles, and for each tile its KV heads one
+// after the other: the part of one head in a physical block is contiguous, and the next head's follows it, so every
+// block is read front to back, once for all query heads that share a KV head.
 //
 // T is the type of the cache; queries and outputs are read and written once, by their own.
 //
@@ -25,11 +25,11 @@ namespace {
 template <typename Dot>
 constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
 
-// One row needs so few sums that registers hold those of several vectors of tokens side by side. With four vectors,
-// which often lie in four blocks, the hardware's own prefetchers follow four streams at once; the sums of the values
-// are then taken across the blocks as well.
+// With fewer rows the registers hold the sums of several vectors of tokens side by side. For one row they are so many
+// that they often lie in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of
+// the values are taken across the blocks as well.
 template <int NUM_ROWS>
-constexpr int LOGIT_VECS = NUM_ROWS > 1 ? 1 : VEC_SIZE == 16 ? 4 : 2;
+constexpr int LOGIT_VECS = (VEC_SIZE == 16 ? 4 : 2) / NUM_ROWS;
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
@@ -70,17 +70,14 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
   const T* keys[NUM_VECS * VEC_SIZE / RUN];
   for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
+  const int64_t num_fetches = EARLY_VALUES<T, NUM_ROWS> ? num_chunks / 2 : num_chunks;
   Vec sums[NUM_ROWS][NUM_VECS][4] = {};
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     typename Dot::Chunk query[NUM_ROWS];
     for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
-    if (h.prefetch && first_token % FETCH_TOKENS == 0) {
-      const int64_t steps_done = EARLY_VALUES<T, NUM_ROWS> ? (num_chunks + 1) / 2 : 0;
-      const int64_t step = EARLY_VALUES<T, NUM_ROWS> ? steps_done + chunk / 2 : chunk;
-      if (!EARLY_VALUES<T, NUM_ROWS> || (chunk % 2 == 0 && step < num_chunks)) {
-        for (int i = 0; i < NUM_VECS * VEC_SIZE; i += FETCH_TOKENS) {
-          values.fetch((first_token + i) / FETCH_TOKENS, step);
-        }
+    if (h.prefetch && first_token % FETCH_TOKENS == 0 && chunk < num_fetches) {
+      for (int i = 0; i < NUM_VECS * VEC_SIZE; i += FETCH_TOKENS) {
+        values.fetch((first_token + i) / FETCH_TOKENS, num_chunks - num_fetches + chunk);
       }
     }
     PAGEDATTN_UNROLL
@@ -207,7 +204,8 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       }
     }
   };
-  // As many bytes of the next keys as a step takes of the values: part `i` of `n`.
+  // As many bytes of the next keys as a step takes of the values, part `i` of `n`; for some rows, half as many of the
+  // next values.
   const auto prefetch = [&](int i, int n) PAGEDATTN_ALWAYS_INLINE {
     constexpr int X = ELEMENTS_PER_CHUNK<T>;
     constexpr int NUM_GROUPS = Prefetcher<T>::NUM_GROUPS;
@@ -220,7 +218,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       if (EARLY_VALUES<T, NUM_ROWS> && step % 2 == 0) next_values.fetch(group, step / 2);
     }
   };
-  const auto as_is = [](Vec value, int) { return value; };
+  const auto whole = [](Vec value, int) { return value; };
   if (!h.tile.all_visible(0, TILE_TOKENS)) {
     prefetch(0, 1);
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
@@ -237,13 +235,14 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     PAGEDATTN_UNROLL
     for (int i = 0; i < NUM_STRIPS; ++i) {
       prefetch(i, NUM_STRIPS);
-      _Pragma("GCC unroll 2") for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, as_is);
+      PAGEDATTN_UNROLL_BY_2
+      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
     }
   } else {
     for (int s = 0; s < TILE_STRIPS; ++s) {
       prefetch(s, TILE_STRIPS);
       PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, as_is);
+      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
     }
   }
   float totals[VEC_SIZE * ELEMENTS];

@@ -67,7 +67,7 @@ def _allocate_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Begins at a huge page: the hardware fetches ahead within a page of 4 KiB, so a head's part of a block should not
     lie across two."""
     num_bytes = prod(shape) * dtype.itemsize
-    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
     tensor = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes].view(dtype).view(shape)
     _C.advise_huge_pages(tensor.data_ptr(), num_bytes)
     return tensor

@@ -50,6 +50,14 @@ def test_the_ops_take_it(device):
         assert_same_bits(result, expected)
 
 
+def test_begins_at_a_huge_page_whatever_the_default_device():
+    with torch.device("meta"):
+        pairs = pagedattn_ext.allocate_kv_cache(4, 2, 64, num_layers=2, device="cpu")
+    for cache in (cache for pair in pairs for cache in pair):
+        assert cache.device.type == "cpu"
+        assert cache.data_ptr() % (2 << 20) == 0
+
+
 def test_huge_pages_are_advised():
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no transparent huge pages")
