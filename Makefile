@@ -55,9 +55,11 @@ sanitize: build
 
 bench: build
 	$(BIN)/python bench/attn.py --quick
+	$(BIN)/python bench/sweep.py --quick
 	$(BIN)/python bench/cache.py --quick
 	$(BIN)/python bench/elementwise.py --quick
 	$(BIN)/python bench/serving.py --quick
+	$(BIN)/python bench/targets.py
 
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 lint: .venv/ready

@@ -3,10 +3,10 @@
 Usage: python bench/cache.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
 GB/s counts every byte that is read and every byte that is written; the share is of tensor.copy_. 32 tokens are a decode
-step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random.
+step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random. Caches and
+the probe's memory lie in huge pages where the system grants them.
 """
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from harness import (
 )
 from torch import Tensor
 
-from pagedattn_ext import ops
+from pagedattn_ext import allocate_kv_cache, ops
 
 BLOCK_SIZE, HEAD_SIZE = 16, 128
 NUM_PAIRS = 128
@@ -35,11 +35,13 @@ class Pool:
     """A cache, and its slots as torch indexes them: views in which a token is [num_kv_heads, head_size / x, x]."""
 
     def __init__(self, num_kv_heads: int, dtype: torch.dtype) -> None:
-        x = 16 // dtype.itemsize
         self.num_kv_heads, self.dtype = num_kv_heads, dtype
         self.num_blocks = num_blocks = COLD_BYTES // (BLOCK_SIZE * num_kv_heads * HEAD_SIZE * dtype.itemsize)
-        self.key_cache = torch.randn(num_blocks, num_kv_heads, HEAD_SIZE // x, BLOCK_SIZE, x, dtype=dtype)
-        self.value_cache = torch.randn(num_blocks, num_kv_heads, HEAD_SIZE, BLOCK_SIZE, dtype=dtype)
+        (self.key_cache, self.value_cache), (self.other_key_cache, _) = allocate_kv_cache(
+            num_blocks, num_kv_heads, HEAD_SIZE, BLOCK_SIZE, dtype, torch.get_default_device(), num_layers=2
+        )
+        for cache in (self.key_cache, self.value_cache, self.other_key_cache):
+            cache.normal_()
         self.key_slots = self.key_cache.permute(0, 3, 1, 2, 4)
         self.value_slots = self.value_cache.permute(0, 3, 1, 2)
 
@@ -91,8 +93,6 @@ def bench_tokens(pool: Pool, measure: Measure) -> list[Row]:
 
 
 def bench_blocks(pool: Pool, measure: Measure) -> list[Row]:
-    other = torch.randn_like(pool.key_cache)
-
     def make_pairs() -> Tensor:
         return torch.randperm(pool.num_blocks)[: 2 * NUM_PAIRS].view(NUM_PAIRS, 2)
 
@@ -104,10 +104,10 @@ def bench_blocks(pool: Pool, measure: Measure) -> list[Row]:
             cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))
 
     def swap_blocks(pairs: Tensor) -> None:
-        ops.swap_blocks(pool.key_cache, other, pairs)
+        ops.swap_blocks(pool.key_cache, pool.other_key_cache, pairs)
 
     def swap_by_index(pairs: Tensor) -> None:
-        other.index_copy_(0, pairs[:, 1], pool.key_cache.index_select(0, pairs[:, 0]))
+        pool.other_key_cache.index_copy_(0, pairs[:, 1], pool.key_cache.index_select(0, pairs[:, 0]))
 
     num_bytes = 2 * NUM_PAIRS * pool.key_cache[0].nbytes
     copy, swap = {"ours": copy_blocks, "torch": copy_by_index}, {"ours": swap_blocks, "torch": swap_by_index}
@@ -117,13 +117,13 @@ def bench_blocks(pool: Pool, measure: Measure) -> list[Row]:
     ]
 
 
-def bench(num_kv_heads: int, dtype: torch.dtype, args: Namespace, probe: Probe) -> list[Row]:
+def bench(num_kv_heads: int, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe) -> list[Row]:
     def measure(name: str, num_bytes: int, make: Callable[[], object], functions: dict[str, Callable]) -> Row:
-        inputs = make_inputs(make, num_bytes, args.device)
-        seconds = time_interleaved({**functions, "probe": probe.run}, inputs, 5 if args.quick else 25)
+        inputs = make_inputs(make, num_bytes, device)
+        seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
         return Row("cache", f"{name}, {num_kv_heads}x{HEAD_SIZE}", dtype, num_bytes, probe, seconds)
 
-    with torch.device(args.device):
+    with torch.device(device):
         pool = Pool(num_kv_heads, dtype)
     return bench_tokens(pool, measure) + bench_blocks(pool, measure)
 
@@ -133,7 +133,8 @@ def main() -> None:
     facts = hardware(args.device)
     with torch.device(args.device):
         probe = copy_probe()
-    rows = [row for dtype in args.dtypes for n in (32, 8) for row in bench(n, dtype, args, probe)]
+    num_rounds = 5 if args.quick else 25
+    rows = [row for dtype in args.dtypes for n in (32, 8) for row in bench(n, dtype, args.device, num_rounds, probe)]
     print_rows(rows)
     finish(args, facts, rows)
 

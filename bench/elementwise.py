@@ -3,10 +3,10 @@
 Usage: python bench/elementwise.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
 GB/s counts each input and output once; the share is of tensor.copy_. Where there is an output, both allocate it;
-fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so can pass 100%.
+fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so can pass 100%. The
+probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
 """
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -108,12 +108,12 @@ CASES = [
 ]
 
 
-def bench(case: Case, num_tokens: int, dtype: torch.dtype, args: Namespace, probe: Probe) -> Row:
+def bench(case: Case, num_tokens: int, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe) -> Row:
     num_bytes = case.num_elements(num_tokens) * dtype.itemsize
     # Half of the bytes: what is read and what is written is the same memory where an op works in place.
-    inputs = make_inputs(lambda: case.make(num_tokens, dtype), num_bytes // 2, args.device)
+    inputs = make_inputs(lambda: case.make(num_tokens, dtype), num_bytes // 2, device)
     functions = {"ours": case.ours, "torch": case.theirs, "probe": probe.run}
-    seconds = time_interleaved(functions, inputs, 5 if args.quick else 25)
+    seconds = time_interleaved(functions, inputs, num_rounds)
     name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}"
     return Row("elementwise", name, dtype, num_bytes, probe, seconds)
 
@@ -124,7 +124,8 @@ def main() -> None:
     cases = [(case, num_tokens) for case in CASES for num_tokens in (1, 32, 512)]
     with torch.device(args.device):
         probe = copy_probe()
-    rows = [bench(*case, dtype, args, probe) for dtype in args.dtypes for case in cases]
+    num_rounds = 5 if args.quick else 25
+    rows = [bench(*case, dtype, args.device, num_rounds, probe) for dtype in args.dtypes for case in cases]
     print_rows(rows)
     finish(args, facts, rows)
 

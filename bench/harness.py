@@ -1,7 +1,8 @@
 """What the benchmarks share: options, interleaved timing with cold caches, probes, tables, JSON and the plot.
 
 A share is never taken of a number from a data sheet: a probe (the plainest torch call of the same kind) runs in the
-same rounds. Ratios are a peer's time over ours: more than 1 means that ours is faster.
+same rounds. Paged caches and what the probes read and write come from allocate_kv_cache: both lie in huge pages where
+the system grants them. Ratios are a peer's time over ours: more than 1 means that ours is faster.
 """
 
 import argparse
@@ -11,9 +12,11 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -21,6 +24,7 @@ from statistics import median, quantiles
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 import pagedattn_ext
 
@@ -28,6 +32,7 @@ T = TypeVar("T")
 COLD_BYTES = 64 << 20  # buffers rotate over this much, beyond the last-level cache
 PROBE_BYTES = 256 << 20
 BATCH_SECONDS = 3e-4  # short calls are timed in batches of about this long
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # no longer than the benchmark lives
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -49,10 +54,15 @@ def parse_args(description: str) -> argparse.Namespace:
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch finds no CUDA device")
     args.dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
-    torch.set_num_threads(args.threads)
+    prepare(args.threads)
+    return args
+
+
+def prepare(num_threads: int) -> None:
+    """What a process does before it measures."""
+    torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     keep_freed_memory()
-    return args
 
 
 def keep_freed_memory() -> None:
@@ -85,7 +95,7 @@ def hardware(device: str) -> dict[str, object]:
     }
     where = facts["gpu"] or "{cpu}, {num_cpus} CPUs, load {load}; threads: {threads}".format(**facts)
     print(f"{where}; pagedattn_ext {pagedattn_ext.cpu_capability()}; torch {torch.__version__}")
-    print(f"transparent huge pages: {facts['transparent_huge_pages']}")
+    print(f"transparent huge pages: {facts['transparent_huge_pages']}; caches and probes ask for them")
     return facts
 
 
@@ -100,13 +110,22 @@ class Probe:
     run: Callable[[object], object]
 
 
+def probe_memory() -> Tensor:
+    """PROBE_BYTES of what caches are made of, written: untouched pages would all be the same one."""
+    head_size, block_size = 256, 64
+    num_blocks = PROBE_BYTES // (4 * head_size * block_size)
+    device = torch.get_default_device()
+    ((data, _),) = pagedattn_ext.allocate_kv_cache(num_blocks, 1, head_size, block_size, device=device)
+    return data.flatten().fill_(1)
+
+
 def read_probe() -> Probe:
-    data = torch.ones(PROBE_BYTES // 4)  # written: pages of untouched zeros would all be the same one
+    data = probe_memory()
     return Probe("read", "GB/s", PROBE_BYTES, lambda _: data.sum())
 
 
 def copy_probe() -> Probe:
-    source, target = torch.ones(2, PROBE_BYTES // 8)
+    source, target = probe_memory().chunk(2)
     return Probe("copy", "GB/s", PROBE_BYTES, lambda _: target.copy_(source))
 
 
@@ -172,10 +191,31 @@ def latency(function: Callable[[], object], num_calls: int = 2000) -> dict[str, 
         synchronize()
         microseconds.append((time.perf_counter() - started) * 1e6)
     percentiles = quantiles(microseconds, n=100)
-    return {"p50_us": percentiles[49], "p99_us": percentiles[98], "num_calls": num_calls}
+    longest = max(microseconds)
+    return {"p50_us": percentiles[49], "p99_us": percentiles[98], "max_us": longest, "num_calls": num_calls}
+
+
+@contextmanager
+def busy_processes(num_processes: int) -> Iterator[None]:
+    """Others that want all of the CPU they can get."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(num_processes):
+            processes.append(subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]))
+        time.sleep(0.5)  # until all of them have started
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -198,7 +238,7 @@ class Row:
         return {name: median(s) / median(self.seconds["ours"]) for name, s in self.seconds.items() if name in peers}
 
     def label(self) -> str:
-        return f"{self.case}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.case}, {dtype_name(self.dtype)}"
 
     def as_dict(self) -> dict[str, object]:
         derived = {self.probe.unit: self.rate(), f"share_of_{self.probe.name}_probe": self.share()}
@@ -207,8 +247,8 @@ class Row:
         return {"group": self.group, "case": self.label(), **derived, **ratios, **raw}
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """One table: rows of one group."""
+def print_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """One table: rows of one group, each with its note if there are any."""
     peers = list(dict.fromkeys(name for row in rows for name in row.ratios()))
     probe = rows[0].probe
     table = [[rows[0].group, "ms", probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
@@ -220,9 +260,9 @@ def print_rows(rows: Sequence[Row]) -> None:
         )
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     print()
-    for first, *rest in table:
+    for (first, *rest), note in zip(table, ["", *(notes or [""] * len(rows))], strict=True):
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *cells]), flush=True)
+        print("  ".join([first.ljust(widths[0]), *cells, note]).rstrip(), flush=True)
 
 
 def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:
@@ -249,7 +289,7 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
     for i, dtype in enumerate(dtypes):
         of_dtype = [row for row in rows if row.dtype == dtype]
         places = [cases.index((row.group, row.case)) + (i - (len(dtypes) - 1) / 2) * height for row in of_dtype]
-        bars = axes.barh(places, [row.share() for row in of_dtype], height, label=str(dtype).removeprefix("torch."))
+        bars = axes.barh(places, [row.share() for row in of_dtype], height, label=dtype_name(dtype))
         axes.bar_label(bars, fmt="{:.0%}", padding=2, fontsize=7)
     probes = {row.group: row.probe.name for row in rows}
     axes.set_yticks(range(len(cases)), [f"{group}: {case} (of {probes[group]})" for group, case in cases], fontsize=8)

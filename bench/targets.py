@@ -1,0 +1,200 @@
+"""The speeds that this project asks of itself on a CPU, and what it reaches here.
+
+Usage: python bench/targets.py [--only SUBSTRING]
+
+One thread where not said otherwise. Decode: 8 sequences of 2048 tokens, block size 16, nothing in the CPU's caches;
+paged caches and the probes' memory lie in huge pages where the system grants them. A percentage is our rate over that
+of a probe, a factor a peer's time over ours, both timed in the same rounds; the AVX2 path and the AVX512 path are timed
+in different processes, and compared by their shares of the probe. The run takes some minutes and is sensitive to noise:
+near a limit, repeat it. The exit status is 0 whether targets are met or not.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+
+import torch
+from attn import EIGHT, FP8_DTYPES, GQA8, MHA, Attention, Model, bench_decode, bench_fp8_decode, bench_prefill
+from cache import bench as bench_cache
+from elementwise import CASES
+from elementwise import bench as bench_elementwise
+from harness import Row, copy_probe, dtype_name, hardware, matmul_probe, prepare, read_probe
+
+import pagedattn_ext
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NUM_ROUNDS, NUM_LONG_ROUNDS = 21, 3  # long ones take a second or more
+WIDTH = 72
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    required: float
+    measure: Callable[[], float]
+    form: str
+
+
+def share(what: str, required: float, row: Callable[[], Row]) -> Target:
+    return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}")
+
+
+def ratio(what: str, peer: str, required: float, row: Callable[[], Row], name: str | None = None) -> Target:
+    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x")
+
+
+# ---- measurements, each made once ------------------------------------------------------------------------------------
+
+# The memory of a probe stays.
+get_read_probe, get_copy_probe, get_matmul_probe = cache(read_probe), cache(copy_probe), cache(matmul_probe)
+
+
+@cache
+def decode(model: Model, dtype: torch.dtype, num_threads: int = 1) -> Row:
+    torch.set_num_threads(num_threads)
+    peers = {"SDPA": Attention.sdpa}
+    row = bench_decode(model, "8 x 2048", EIGHT, dtype, "cpu", NUM_ROUNDS, get_read_probe(), peers)
+    torch.set_num_threads(1)
+    return row
+
+
+@cache
+def decode_beside_gather(model: Model, dtype: torch.dtype) -> Row:
+    peers = {"gather + SDPA": Attention.gather_sdpa}
+    return bench_decode(model, "8 x 2048", EIGHT, dtype, "cpu", NUM_LONG_ROUNDS, get_read_probe(), peers)
+
+
+@cache
+def fp8_decode(model: Model, dtype: torch.dtype) -> Row:
+    return bench_fp8_decode(model, "8 x 2048", EIGHT, dtype, "cpu", NUM_ROUNDS, get_read_probe())
+
+
+def use_avx2() -> None:
+    """In a process of its own: the choice holds for its life."""
+    os.environ["PAGEDATTN_CPU_CAPABILITY"] = "avx2"
+    prepare(num_threads=1)
+
+
+def decode_share(model: Model, dtype: torch.dtype) -> float:
+    return decode(model, dtype).share()
+
+
+def avx2_of_avx512(model: Model, dtype: torch.dtype) -> float:
+    with ProcessPoolExecutor(1, get_context("spawn"), use_avx2) as pool:
+        return pool.submit(decode_share, model, dtype).result() / decode_share(model, dtype)
+
+
+@cache
+def prefill(model: Model, num_tokens: int, prefix: int, dtype: torch.dtype) -> Row:
+    return bench_prefill(model, num_tokens, prefix, dtype, "cpu", NUM_LONG_ROUNDS, get_matmul_probe(dtype))
+
+
+@cache
+def elementwise(name: str, num_tokens: int, dtype: torch.dtype) -> Row:
+    (case,) = [case for case in CASES if case.name == name]
+    return bench_elementwise(case, num_tokens, dtype, "cpu", NUM_ROUNDS, get_copy_probe())
+
+
+@cache
+def cache_rows(num_kv_heads: int, dtype: torch.dtype) -> dict[str, Row]:
+    rows = bench_cache(num_kv_heads, dtype, "cpu", NUM_ROUNDS, get_copy_probe())
+    return {row.label(): row for row in rows}
+
+
+# ---- targets --------------------------------------------------------------------------------------------------------
+
+
+def attention_targets() -> Iterator[Target]:
+    for model, dtype, of_probe, vs_sdpa in (
+        (MHA, FP32, 0.75, 2),
+        (MHA, BF16, 0.75, 7),
+        (GQA8, FP32, 0.8, 4),
+        (GQA8, BF16, 0.65, 20),
+    ):
+        name, row = f"decode, {model.name}, {dtype_name(dtype)}", partial(decode, model, dtype)
+        yield share(name, of_probe, row)
+        yield ratio(name, "SDPA", vs_sdpa, row, "SDPA, contiguous KV")
+        yield ratio(name, "gather + SDPA", 10, partial(decode_beside_gather, model, dtype))
+    for model in (MHA, GQA8):
+        for dtype in FP8_DTYPES:
+            name = f"decode, {model.name}, {dtype_name(dtype)}"
+            yield ratio(name, "bf16 cache", 1.3, partial(fp8_decode, model, dtype))
+    if pagedattn_ext.cpu_capability().startswith("avx512"):
+        for model in (MHA, GQA8):
+            for dtype in (FP32, BF16):
+                name = f"decode, {model.name}, {dtype_name(dtype)}, AVX2: GB/s of the AVX512 path"
+                yield Target(name, 0.7, partial(avx2_of_avx512, model, dtype), "{:.1%}")
+    for model, num_tokens, prefix in (
+        (MHA, 512, 0),
+        (MHA, 2048, 0),
+        (MHA, 256, 1024),
+        (GQA8, 512, 0),
+        (GQA8, 2048, 0),
+        (GQA8, 4096, 0),
+        (GQA8, 256, 1024),
+    ):
+        for dtype in (FP32, BF16):
+            name = f"prefill, {model.name}, {num_tokens} tokens after {prefix}, {dtype_name(dtype)}"
+            yield ratio(name, "SDPA", 1, partial(prefill, model, num_tokens, prefix, dtype))
+
+
+def other_targets() -> Iterator[Target]:
+    for op, num_tokens, dtype, required, peer in (
+        ("rms_norm", 32, FP32, 3, "F.rms_norm"),
+        ("rms_norm", 32, BF16, 3, "F.rms_norm"),
+        ("rms_norm", 512, FP32, 2.3, "F.rms_norm"),
+        ("rms_norm", 512, BF16, 10, "F.rms_norm"),
+        ("silu_and_mul", 32, FP32, 2, "eager"),
+        ("silu_and_mul", 32, BF16, 2, "eager"),
+        ("silu_and_mul", 512, FP32, 2, "eager"),
+        ("silu_and_mul", 512, BF16, 2, "eager"),
+        ("rotary_embedding_neox", 32, FP32, 8, "eager, HF form"),
+        ("rotary_embedding_neox", 32, BF16, 8, "eager, HF form"),
+        ("rotary_embedding_neox", 512, FP32, 8, "eager, HF form"),
+        ("rotary_embedding_neox", 512, BF16, 8, "eager, HF form"),
+    ):
+        name = f"{op}, {num_tokens} tokens, {dtype_name(dtype)}"
+        yield ratio(name, "torch", required, partial(elementwise, op, num_tokens, dtype), peer)
+    for num_kv_heads in (32, 8):
+        for dtype in (FP32, BF16):
+
+            def row(label: str, num_kv_heads: int = num_kv_heads, dtype: torch.dtype = dtype) -> Row:
+                return cache_rows(num_kv_heads, dtype)[label]
+
+            size = f"{num_kv_heads}x128, {dtype_name(dtype)}"
+            name = f"reshape_and_cache, 512 tokens, {size}"
+            yield ratio(name, "torch", 2, partial(row, name), "index_put")
+            for name in (f"copy_blocks, 128 pairs, {size}", f"swap_blocks, 128 pairs, {size}"):
+                yield share(name, 0.65, partial(row, name))
+    # At the end: idle threads disturb what comes after them.
+    for dtype in (FP32, BF16):
+        name = f"decode, {MHA.name}, {dtype_name(dtype)}, two threads"
+        yield share(name, 0.75, partial(decode, MHA, dtype, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="the targets whose description contains it")
+    args = parser.parse_args()
+    prepare(num_threads=1)
+    hardware("cpu")
+    print(f"\n{'what':{WIDTH}}  required  measured")
+    met = []
+    for target in (*attention_targets(), *other_targets()):
+        if args.only not in target.what:
+            continue
+        measured = target.measure()
+        met.append(measured >= target.required)
+        numbers = "  ".join(target.form.format(number).rjust(8) for number in (target.required, measured))
+        print(f"{target.what:{WIDTH}}  {numbers}  {'met' if met[-1] else 'not met'}", flush=True)
+    print(f"\n{sum(met)} of {len(met)} met")
+    if not pagedattn_ext.cpu_capability().startswith("avx512"):
+        print("skipped: the AVX2 path beside the AVX512 path, which this process does not use")
+
+
+if __name__ == "__main__":
+    main()
