@@ -73,7 +73,7 @@ class Prefetcher {
 
   // Of the key cache at a head: a step is a chunk of FETCH_TOKENS tokens.
   static PAGEDATTN_INLINE Prefetcher of_keys(const PagedAttentionParams& p, const Tile<T>& tile, const T* keys) {
-    Prefetcher fetcher;
+    Prefetcher fetcher(tile);
     fetcher.stride_ = p.block_size * ELEMENTS_PER_CHUNK<T>;
     for (int i = 0; i < NUM_GROUPS; ++i) {
       fetcher.low_[i] = keys + tile.key_offset[2 * i];
@@ -85,7 +85,7 @@ class Prefetcher {
   // Of the value cache at a head. Blocks are taken as they lie, whatever token or element a line belongs to; of blocks
   // larger than a tile, the first lines of their rows.
   static PAGEDATTN_INLINE Prefetcher of_values(const PagedAttentionParams& p, const Tile<T>& tile, const T* values) {
-    Prefetcher fetcher;
+    Prefetcher fetcher(tile);
     fetcher.stride_ = p.block_size > TILE_TOKENS ? p.block_size : p.block_size >= FETCH_TOKENS ? 4 * LINE : 2 * LINE;
     const int64_t spread = p.block_size > TILE_TOKENS ? p.block_size / TILE_TOKENS : 1;
     for (int i = 0; i < NUM_GROUPS; ++i) {
@@ -98,6 +98,7 @@ class Prefetcher {
   }
 
   PAGEDATTN_INLINE void fetch(int64_t group, int64_t step) const {
+    if (group >= num_groups_) return;
     const T* low = low_[group] + step * stride_;
     const T* high = high_[group] + step * stride_;
     __builtin_prefetch(low, 0, 2);
@@ -109,9 +110,13 @@ class Prefetcher {
  private:
   static constexpr int LINE = 64 / sizeof(T);
 
+  explicit PAGEDATTN_INLINE Prefetcher(const Tile<T>& tile)
+      : num_groups_((tile.end + FETCH_TOKENS - 1) / FETCH_TOKENS) {}
+
   const T* low_[NUM_GROUPS];   // of each group, the first two lines
   const T* high_[NUM_GROUPS];  // and the next two: of blocks of 8, they are in the second
   int64_t stride_;
+  int num_groups_;  // with a visible token
 };
 
 }  // namespace

@@ -85,8 +85,13 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _refuse_grad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An op writes behind autograd's back: a tensor that requires grad would silently lose its gradient."""
     for i, argument in enumerate((*args, *kwargs.values())):
-        tensors = argument if isinstance(argument, list) else [argument]
-        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+        if isinstance(argument, Tensor):
+            requires_grad = argument.requires_grad
+        elif isinstance(argument, list):
+            requires_grad = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in argument)
+        else:
+            continue
+        if requires_grad:
             name = op.default._schema.arguments[i].name if i < len(args) else list(kwargs)[i - len(args)]
             raise RuntimeError(
                 f"{op.__name__}: {name}: requires grad, but the ops have no backward: call them under "
