@@ -166,12 +166,20 @@ PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
 
 // ---- conversions: 8-bit storage
 
-PAGEDATTN_INLINE Vec float8_to_float(ByteVec bytes, float8_e5m2) {
-  return float16_to_float(__builtin_convertvector(bytes, ShortVec) << 8);
+// Intrinsics for the same reason as above.
+#if defined(__AVX512F__)
+PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return (ShortVec)_mm256_cvtepu8_epi16((__m128i)bytes); }
+#elif defined(__AVX2__)
+PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) {
+  return (ShortVec)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)bytes));
 }
+#else
+PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return __builtin_convertvector(bytes, ShortVec); }
+#endif
 
-PAGEDATTN_INLINE Vec float8_to_float(ByteVec bytes, float8_e4m3) {
-  const ShortVec bits = __builtin_convertvector(bytes, ShortVec);
+PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e5m2) { return float16_to_float(bits << 8); }
+
+PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e4m3) {
   // Exponent and mantissa where float16 has them; the biases differ by 8. The NaN becomes one of float16.
   const ShortVec magnitude = (bits & 0x7f) == 0x7f ? ShortVec{} + 0x7e00 : (bits & 0x7f) << 7;
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
@@ -252,10 +260,10 @@ PAGEDATTN_INLINE Vec load(const float* source) { return load_as<Vec>(source); }
 PAGEDATTN_INLINE Vec load(const float16* source) { return float16_to_float(load_as<ShortVec>(source)); }
 PAGEDATTN_INLINE Vec load(const bfloat16* source) { return bfloat16_to_float(load_as<ShortVec>(source)); }
 PAGEDATTN_INLINE Vec load(const float8_e4m3* source) {
-  return float8_to_float(load_as<ByteVec>(source), float8_e4m3{});
+  return float8_to_float(widen(load_as<ByteVec>(source)), float8_e4m3{});
 }
 PAGEDATTN_INLINE Vec load(const float8_e5m2* source) {
-  return float8_to_float(load_as<ByteVec>(source), float8_e5m2{});
+  return float8_to_float(widen(load_as<ByteVec>(source)), float8_e5m2{});
 }
 
 PAGEDATTN_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof value); }

@@ -62,7 +62,7 @@ PAGEDATTN_INLINE typename KeyDot<CacheT>::Chunk load_float8_keys(const CacheT* k
   const UintVec quads = load_as<UintVec>(keys);
   typename KeyDot<CacheT>::Chunk chunk;
   for (int i = 0; i < 4; ++i) {
-    chunk.part[i] = float8_to_float(__builtin_convertvector(quads >> (8 * i) & 0xff, ByteVec), CacheT{});
+    chunk.part[i] = float8_to_float(narrow(quads >> (8 * i) & 0xff), CacheT{});
   }
   return chunk;
 }

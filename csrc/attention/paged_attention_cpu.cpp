@@ -21,15 +21,16 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Query rows that share the loads of a key or value: as many as the registers hold.
+// Query rows that share the loads of a key or value. With AVX2, the registers do not hold all sums of four rows; it is
+// faster to spill some than to convert every key twice.
 template <typename Dot>
-constexpr int MAX_ROWS = (VEC_SIZE == 16 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
+constexpr int MAX_ROWS = (VEC_SIZE >= 8 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
 
 // With fewer rows the registers hold the sums of several vectors of tokens side by side. For one row they are so many
 // that they often lie in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of
 // the values are taken across the blocks as well.
 template <int NUM_ROWS>
-constexpr int LOGIT_VECS = (VEC_SIZE == 16 ? 4 : 2) / NUM_ROWS;
+constexpr int LOGIT_VECS = NUM_ROWS == 4 ? 1 : (VEC_SIZE == 16 ? 4 : 2) / NUM_ROWS;
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
