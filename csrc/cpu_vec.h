@@ -1,10 +1,12 @@
 // Vectors of fp32 for the CPU kernels, as wide as the capability that the file is compiled for, on the vector
-// extensions of GCC and Clang. Intrinsics appear only where the extensions cannot say it: fp16 and bf16 dot products.
+// extensions of GCC and Clang. Intrinsics appear only where the extensions cannot say it or GCC 12 makes much less of
+// it.
 //
 // Everything is in an anonymous namespace: the copies of a kernel must not share symbols, or the linker may keep the
 // AVX512 copy of a helper for all of them.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "types.h"
@@ -120,15 +122,57 @@ PAGEDATTN_INLINE UintVec widen(ShortVec bits) { return __builtin_convertvector(b
 PAGEDATTN_INLINE ShortVec narrow(UintVec bits) { return __builtin_convertvector(bits, ShortVec); }
 #endif
 
-PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) { return (Vec)(widen(bits) << 16); }
+PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) {
+#if defined(__AVX512F__)
+  // One shuffle rather than a conversion and a shift.
+  const UintVec place = (UintVec)iota() << 16;
+  return (Vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)place, _mm512_castsi256_si512((__m256i)bits));
+#else
+  return (Vec)(widen(bits) << 16);
+#endif
+}
 
-// In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree.
+// The upper half of every element. In one shuffle (AVX2: two) rather than a shift and a conversion.
+PAGEDATTN_INLINE ShortVec narrow_upper(UintVec bits) {
+#if defined(__AVX512F__)
+  const IntVec odd_elements = iota() * 0x40004 + 0x30001;  // 1, 3, 5, ... in 16 bits each
+  const IntVec upper = (IntVec)_mm512_maskz_permutexvar_epi16(0xffffffff, (__m512i)odd_elements, (__m512i)bits);
+  return (ShortVec)__builtin_shufflevector(upper, upper, 0, 1, 2, 3, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+  const __m256i upper_bytes = _mm256_set1_epi64x(0x0f0e0b0a07060302);
+  const __m256i of_lanes = _mm256_shuffle_epi8((__m256i)bits, upper_bytes);
+  return (ShortVec)_mm256_castsi256_si128(_mm256_permute4x64_epi64(of_lanes, 0b1000));
+#else
+  return narrow(bits >> 16);
+#endif
+}
+
+// In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree. A NaN keeps
+// its upper bits and becomes quiet.
 PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
   const UintVec bits = (UintVec)value;
-  const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const UintVec quiet_nan = (bits >> 16) | 0x40;
-  return narrow(value == value ? rounded : quiet_nan);
+  const UintVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
+#if defined(__AVX512F__)
+  // One instruction makes NaN quiet: 2, for classes 0 and 1, says so; 0 keeps the rounded value of the others.
+  const __m512i by_class = _mm512_set1_epi32(0x22);
+  return narrow_upper((UintVec)_mm512_fixupimm_ps((__m512)rounded, (__m512)value, by_class, 0));
+#else
+  return narrow_upper(value == value ? rounded : bits | 0x400000);
+#endif
 }
+
+#if defined(__AVX512BF16__)
+// Those of `a`, then those of `b`, with the bits of float_to_bfloat16 in half its time: the instruction differs from it
+// only for denormals.
+PAGEDATTN_INLINE UintVec float_to_bfloat16(Vec a, Vec b) {
+  constexpr int DENORMAL = 0x20;
+  if ((_mm512_fpclass_ps_mask((__m512)a, DENORMAL) | _mm512_fpclass_ps_mask((__m512)b, DENORMAL)) == 0) [[likely]] {
+    return (UintVec)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+  }
+  const ShortVec halves[2] = {float_to_bfloat16(a), float_to_bfloat16(b)};
+  return load_as<UintVec>(halves);
+}
+#endif
 
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
@@ -266,14 +310,14 @@ PAGEDATTN_INLINE Vec load(const float8_e5m2* source) {
   return float8_to_float(widen(load_as<ByteVec>(source)), float8_e5m2{});
 }
 
-PAGEDATTN_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof value); }
-PAGEDATTN_INLINE void store(float16* target, Vec value) {
-  const ShortVec bits = float_to_float16(value);
-  __builtin_memcpy(target, &bits, sizeof bits);
-}
-PAGEDATTN_INLINE void store(bfloat16* target, Vec value) {
-  const ShortVec bits = float_to_bfloat16(value);
-  __builtin_memcpy(target, &bits, sizeof bits);
+PAGEDATTN_INLINE Vec to_stored(Vec value, float) { return value; }
+PAGEDATTN_INLINE ShortVec to_stored(Vec value, float16) { return float_to_float16(value); }
+PAGEDATTN_INLINE ShortVec to_stored(Vec value, bfloat16) { return float_to_bfloat16(value); }
+
+template <typename T>
+PAGEDATTN_INLINE void store(T* target, Vec value) {
+  const auto stored = to_stored(value, T{});
+  __builtin_memcpy(target, &stored, sizeof stored);
 }
 
 PAGEDATTN_INLINE void store_bytes(void* target, UintVec values) {
@@ -302,6 +346,58 @@ PAGEDATTN_INLINE void store_first(T* target, Vec value, int64_t count) {
   __builtin_memcpy(target, buffer, count * sizeof(T));
 }
 
+// With STREAM past the caches, to a target that is aligned to V. Intrinsics: GCC 12 has no other name for it.
+template <bool STREAM, typename V>
+PAGEDATTN_INLINE void store_bits(void* target, V bits) {
+#if defined(__x86_64__)
+  if constexpr (STREAM && sizeof bits == 8) {
+    _mm_stream_si64(static_cast<long long*>(target), (long long)bits);
+  } else if constexpr (STREAM && sizeof bits == 16) {
+    _mm_stream_si128(static_cast<__m128i*>(target), (__m128i)bits);
+#if defined(__AVX2__)
+  } else if constexpr (STREAM && sizeof bits == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(target), (__m256i)bits);
+#endif
+#if defined(__AVX512F__)
+  } else if constexpr (STREAM && sizeof bits == 64) {
+    _mm512_stream_si512(static_cast<__m512i*>(target), (__m512i)bits);
+#endif
+  } else
+#endif
+    __builtin_memcpy(target, &bits, sizeof bits);
+}
+
+template <bool STREAM, typename T>
+PAGEDATTN_INLINE void store_two(T* target, Vec a, Vec b) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bfloat16>) return store_bits<STREAM>(target, float_to_bfloat16(a, b));
+#endif
+  store_bits<STREAM>(target, to_stored(a, T{}));
+  store_bits<STREAM>(target + VEC_SIZE, to_stored(b, T{}));
+}
+
+// An ordinary store first reads the lines that it overwrites, a third of the traffic of out = f(input). From this size
+// on an output would not stay in a core's own caches, and what reads it next fetches it anyway.
+constexpr int64_t MIN_STREAMED_BYTES = 4 << 20;
+
+// Calls body.operator()<STREAM>() for the kernels that write rows of `out`: with true where the rows are to be written
+// past the caches. Those of `input` itself are not, as they have just been read.
+template <typename T, typename Body>
+PAGEDATTN_INLINE void choose_stream(const void* input, const T* out, int64_t out_stride, int64_t num_rows,
+                                    int64_t width, Body&& body) {
+  constexpr uintptr_t LINE_BYTES = 64;
+  const bool is_aligned = (reinterpret_cast<uintptr_t>(out) | out_stride * sizeof(T)) % LINE_BYTES == 0;
+  const bool is_large = num_rows * width * static_cast<int64_t>(sizeof(T)) >= MIN_STREAMED_BYTES;
+  if (out != input && is_aligned && is_large) {
+    body.template operator()<true>();
+#if defined(__x86_64__)
+    _mm_sfence();  // other threads see these stores before whatever says that they are done
+#endif
+  } else {
+    body.template operator()<false>();
+  }
+}
+
 // Calls body(i, load, store) over [0, size) in steps of VEC_SIZE: `load(pointer)` and `store(pointer, vector)` touch a
 // whole vector, or, in the last step, only what is left of the row.
 template <typename Body>
@@ -315,6 +411,55 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
         i, [rest](const auto* source) { return load_first(source, rest); },
         [rest](auto* target, Vec value) { store_first(target, value, rest); });
   }
+}
+
+template <int N>
+struct Vecs {
+  Vec of[N];
+};
+
+// Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
+// ..., `load` as in for_each_vector. Two steps at a time, as some conversions are cheaper for two vectors; an output
+// may be an input of the same step. With STREAM the stores go past the caches.
+template <bool STREAM, typename T, int N, typename Values>
+PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& values) {
+  const auto load_whole = [](const auto* source) { return load(source); };
+  int64_t i = 0;
+  for (; i + 2 * VEC_SIZE <= size; i += 2 * VEC_SIZE) {
+    const Vecs<N> first = values(i, load_whole);
+    const Vecs<N> second = values(i + VEC_SIZE, load_whole);
+    PAGEDATTN_UNROLL
+    for (int k = 0; k < N; ++k) store_two<STREAM>(outs[k] + i, first.of[k], second.of[k]);
+  }
+  for_each_vector(size - i, [&](int64_t j, auto load, auto store) {
+    const Vecs<N> last = values(i + j, load);
+    PAGEDATTN_UNROLL
+    for (int k = 0; k < N; ++k) store(outs[k] + i + j, last.of[k]);
+  });
+}
+
+// Folds [0, size) with sum = add(sum, i, load), `load` as in for_each_vector. Four sums hide the latency of the
+// additions; a step over all four keeps them in registers.
+template <typename Add>
+PAGEDATTN_INLINE Vec sum_vectors(int64_t size, Add&& add) {
+  constexpr int NUM_SUMS = 4;
+  const auto load_whole = [](const auto* source) { return load(source); };
+  Vec sums[NUM_SUMS] = {};
+  int64_t i = 0;
+  for (; i + NUM_SUMS * VEC_SIZE <= size; i += NUM_SUMS * VEC_SIZE) {
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < NUM_SUMS; ++j) sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+  }
+  PAGEDATTN_UNROLL
+  for (int j = 0; j < NUM_SUMS; ++j) {
+    const int64_t rest = size - i - j * VEC_SIZE;
+    if (rest >= VEC_SIZE) {
+      sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+    } else if (rest > 0) {
+      sums[j] = add(sums[j], i + j * VEC_SIZE, [rest](const auto* source) { return load_first(source, rest); });
+    }
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // ---- functions

@@ -23,15 +23,24 @@ PAGEDATTN_INLINE Vec gelu_by_tanh(Vec x) {
   return x * sigmoid(2.0f * u);
 }
 
+// out[i] = value(input, i, load) in rows [begin, end), where `input` is a row and `load` as in for_each_vector.
+template <typename T, typename Value>
+PAGEDATTN_INLINE void write_rows(const ActivationParams& p, int64_t begin, int64_t end, Value&& value) {
+  T* first_out = static_cast<T*>(p.out);
+  choose_stream(p.input, first_out, p.out_stride, p.num_rows, p.width, [&]<bool STREAM>() {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+      T* out = first_out + row * p.out_stride;
+      write_vectors<STREAM>(p.width, {out}, [&](int64_t i, auto load) { return Vecs<1>{{value(input, i, load)}}; });
+    }
+  });
+}
+
 // out = activation(input).
 template <typename Activation>
 void activate(const ActivationParams& p, int64_t begin, int64_t end, Activation activation) {
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
-      T* out = static_cast<T*>(p.out) + row * p.out_stride;
-      for_each_vector(p.width, [&](int64_t i, auto load, auto store) { store(out + i, activation(load(input + i))); });
-    }
+    write_rows<T>(p, begin, end, [&](const T* input, int64_t i, auto load) { return activation(load(input + i)); });
   });
 }
 
@@ -39,16 +48,12 @@ void activate(const ActivationParams& p, int64_t begin, int64_t end, Activation 
 template <typename Activation>
 void activate_and_multiply(const ActivationParams& p, int64_t begin, int64_t end, bool first_half,
                            Activation activation) {
+  const int64_t gate = first_half ? 0 : p.width;
+  const int64_t factor = p.width - gate;
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
-      const T* gate = first_half ? input : input + p.width;
-      const T* factor = first_half ? input + p.width : input;
-      T* out = static_cast<T*>(p.out) + row * p.out_stride;
-      for_each_vector(p.width, [&](int64_t i, auto load, auto store) {
-        store(out + i, activation(load(gate + i)) * load(factor + i));
-      });
-    }
+    write_rows<T>(p, begin, end, [&](const T* input, int64_t i, auto load) {
+      return activation(load(input + gate + i)) * load(input + factor + i);
+    });
   });
 }
 

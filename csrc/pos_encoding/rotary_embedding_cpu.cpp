@@ -19,10 +19,9 @@ PAGEDATTN_INLINE Pair rotate(Pair p, Vec cos, Vec sin) {
 template <typename T>
 void rotate_neox(T* head, const T* cos, int64_t half) {
   T* second = head + half;
-  for_each_vector(half, [&](int64_t i, auto load, auto store) {
+  write_vectors<false>(half, {head, second}, [&](int64_t i, auto load) {
     const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
-    store(head + i, rotated.x);
-    store(second + i, rotated.y);
+    return Vecs<2>{{rotated.x, rotated.y}};
   });
 }
 
