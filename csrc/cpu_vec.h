@@ -229,7 +229,7 @@ PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e4m3) {
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__)
 typedef __m512bh Bfloat16Vec;
 
 // The bytes of the bfloat16 of every 8-bit float without its sign; each is exact.
