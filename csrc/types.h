@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+using cudaStream_t = struct CUstream_st*;  // as in the CUDA toolkit, which op files do without
+
 namespace pagedattn {
 
 enum class DType { FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };

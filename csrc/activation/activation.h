@@ -24,4 +24,13 @@ PAGEDATTN_DECLARE_CPU_KERNEL(gelu_tanh_and_mul, const ActivationParams& params, 
 PAGEDATTN_DECLARE_CPU_KERNEL(gelu_tanh, const ActivationParams& params, int64_t begin, int64_t end)
 PAGEDATTN_DECLARE_CPU_KERNEL(gelu_quick, const ActivationParams& params, int64_t begin, int64_t end)
 
+namespace cuda {
+void silu_and_mul(const ActivationParams& params, cudaStream_t stream);
+void mul_and_silu(const ActivationParams& params, cudaStream_t stream);
+void gelu_and_mul(const ActivationParams& params, cudaStream_t stream);
+void gelu_tanh_and_mul(const ActivationParams& params, cudaStream_t stream);
+void gelu_tanh(const ActivationParams& params, cudaStream_t stream);
+void gelu_quick(const ActivationParams& params, cudaStream_t stream);
+}  // namespace cuda
+
 }  // namespace pagedattn

@@ -22,4 +22,8 @@ struct MergeAttnStatesParams {
 // Rows [begin, end), a (token, head) pair each.
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_attn_states, const MergeAttnStatesParams& params, int64_t begin, int64_t end)
 
+namespace cuda {
+void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream);
+}
+
 }  // namespace pagedattn

@@ -20,8 +20,10 @@ struct PagedAttentionParams {
   int64_t num_kv_heads;
   int64_t head_size;
   int64_t block_size;
-  float logit_scale;       // times query . key as stored
-  float value_scale;       // times a value as stored
+  float logit_scale;                 // times query . key as stored
+  float value_scale;                 // times a value as stored
+  const float* key_scale_on_device;  // a factor of logit_scale that only CUDA kernels read; nullptr: 1
+  const float* value_scale_on_device;
   float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
   int64_t sliding_window;  // a row sees this many tokens, its own included
   void* out;               // [num_tokens, num_heads, head_size]
@@ -35,6 +37,7 @@ struct PagedAttentionParams {
   int64_t value_block_stride;
   const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]
   int64_t block_table_stride;      // elements between sequences
+  int64_t max_seq_len;             // no sequence is longer; the slots of a row of block_tables at most
   const int32_t* seq_lens;         // [num_seqs], tokens in cache, those of this batch included
   const int32_t* query_start_loc;  // [num_seqs + 1]; nullptr: one row a sequence
   const float* alibi_slopes;       // [num_heads]; may be nullptr
@@ -80,5 +83,11 @@ PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const A
                              float* partials, int64_t partial_stride)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
                              const float* partials, int64_t partial_stride, float* scratch)
+
+namespace cuda {
+// Bytes of scratch that paged_attention needs: a function of shapes alone.
+int64_t paged_attention_scratch_bytes(const PagedAttentionParams& params);
+void paged_attention(const PagedAttentionParams& params, void* scratch, cudaStream_t stream);
+}  // namespace cuda
 
 }  // namespace pagedattn

@@ -1,6 +1,8 @@
 // copy_blocks and swap_blocks: parameters and kernel.
 #pragma once
 
+#include <vector>
+
 #include "cpu_dispatch.h"
 #include "types.h"
 
@@ -19,5 +21,14 @@ struct BlockTransferParams {
 
 // Pairs [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(transfer_blocks, const BlockTransferParams& params, int64_t begin, int64_t end)
+
+namespace cuda {
+// All of `transfers` in as few launches as there are `mapping`s: `mapping` and every pool are memory that the GPU
+// reads and writes (its own, or pinned host memory).
+void transfer_blocks(const std::vector<BlockTransferParams>& transfers, cudaStream_t stream);
+// One copy for each run of adjacent blocks, through the driver: for host memory that is not pinned. `mapping` is on
+// the host.
+void copy_block_runs(const BlockTransferParams& transfer, cudaStream_t stream);
+}  // namespace cuda
 
 }  // namespace pagedattn

@@ -23,6 +23,8 @@ struct ReshapeAndCacheParams {
   int64_t value_block_stride;
   float key_scale;  // stored key = key / key_scale; not for a cache of the same dtype
   float value_scale;
+  const float* key_scale_on_device;  // where CUDA kernels read the scale; nullptr: key_scale is it
+  const float* value_scale_on_device;
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
 };
 
@@ -46,5 +48,10 @@ struct GatherCachedKvParams {
 // Tokens [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(reshape_and_cache, const ReshapeAndCacheParams& params, int64_t begin, int64_t end)
 PAGEDATTN_DECLARE_CPU_KERNEL(gather_cached_kv, const GatherCachedKvParams& params, int64_t begin, int64_t end)
+
+namespace cuda {
+void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream);
+void gather_cached_kv(const GatherCachedKvParams& params, cudaStream_t stream);
+}  // namespace cuda
 
 }  // namespace pagedattn

@@ -23,4 +23,8 @@ struct RmsNormParams {
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(rms_norm, const RmsNormParams& params, int64_t begin, int64_t end)
 
+namespace cuda {
+void rms_norm(const RmsNormParams& params, cudaStream_t stream);
+}
+
 }  // namespace pagedattn

@@ -25,4 +25,8 @@ struct RotaryEmbeddingParams {
 // Tokens [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(rotary_embedding, const RotaryEmbeddingParams& params, int64_t begin, int64_t end)
 
+namespace cuda {
+void rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream);
+}
+
 }  // namespace pagedattn

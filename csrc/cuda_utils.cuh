@@ -1,0 +1,63 @@
+// What CUDA kernels share: launch and errors, dynamic shared memory, warp reductions, 16-byte accesses, conversions
+// between storage types and float. No torch. Compiled by nvcc, and as C++ for the simt device (tests/simt), which
+// brings its own <cuda_runtime.h>.
+//
+// Kernels use dynamic shared memory only (`shared_memory`), and PTX only through ptx.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+
+#include "ptx.cuh"
+#include "types.h"
+
+namespace pagedattn::cuda {
+
+inline constexpr int WARP_SIZE = 32;
+inline constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// Throws std::runtime_error for a CUDA error, with the file and line of the call.
+inline void check(cudaError_t error, const char* file, int line) {
+  if (error == cudaSuccess) return;
+  std::ostringstream message;
+  message << file << ":" << line << ": CUDA: " << cudaGetErrorString(error);
+  throw std::runtime_error(message.str());
+}
+#define PAGEDATTN_CUDA_CHECK(call) ::pagedattn::cuda::check((call), __FILE__, __LINE__)
+
+// The dynamic shared memory of the block, `shared_bytes` of its launch.
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+// Runs `kernel` on `grid` blocks of `block` threads. Nothing to do (an empty grid) is no error.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Args&... args) {
+  constexpr size_t SHARED_BYTES_WITHOUT_ASKING = 48 * 1024;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (shared_bytes > SHARED_BYTES_WITHOUT_ASKING) {
+    PAGEDATTN_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(shared_bytes)));
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+template <typename Integer>
+__host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
+  return (a + b - 1) / b;
+}
+
+__device__ inline float warp_sum(float value) {
+  for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(ALL_LANES, value, lanes);
+  return value;
+}
+
+}  // namespace pagedattn::cuda

@@ -1,0 +1,140 @@
+// The PTX that kernels use, one function an instruction, and nothing else ("PTX ISA", NVIDIA). tests/simt/ptx.h holds
+// the emulated twin of each function; both are called the same way.
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+#if defined(PAGEDATTN_SIMT)
+#include "simt/ptx.h"
+#else
+
+namespace pagedattn::ptx {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- matrices, spread over the lanes of a warp. All 32 lanes take part
+// ------------------------------------------------
+
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8 * i + r holds the address of row r of matrix
+// i: 16 bytes, aligned to 16. matrices[i] becomes elements (lane / 4, 2 * (lane % 4)) and the next of matrix i.
+__device__ inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a * b: a is 16 x 16 (row-major), b 16 x 8 (column-major), both of T (float16 or bfloat16); d is 16 x 8 of
+// float. With group = lane / 4 and pair = 2 * (lane % 4), a lane holds, two elements a register, low half first:
+//   a[0] (group, pair...)  a[1] (group + 8, pair...)  a[2] (group, pair + 8...)  a[3] (group + 8, pair + 8...)
+//   b[0] (pair..., group)  b[1] (pair + 8..., group)
+//   d[0], d[1] (group, pair...)  d[2], d[3] (group + 8, pair...)
+template <typename T>
+__device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ inline void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ inline void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- asynchronous copies to shared memory
+// -----------------------------------------------------------------------------
+
+// Copies 16 bytes, both ends aligned to 16; zeros if not `valid` (`source` is not read then). Other threads see them
+// after this thread's cp_async_wait and a barrier.
+__device__ inline void cp_async_16(void* target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same with 8 bytes.
+__device__ inline void cp_async_8(void* target, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(valid ? 8 : 0)
+               : "memory");
+}
+
+// Closes a group: all copies since the last one, which may be none.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's latest groups are under way.
+template <int PENDING>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- numbers
+// ----------------------------------------------------------------------------------------------------------
+
+// 2^x with a relative error of 2^-22; 0 for minus infinity, and for results below the normal range.
+__device__ inline float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// To the nearest, ties to even.
+__device__ inline float16 to_float16(float x) {
+  float16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+  return result;
+}
+__device__ inline bfloat16 to_bfloat16(float x) {
+  bfloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+  return result;
+}
+__device__ inline float to_float(float16 x) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+  return result;
+}
+
+// Two numbers rounded to T (float16 or bfloat16), `low` in the low half.
+template <typename T>
+__device__ inline uint32_t pack(float low, float high);
+
+template <>
+__device__ inline uint32_t pack<float16>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+template <>
+__device__ inline uint32_t pack<bfloat16>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Two float8_e4m3 (the low 16 bits) as two float16: exact, NaN stays NaN.
+__device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(x)));
+  return result;
+}
+#endif
+
+}  // namespace pagedattn::ptx
+
+#endif
