@@ -1,0 +1,368 @@
+// What our kernels and launchers use of the CUDA toolkit's <cuda_runtime.h>, for the simt device (simt.h). It is found
+// instead of the toolkit's where this directory comes first. Every pointer is a host pointer, a launch runs at once,
+// streams are ignored.
+#pragma once
+
+#include <math.h>
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "../simt.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__
+#define __constant__
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+// ---- vector types, aligned as in CUDA
+
+struct int2 {
+  alignas(8) int x;
+  int y;
+};
+struct uint2 {
+  alignas(8) unsigned x;
+  unsigned y;
+};
+struct float2 {
+  alignas(8) float x;
+  float y;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+struct int4 {
+  alignas(16) int x;
+  int y, z, w;
+};
+struct uint4 {
+  alignas(16) unsigned x;
+  unsigned y, z, w;
+};
+struct float4 {
+  alignas(16) float x;
+  float y, z, w;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+constexpr int2 make_int2(int x, int y) { return {x, y}; }
+constexpr uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+constexpr float2 make_float2(float x, float y) { return {x, y}; }
+constexpr uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+constexpr int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+constexpr uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+constexpr float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+extern uint3 threadIdx, blockIdx;  // of the running thread
+extern dim3 blockDim, gridDim;
+
+// ---- barriers
+
+inline void __syncthreads(pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  pagedattn::simt::block_barrier("__syncthreads", false, site);
+}
+inline int __syncthreads_count(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  return pagedattn::simt::block_barrier("__syncthreads_count", predicate != 0, site).num_true;
+}
+inline int __syncthreads_or(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  return pagedattn::simt::block_barrier("__syncthreads_or", predicate != 0, site).num_true > 0;
+}
+inline int __syncthreads_and(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  const auto result = pagedattn::simt::block_barrier("__syncthreads_and", predicate != 0, site);
+  return result.num_true == result.num_threads;
+}
+
+inline void __threadfence() { pagedattn::simt::maybe_yield(); }
+inline void __threadfence_block() { pagedattn::simt::maybe_yield(); }
+
+// ---- warp operations
+
+namespace pagedattn::simt {
+
+struct NoOperands {};
+inline void do_nothing(NoOperands* const*, unsigned, Site) {}
+
+template <typename T>
+struct ShuffleLane {
+  T value, result;
+  unsigned source;
+};
+
+template <typename T>
+void shuffle_warp(ShuffleLane<T>* const* lanes, unsigned mask, Site site) {
+  for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const unsigned source = lanes[lane]->source;
+    if (!(mask >> source & 1)) {
+      fail("shuffle: lane " + std::to_string(lane) + " reads lane " + std::to_string(source) +
+               ", which is not in the mask",
+           site);
+    }
+    lanes[lane]->result = lanes[source]->value;
+  }
+}
+
+template <typename T>
+T shuffle(const char* name, unsigned mask, T value, unsigned source, Site site) {
+  static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4);
+  ShuffleLane<T> mine{value, value, source};
+  warp_operation<shuffle_warp<T>>(name, mask, mine, site);
+  return mine.result;
+}
+
+struct BallotLane {
+  bool predicate;
+  unsigned result;
+};
+
+inline void ballot_warp(BallotLane* const* lanes, unsigned mask, Site) {
+  unsigned ballot = 0;
+  for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
+    if (mask >> lane & 1) ballot |= static_cast<unsigned>(lanes[lane]->predicate) << lane;
+  }
+  for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
+    if (mask >> lane & 1) lanes[lane]->result = ballot;
+  }
+}
+
+inline unsigned ballot(const char* name, unsigned mask, int predicate, Site site) {
+  BallotLane mine{predicate != 0, 0};
+  warp_operation<ballot_warp>(name, mask, mine, site);
+  return mine.result;
+}
+
+}  // namespace pagedattn::simt
+
+inline void __syncwarp(unsigned mask = ~0u, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  pagedattn::simt::NoOperands none;
+  pagedattn::simt::warp_operation<pagedattn::simt::do_nothing>("__syncwarp", mask, none, site);
+}
+
+// Lanes count within segments of `width` lanes; past the end of its segment, a lane gets its own value.
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32,
+              pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  const unsigned lane = pagedattn::simt::lane_idx();
+  return pagedattn::simt::shuffle("__shfl_sync", mask, value, (lane & -width) + (source & (width - 1)), site);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
+                  pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  const unsigned lane = pagedattn::simt::lane_idx(), source = lane ^ lanes;
+  const bool inside = source < (lane & -width) + width;  // earlier segments can be read
+  return pagedattn::simt::shuffle("__shfl_xor_sync", mask, value, inside ? source : lane, site);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32,
+                   pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  const unsigned lane = pagedattn::simt::lane_idx(), source = lane + lanes;
+  const bool inside = source < (lane & -width) + width;
+  return pagedattn::simt::shuffle("__shfl_down_sync", mask, value, inside ? source : lane, site);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32,
+                 pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  const unsigned lane = pagedattn::simt::lane_idx();
+  const bool inside = (lane & (width - 1)) >= lanes;
+  return pagedattn::simt::shuffle("__shfl_up_sync", mask, value, inside ? lane - lanes : lane, site);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate,
+                              pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  return pagedattn::simt::ballot("__ballot_sync", mask, predicate, site);
+}
+inline int __any_sync(unsigned mask, int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  return pagedattn::simt::ballot("__any_sync", mask, predicate, site) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
+  return pagedattn::simt::ballot("__all_sync", mask, predicate, site) == mask;
+}
+
+// ---- memory
+
+// Threads switch only where they wait, so a plain access is atomic.
+template <typename T, typename Change>
+T simt_atomic(T* address, Change change) {
+  pagedattn::simt::maybe_yield();
+  const T old = *address;
+  *address = change(old);
+  return old;
+}
+template <typename T>
+T atomicAdd(T* address, std::type_identity_t<T> value) {
+  return simt_atomic(address, [=](T old) { return old + value; });
+}
+template <typename T>
+T atomicMax(T* address, std::type_identity_t<T> value) {
+  static_assert(std::is_integral_v<T>);
+  return simt_atomic(address, [=](T old) { return old > value ? old : value; });
+}
+template <typename T>
+T atomicMin(T* address, std::type_identity_t<T> value) {
+  static_assert(std::is_integral_v<T>);
+  return simt_atomic(address, [=](T old) { return old < value ? old : value; });
+}
+template <typename T>
+T atomicExch(T* address, std::type_identity_t<T> value) {
+  return simt_atomic(address, [=](T) { return value; });
+}
+template <typename T>
+T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+  static_assert(std::is_integral_v<T>);
+  return simt_atomic(address, [=](T old) { return old == expected ? value : old; });
+}
+
+template <typename T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <typename T>
+void __stcs(T* address, std::type_identity_t<T> value) {
+  *address = value;
+}
+
+// ---- numbers
+
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+// Of two floats, the one that is not NaN.
+template <typename A, typename B>
+constexpr auto min(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(fmin(a, b));
+  } else {
+    return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(a) : static_cast<T>(b);
+  }
+}
+template <typename A, typename B>
+constexpr auto max(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(fmax(a, b));
+  } else {
+    return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
+  }
+}
+
+inline int __popc(unsigned x) { return std::popcount(x); }
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
+
+// Byte i of the result is the byte of {y, x} (x is the low half) that nibble i of `selector` names; with bit 3 of the
+// nibble set, that byte's sign in all eight bits.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned nibble = selector >> 4 * i;
+    const unsigned byte = bytes >> 8 * (nibble & 7) & 0xff;
+    result |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+  }
+  return result;
+}
+
+// ---- the runtime API. Errors of a launch are thrown (simt.h); what is left cannot fail
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int value) {
+  pagedattn::simt::allow_shared_bytes(function, value);
+  return cudaSuccess;
+}
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  const auto thread = [&] { kernel(args...); };
+  const auto run_thread = [](const void* arguments) { (*static_cast<decltype(thread)*>(arguments))(); };
+  pagedattn::simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, config->blockDim,
+                        config->dynamicSmemBytes, run_thread, &thread});
+  return cudaSuccess;
+}
+
+enum cudaMemcpyKind {
+  cudaMemcpyHostToHost,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault
+};
+inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(target, source, bytes);
+  return cudaSuccess;
+}
+
+enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+  int device;
+  void *devicePointer, *hostPointer;
+};
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  void* same = const_cast<void*>(pointer);
+  *attributes = {cudaMemoryTypeHost, 0, same, same};
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 4;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = pagedattn::simt::MAX_SHARED_BYTES;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+  }
+  return cudaSuccess;
+}

@@ -1,0 +1,154 @@
+// The emulated twins of csrc/ptx.cuh, written from the PTX ISA document: what a warp does together is computed once,
+// by the last lane to arrive. Layouts of fragments are formulas of lane and register here, as in the document.
+#pragma once
+
+#include <bit>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "simt.h"
+#include "types.h"
+
+namespace pagedattn::ptx {
+
+// ---- numbers
+
+inline float to_float(float16 x) {
+  // Exponent and mantissa moved into place; 2^112 corrects the bias, subnormals included.
+  const float magnitude = std::bit_cast<float>((x.bits & 0x7fffu) << 13) * 0x1p112f;
+  const bool finite = (x.bits & 0x7c00u) != 0x7c00u;
+  const uint32_t bits = finite ? std::bit_cast<uint32_t>(magnitude) : 0x7f800000u | (x.bits & 0x3ffu) << 13;
+  return std::bit_cast<float>(bits | (x.bits & 0x8000u) << 16);
+}
+
+inline float16 to_float16(float x) {
+  if (x != x) return {0x7fff};
+  return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
+}
+
+inline bfloat16 to_bfloat16(float x) {
+  if (x != x) return {0x7fff};
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+}
+
+template <typename T>
+inline uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, float16>) {
+    return to_float16(low).bits | static_cast<uint32_t>(to_float16(high).bits) << 16;
+  } else {
+    return to_bfloat16(low).bits | static_cast<uint32_t>(to_bfloat16(high).bits) << 16;
+  }
+}
+
+inline float exp2_approx(float x) {
+  const float result = exp2f(x);
+  return result < FLT_MIN ? 0.0f : result;
+}
+
+inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
+  const auto convert = [](uint32_t e4m3) -> uint32_t {
+    if ((e4m3 & 0x7f) == 0x7f) return 0x7fff;
+    // Four exponent bits of bias 7 read as five of bias 15, corrected by 2^8.
+    const float magnitude = to_float(float16{static_cast<uint16_t>((e4m3 & 0x7f) << 7)}) * 256.0f;
+    return to_float16(magnitude).bits | (e4m3 & 0x80) << 8;
+  };
+  return convert(x & 0xff) | convert(x >> 8 & 0xff) << 16;
+}
+
+// ---- matrices
+
+struct LdmatrixLane {
+  uint32_t (&matrices)[4];
+  const void* row;
+};
+
+// Row r of matrix i is at the address of lane 8 * i + r; lane l gets elements 2 * (l % 4) and the next of row l / 4.
+inline void ldmatrix_warp(LdmatrixLane* const* lanes, unsigned, simt::Site site) {
+  for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) {
+    simt::check_shared("ldmatrix", lanes[lane]->row, 16, site);
+  }
+  for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) {
+    for (unsigned i = 0; i < 4; ++i) {
+      const auto* row = static_cast<const unsigned char*>(lanes[8 * i + lane / 4]->row);
+      std::memcpy(&lanes[lane]->matrices[i], row + 4 * (lane % 4), 4);
+    }
+  }
+}
+
+inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row, simt::Site site = simt::Site::current()) {
+  LdmatrixLane mine{matrices, row};
+  simt::warp_operation<ldmatrix_warp>("ldmatrix", ~0u, mine, site);
+}
+
+struct MmaLane {
+  float (&d)[4];
+  const uint32_t (&a)[4];
+  uint32_t b[2];
+};
+
+// With group = lane / 4 and member = lane % 4 ("Matrix Fragments for mma.m16n8k16"), element i of a lane is
+//   of A (i < 8)  row: group for i in {0, 1, 4, 5}, else group + 8   column: 2 * member + i % 2, + 8 for i >= 4
+//   of B (i < 4)  row: 2 * member + i % 2, + 8 for i >= 2            column: group
+//   of C, D       row: group for i < 2, else group + 8               column: 2 * member + i % 2
+template <typename T>
+inline void mma_warp(MmaLane* const* lanes, unsigned, simt::Site) {
+  const auto element = [](const uint32_t* registers, int i) -> float {
+    const auto bits = static_cast<uint16_t>(registers[i / 2] >> 16 * (i % 2));
+    if constexpr (std::is_same_v<T, float16>) {
+      return to_float(float16{bits});
+    } else {
+      return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    }
+  };
+  float a[16][16], b[16][8], d[16][8];
+  const auto for_result = [&](auto&& use) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) use(d[lane / 4 + (i < 2 ? 0 : 8)][2 * (lane % 4) + i % 2], lanes[lane]->d[i]);
+    }
+  };
+  for (int lane = 0; lane < 32; ++lane) {
+    const int group = lane / 4, member = lane % 4;
+    for (int i = 0; i < 8; ++i) {
+      const int row = group + (i / 2 % 2 == 0 ? 0 : 8), column = 2 * member + i % 2 + (i < 4 ? 0 : 8);
+      a[row][column] = element(lanes[lane]->a, i);
+    }
+    for (int i = 0; i < 4; ++i) b[2 * member + i % 2 + (i < 2 ? 0 : 8)][group] = element(lanes[lane]->b, i);
+  }
+  for_result([](float& element_of_matrix, float& of_lane) { element_of_matrix = of_lane; });
+  for (int m = 0; m < 16; ++m) {
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
+    }
+  }
+  for_result([](float& element_of_matrix, float& of_lane) { of_lane = element_of_matrix; });
+}
+
+template <typename T>
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         simt::Site site = simt::Site::current()) {
+  MmaLane mine{d, a, {b0, b1}};
+  simt::warp_operation<mma_warp<T>>("mma_m16n8k16", ~0u, mine, site);
+}
+
+// ---- asynchronous copies
+
+inline void cp_async_16(void* target, const void* source, bool valid, simt::Site site = simt::Site::current()) {
+  simt::start_copy("cp_async_16", target, source, 16, valid, site);
+}
+
+inline void cp_async_8(void* target, const void* source, bool valid, simt::Site site = simt::Site::current()) {
+  simt::start_copy("cp_async_8", target, source, 8, valid, site);
+}
+
+inline void cp_async_commit() { simt::close_copy_group(); }
+
+template <int PENDING>
+inline void cp_async_wait() {
+  simt::wait_for_copy_groups(PENDING);
+}
+
+}  // namespace pagedattn::ptx

@@ -1,0 +1,560 @@
+// The simt device (simt.h): fibers, the schedule, warp operations, barriers, asynchronous copies, errors.
+//
+// All state is one global `device`: a mutex lets one launch run at a time. A thread of the block is in exactly one of
+// these states: ready (the running one too), waiting in a group of its warp, waiting at the barrier, or exited. They
+// are bit masks, one bit a lane. Waiting threads switch directly to the next ready one; the host's stack gets its turn
+// when no thread is ready: the block is done, or nobody can go on.
+#include "simt.h"
+
+#include <cuda_runtime.h>
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
+#endif
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace pagedattn::cuda {
+
+// Past the launch's size, all of it stays POISON: reads give NaN, writes are found (AddressSanitizer finds both).
+inline constexpr size_t MARGIN_BYTES = 4096;
+extern unsigned char shared_memory[];
+alignas(128) unsigned char shared_memory[simt::MAX_SHARED_BYTES + MARGIN_BYTES];
+
+}  // namespace pagedattn::cuda
+
+namespace pagedattn::simt {
+namespace {
+
+using cuda::MARGIN_BYTES;
+using cuda::shared_memory;
+
+constexpr unsigned char POISON = 0xff;  // NaN in every format of floats, -1 in integers
+constexpr unsigned MAX_THREADS = 1024;
+constexpr unsigned MAX_WARPS = MAX_THREADS / WARP_SIZE;
+constexpr unsigned MAX_GRID_YZ = 65535;
+constexpr size_t STACK_BYTES = 256 * 1024;  // of address space; pages are taken when touched
+
+// ---- fibers
+
+struct Fiber {
+#if defined(__x86_64__)
+  void* stack_pointer = nullptr;
+#else
+  ucontext_t context;
+#endif
+  const void* stack = nullptr;  // its lowest byte; of the host, known to AddressSanitizer only
+  size_t stack_bytes = 0;
+  void* fake_stack = nullptr;  // AddressSanitizer's
+};
+
+#if defined(__x86_64__)
+// Pushes what the called function must preserve, stores rsp, loads the other's, pops. The floating-point modes are
+// nobody's to change. An indirect jump is predicted better than a `ret` to another place than the call's.
+__attribute__((naked, noinline)) void switch_stacks(void** /*from: rdi*/, void* /*to: rsi*/) {
+  asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n"
+      "popq %rcx\n jmp *%rcx\n");
+}
+
+void prepare_fiber(Fiber& fiber, unsigned char* top, void (*entry)()) {
+  auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, where to jump, a return address that is not used
+  std::memset(words, 0, 8 * sizeof(void*));
+  words[6] = reinterpret_cast<void*>(entry);
+  fiber.stack_pointer = words;
+}
+
+void switch_contexts(Fiber& from, Fiber& to) { switch_stacks(&from.stack_pointer, to.stack_pointer); }
+#else
+void prepare_fiber(Fiber& fiber, unsigned char* top, void (*entry)()) {
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = const_cast<void*>(fiber.stack);
+  fiber.context.uc_stack.ss_size = top - static_cast<const unsigned char*>(fiber.stack);
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, entry, 0);
+}
+
+void switch_contexts(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
+#endif
+
+// ---- state
+
+struct Copy {
+  void* target;
+  const void* source;
+  unsigned bytes;
+  bool valid;
+  unsigned group;
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  std::vector<Copy> copies;  // under way, oldest first
+  unsigned open_group = 0;   // its number; older ones are closed
+};
+
+// Lanes that wait for one operation.
+struct Group {
+  const char* name;
+  Compute compute;
+  Site site;
+  unsigned mask, arrived;
+};
+
+struct Warp {
+  unsigned live = 0, ready = 0, at_barrier = 0;
+  unsigned num_groups = 0;
+  Group groups[WARP_SIZE];
+  void* operands[WARP_SIZE];
+};
+
+struct Barrier {
+  const char* name;
+  Site site;
+  unsigned num_arrived = 0;
+  int num_true = 0;
+  BarrierResult result;
+};
+
+struct Device {
+  std::mutex mutex;
+  std::unordered_map<const void*, size_t> allowed_shared_bytes;
+  uint64_t num_launches = 0;
+
+  const Launch* launch = nullptr;
+  uint64_t seed = 0, random_state = 0;
+  std::string error;
+
+  unsigned num_live = 0, ready_warps = 0;
+  unsigned running = 0;   // thread
+  unsigned patience = 0;  // a power of two: how many switches a warp is kept for, on average
+  Barrier barrier;
+  Warp warps[MAX_WARPS];
+  Thread threads[MAX_THREADS];
+  Fiber host;
+  Fiber* came_from = nullptr;
+  bool in_block = false;
+
+  Device() { std::memset(shared_memory, POISON, sizeof(shared_memory)); }
+} device;
+
+uint64_t random_bits() {  // xorshift64*
+  uint64_t& state = device.random_state;
+  state ^= state >> 12;
+  state ^= state << 25;
+  state ^= state >> 27;
+  return state * 0x2545f4914f6cdd1du >> 16;
+}
+
+// One of the bits of `mask`, which is not 0.
+unsigned random_bit(unsigned mask, uint64_t random) {
+  const int start = random % 32;
+  return (std::countr_zero(std::rotr(mask, start)) + start) % 32;
+}
+
+// ---- errors
+
+std::ostream& operator<<(std::ostream& out, const Site& site) {
+  const char* name = std::strrchr(site.file_name(), '/');
+  return out << (name ? name + 1 : site.file_name()) << ":" << site.line();
+}
+
+std::ostream& operator<<(std::ostream& out, const dim3& size) {
+  return out << "(" << size.x << ", " << size.y << ", " << size.z << ")";
+}
+
+// "0-15,17"
+std::string lane_list(unsigned mask) {
+  std::ostringstream out;
+  for (unsigned begin = 0; begin < WARP_SIZE; ++begin) {
+    if (!(mask >> begin & 1)) continue;
+    unsigned end = begin;
+    while (end + 1 < WARP_SIZE && mask >> (end + 1) & 1) ++end;
+    out << (out.tellp() ? "," : "") << begin;
+    if (end > begin) out << "-" << end;
+    begin = end;
+  }
+  return out.str();
+}
+
+std::string waiting_threads() {
+  constexpr unsigned MAX_WARPS_SHOWN = 8;
+  std::ostringstream out;
+  unsigned num_shown = 0;
+  const unsigned num_threads = blockDim.x * blockDim.y * blockDim.z;
+  for (unsigned warp_idx = 0; warp_idx * WARP_SIZE < num_threads; ++warp_idx) {
+    const Warp& warp = device.warps[warp_idx];
+    if (!warp.live) continue;
+    if (++num_shown > MAX_WARPS_SHOWN) return out.str() + "\n  ...";
+    out << "\n  warp " << warp_idx << ":";
+    if (warp.at_barrier) {
+      out << " lanes " << lane_list(warp.at_barrier) << " wait at " << device.barrier.name << " ("
+          << device.barrier.site << ");";
+    }
+    for (unsigned i = 0; i < warp.num_groups; ++i) {
+      const Group& group = warp.groups[i];
+      out << " lanes " << lane_list(group.arrived) << " wait at " << group.name << " (" << group.site << ") for lanes "
+          << lane_list(group.mask & ~group.arrived) << ";";
+    }
+    if (warp.ready) out << " lanes " << lane_list(warp.ready) << " run;";
+    if (~warp.live) out << " lanes " << lane_list(~warp.live) << " have exited, or never were;";
+  }
+  return out.str();
+}
+
+std::string full_message(const std::string& what) {
+  std::ostringstream out;
+  out << "simt: " << what << "\n  launch " << device.num_launches << ", " << device.launch->kernel << ", grid "
+      << device.launch->grid << ", block " << device.launch->block << ", " << device.launch->shared_bytes
+      << " bytes of shared memory";
+  if (device.in_block) {
+    const uint3 thread = device.threads[device.running].index;
+    out << "; in block " << dim3(blockIdx.x, blockIdx.y, blockIdx.z) << ", thread "
+        << dim3(thread.x, thread.y, thread.z);
+  }
+  out << "\n  the same schedule again: PAGEDATTN_SIMT_SEED=" << device.seed;
+  return out.str();
+}
+
+[[noreturn]] void fail_launch(const std::string& what) { throw std::runtime_error(full_message(what)); }
+
+// ---- the schedule
+
+// After a switch, on the stack that got its turn.
+void arrive(Fiber& self) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(self.fake_stack, &device.came_from->stack, &device.came_from->stack_bytes);
+#else
+  (void)self;
+#endif
+}
+
+void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool for_ever = false) {
+#if defined(__SANITIZE_ADDRESS__)
+  device.came_from = &from;
+  __sanitizer_start_switch_fiber(for_ever ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
+#endif
+  switch_contexts(from, to);
+  arrive(from);
+}
+
+// Runs the next ready thread, which may be this one; the host if there is none.
+void run_next(bool for_ever = false) {
+  Fiber& self = device.threads[device.running].fiber;
+  if (!device.ready_warps) return switch_fiber(self, device.host, for_ever);
+  const uint64_t random = random_bits();
+  unsigned warp_idx = device.running / WARP_SIZE;
+  if (!device.warps[warp_idx].ready || !(random & (device.patience - 1))) {
+    warp_idx = random_bit(device.ready_warps, random >> 32);
+  }
+  const unsigned next = warp_idx * WARP_SIZE + random_bit(device.warps[warp_idx].ready, random >> 40);
+  if (next == device.running) return;
+  device.running = next;
+  threadIdx = device.threads[next].index;
+  switch_fiber(self, device.threads[next].fiber, for_ever);
+}
+
+void set_ready(unsigned warp_idx, unsigned lanes) {
+  device.warps[warp_idx].ready |= lanes;
+  device.ready_warps |= 1u << warp_idx;
+}
+
+void set_waiting(unsigned warp_idx, unsigned lane) {
+  Warp& warp = device.warps[warp_idx];
+  warp.ready &= ~lane;
+  if (!warp.ready) device.ready_warps &= ~(1u << warp_idx);
+}
+
+void open_barrier() {
+  Barrier& barrier = device.barrier;
+  barrier.result = {barrier.num_true, static_cast<int>(barrier.num_arrived)};
+  barrier.num_arrived = 0;
+  barrier.num_true = 0;
+  for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
+    Warp& warp = device.warps[warp_idx];
+    if (!warp.at_barrier) continue;
+    set_ready(warp_idx, warp.at_barrier);
+    warp.at_barrier = 0;
+  }
+}
+
+bool same_site(const Site& a, const Site& b) {
+  return a.line() == b.line() && a.column() == b.column() &&
+         (a.file_name() == b.file_name() || !std::strcmp(a.file_name(), b.file_name()));
+}
+
+// The first function on a thread's stack.
+void run_thread() {
+  arrive(device.threads[device.running].fiber);
+  device.launch->run_thread(device.launch->arguments);
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << device.running % WARP_SIZE;
+  device.warps[warp_idx].live &= ~lane;
+  set_waiting(warp_idx, lane);
+  --device.num_live;
+  if (device.barrier.num_arrived > 0 && device.barrier.num_arrived == device.num_live) open_barrier();
+  run_next(true);
+  std::abort();  // exited threads are not run
+}
+
+// ---- launches
+
+void make_stack(Fiber& fiber) {
+  constexpr size_t GUARD_BYTES = 4096;
+  void* memory = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  mprotect(memory, GUARD_BYTES, PROT_NONE);
+  fiber.stack = static_cast<unsigned char*>(memory) + GUARD_BYTES;
+  fiber.stack_bytes = STACK_BYTES;
+}
+
+void prepare_block(unsigned num_threads) {
+  constexpr size_t CACHE_LINE = 64;
+  for (unsigned i = 0; i < num_threads; ++i) {
+    Thread& thread = device.threads[i];
+    if (!thread.fiber.stack) make_stack(thread.fiber);
+    thread.fiber.fake_stack = nullptr;
+    // Not all stacks begin at the same place of a page: they would fight for the same lines of the cache.
+    auto* top =
+        static_cast<unsigned char*>(const_cast<void*>(thread.fiber.stack)) + STACK_BYTES - i * 7 % 64 * CACHE_LINE;
+    prepare_fiber(thread.fiber, top, run_thread);
+    thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+    thread.copies.clear();
+    thread.open_group = 0;
+  }
+  device.ready_warps = 0;
+  device.num_live = num_threads;
+  device.barrier.num_arrived = 0;
+  device.barrier.num_true = 0;
+  for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
+    Warp& warp = device.warps[warp_idx];
+    const unsigned first = std::min(warp_idx * WARP_SIZE, num_threads);
+    const unsigned num_lanes = std::min(num_threads - first, WARP_SIZE);
+    warp.live = num_lanes == WARP_SIZE ? ~0u : (1u << num_lanes) - 1;
+    warp.ready = warp.at_barrier = warp.num_groups = 0;
+    if (num_lanes) set_ready(warp_idx, warp.live);
+  }
+  std::memset(shared_memory, POISON, device.launch->shared_bytes);
+  device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
+}
+
+// Only where AddressSanitizer does not.
+void check_writes_past_shared_memory([[maybe_unused]] size_t num_bytes) {
+#if !defined(__SANITIZE_ADDRESS__)
+  unsigned char* past = shared_memory + device.launch->shared_bytes;
+  for (size_t i = 0; i < num_bytes; ++i) {
+    if (past[i] == POISON) continue;
+    std::memset(past, POISON, num_bytes);
+    fail_launch("a thread of the block wrote byte " + std::to_string(device.launch->shared_bytes + i) +
+                " of shared memory, past the end");
+  }
+#endif
+}
+
+void run_block(unsigned num_threads) {
+  prepare_block(num_threads);
+  device.running = random_bits() % num_threads;
+  threadIdx = device.threads[device.running].index;
+  device.in_block = true;
+  switch_fiber(device.host, device.threads[device.running].fiber);
+  if (device.error.empty() && device.num_live > 0) {
+    device.error = full_message("deadlock: no thread of the block can go on" + waiting_threads());
+  }
+  device.in_block = false;
+  if (!device.error.empty()) {  // threads are left where they are, their frames forgotten
+    for (unsigned i = 0; i < num_threads; ++i) {
+      ASAN_UNPOISON_MEMORY_REGION(device.threads[i].fiber.stack, STACK_BYTES);
+    }
+    throw std::runtime_error(std::exchange(device.error, {}));
+  }
+  check_writes_past_shared_memory(MARGIN_BYTES);
+}
+
+void check_limits(const Launch& launch) {
+  const dim3 &grid = launch.grid, &block = launch.block;
+  const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
+  const auto allowed = device.allowed_shared_bytes.find(launch.function);
+  const size_t max_shared_bytes =
+      allowed == device.allowed_shared_bytes.end() ? SHARED_BYTES_WITHOUT_ASKING : allowed->second;
+  std::ostringstream what;
+  if (num_threads == 0 || num_threads > MAX_THREADS || block.z > 64) {
+    what << "expected 1 to " << MAX_THREADS << " threads a block, at most 64 of them in z; got " << num_threads;
+  } else if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+    what << "empty grid";
+  } else if (grid.x > INT32_MAX || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ) {
+    what << "grid too large: x at most " << INT32_MAX << ", y and z at most " << MAX_GRID_YZ;
+  } else if (launch.shared_bytes > max_shared_bytes) {
+    what << launch.shared_bytes << " bytes of shared memory: at most " << max_shared_bytes << " for this kernel ("
+         << SHARED_BYTES_WITHOUT_ASKING << " unless cudaFuncSetAttribute asked for more)";
+  } else {
+    return;
+  }
+  fail_launch(what.str());
+}
+
+}  // namespace
+
+void allow_shared_bytes(const void* function, int64_t bytes) {
+  const std::lock_guard lock(device.mutex);
+  if (bytes < 0 || bytes > static_cast<int64_t>(MAX_SHARED_BYTES)) {
+    throw std::runtime_error("simt: cudaFuncSetAttribute: " + std::to_string(bytes) +
+                             " bytes of shared memory, at most " + std::to_string(MAX_SHARED_BYTES));
+  }
+  device.allowed_shared_bytes[function] = bytes;
+}
+
+void run(const Launch& launch) {
+  const std::lock_guard lock(device.mutex);
+  device.launch = &launch;
+  ++device.num_launches;
+  const char* seed = std::getenv("PAGEDATTN_SIMT_SEED");
+  device.seed = seed && *seed ? std::strtoull(seed, nullptr, 10) : device.num_launches;
+  device.random_state = (device.seed + 1) * 0x9e3779b97f4a7c15u | 1;
+  check_limits(launch);
+  blockDim = launch.block;
+  gridDim = launch.grid;
+  ASAN_UNPOISON_MEMORY_REGION(shared_memory, sizeof(shared_memory));
+  ASAN_POISON_MEMORY_REGION(shared_memory + launch.shared_bytes, sizeof(shared_memory) - launch.shared_bytes);
+
+  // Blocks in a shuffled order: `step` has no factor in common with their number, so each has its turn once.
+  const uint64_t num_blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
+  uint64_t step = random_bits() % num_blocks + 1;
+  while (std::gcd(step, num_blocks) != 1) ++step;
+  uint64_t block = random_bits() % num_blocks;
+  for (uint64_t i = 0; i < num_blocks; ++i, block = (block + step) % num_blocks) {
+    blockIdx.x = block % gridDim.x;
+    blockIdx.y = block / gridDim.x % gridDim.y;
+    blockIdx.z = block / gridDim.x / gridDim.y;
+    run_block(blockDim.x * blockDim.y * blockDim.z);
+  }
+  check_writes_past_shared_memory(sizeof(shared_memory) - launch.shared_bytes);
+}
+
+// ---- from a kernel's thread
+
+void fail(const std::string& what, Site site) {
+  {
+    std::ostringstream full;
+    full << what << " (" << site << ", in " << site.function_name() << ")" << waiting_threads();
+    device.error = full_message(full.str());
+  }
+  switch_fiber(device.threads[device.running].fiber, device.host);
+  std::abort();  // a block that failed does not go on
+}
+
+unsigned lane_idx() { return device.running % WARP_SIZE; }
+
+void maybe_yield() {
+  if (random_bits() % 2) run_next();
+}
+
+void warp_operation(const char* name, unsigned mask, void* operands, Compute compute, Site site) {
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
+  Warp& warp = device.warps[warp_idx];
+  if (!(mask & lane)) fail(std::string(name) + ": this lane is not in its own mask", site);
+  warp.operands[lane_idx()] = operands;
+
+  Group* group = warp.groups;
+  Group* const end = warp.groups + warp.num_groups;
+  while (group != end && group->mask != mask) ++group;
+  if (group == end) {
+    *group = {name, compute, site, mask, 0};
+    ++warp.num_groups;
+  } else if (group->compute != compute || !same_site(group->site, site)) {
+    fail("divergence: one lane is at " + std::string(name) + " while others of its mask are at another operation",
+         site);
+  }
+  group->arrived |= lane;
+
+  if (group->arrived == mask) {
+    compute(warp.operands, mask, site);
+    *group = warp.groups[--warp.num_groups];
+    set_ready(warp_idx, mask);
+    if (!(random_bits() % 8)) run_next();
+  } else {
+    set_waiting(warp_idx, lane);
+    run_next();
+  }
+}
+
+BarrierResult block_barrier(const char* name, bool predicate, Site site) {
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
+  Barrier& barrier = device.barrier;
+  if (barrier.num_arrived == 0) {
+    barrier.name = name;
+    barrier.site = site;
+  } else if (!same_site(barrier.site, site)) {
+    fail("divergent barrier: one thread is at " + std::string(name) + " while others of its block are at another one",
+         site);
+  }
+  ++barrier.num_arrived;
+  barrier.num_true += predicate;
+  device.warps[warp_idx].at_barrier |= lane;
+  set_waiting(warp_idx, lane);
+  if (barrier.num_arrived == device.num_live) open_barrier();
+  run_next();
+  return barrier.result;  // the next barrier cannot open before this thread is there
+}
+
+void check_shared(const char* name, const void* pointer, size_t bytes, Site site) {
+  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(shared_memory);
+  if (offset + bytes > device.launch->shared_bytes || offset > device.launch->shared_bytes) {
+    fail(std::string(name) + ": the address is not in the dynamic shared memory of the launch (byte " +
+             std::to_string(static_cast<int64_t>(offset)) + ")",
+         site);
+  }
+  if (offset % bytes) {
+    fail(std::string(name) + ": byte " + std::to_string(offset) + " of shared memory is not aligned to " +
+             std::to_string(bytes),
+         site);
+  }
+}
+
+void start_copy(const char* name, void* target, const void* source, unsigned bytes, bool valid, Site site) {
+  check_shared(name, target, bytes, site);
+  if (valid && reinterpret_cast<uintptr_t>(source) % bytes) {
+    fail(std::string(name) + ": the source is not aligned to " + std::to_string(bytes), site);
+  }
+  Thread& thread = device.threads[device.running];
+  std::memset(target, POISON, bytes);
+  thread.copies.push_back({target, source, bytes, valid, thread.open_group});
+}
+
+void close_copy_group() { ++device.threads[device.running].open_group; }
+
+void wait_for_copy_groups(unsigned num_pending) {
+  Thread& thread = device.threads[device.running];
+  auto copy = thread.copies.begin();
+  for (; copy != thread.copies.end() && copy->group + num_pending < thread.open_group; ++copy) {
+    if (copy->valid) {
+      std::memcpy(copy->target, copy->source, copy->bytes);
+    } else {
+      std::memset(copy->target, 0, copy->bytes);
+    }
+  }
+  thread.copies.erase(thread.copies.begin(), copy);
+}
+
+}  // namespace pagedattn::simt

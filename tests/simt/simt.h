@@ -1,0 +1,78 @@
+// The simt device: runs CUDA kernels on the CPU, one block after the other, one fiber per CUDA thread. This is what
+// the emulated <cuda_runtime.h> and ptx.h are made of; docs/simt.md explains it, simt.cpp holds it.
+//
+// A thread runs until it waits at a warp operation or a barrier; then another one runs, drawn from a seeded generator.
+// Whatever can only be wrong ends the launch with std::runtime_error: the place, the block, who waits where, the seed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <string>
+
+struct dim3;
+struct uint3;
+
+namespace pagedattn::simt {
+
+using Site = std::source_location;  // the call in the kernel
+
+inline constexpr unsigned WARP_SIZE = 32;
+inline constexpr size_t MAX_SHARED_BYTES = 227 * 1024;  // of sm_90
+inline constexpr size_t SHARED_BYTES_WITHOUT_ASKING = 48 * 1024;
+
+// ---- from the host
+
+struct Launch {
+  const char* kernel;  // for messages
+  const void* function;
+  const dim3 &grid, &block;
+  size_t shared_bytes;
+  void (*run_thread)(const void* arguments);
+  const void* arguments;
+};
+
+void run(const Launch& launch);
+void allow_shared_bytes(const void* function, int64_t bytes);
+
+// ---- from a kernel's thread
+
+// Ends the launch with an error.
+[[noreturn]] void fail(const std::string& what, Site site);
+
+// Waits for all lanes of `mask` to be here with the same operation; the last one calls `compute` for all of them.
+// operands[lane] is what lane gave; lanes outside `mask` have none.
+using Compute = void (*)(void* const* operands, unsigned mask, Site site);
+void warp_operation(const char* name, unsigned mask, void* operands, Compute compute, Site site);
+
+// The same with operands of a type: COMPUTE(Operands* const* lanes, unsigned mask, Site site).
+template <auto COMPUTE, typename Operands>
+void warp_operation(const char* name, unsigned mask, Operands& operands, Site site) {
+  warp_operation(
+      name, mask, &operands,
+      [](void* const* lanes, unsigned all, Site where) {
+        COMPUTE(reinterpret_cast<Operands* const*>(lanes), all, where);
+      },
+      site);
+}
+
+unsigned lane_idx();
+
+struct BarrierResult {
+  int num_true, num_threads;
+};
+// Waits for all threads of the block that have not exited.
+BarrierResult block_barrier(const char* name, bool predicate, Site site);
+
+// Lets other threads run, or not.
+void maybe_yield();
+
+// Fails unless `pointer` is aligned, and `bytes` from there lie in the dynamic shared memory of the launch.
+void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
+
+// cp.async: the target is poisoned now, and written when a wait covers the copy's group.
+void start_copy(const char* name, void* target, const void* source, unsigned bytes, bool valid, Site site);
+void close_copy_group();
+void wait_for_copy_groups(unsigned num_pending);
+
+}  // namespace pagedattn::simt
