@@ -90,41 +90,73 @@ struct MmaLane {
   uint32_t b[2];
 };
 
+// The slow part of a simulation. It reads its own arrays and lanes' operands only, and sanitizers would make it ten
+// times as slow.
+#define PAGEDATTN_SIMT_UNCHECKED __attribute__((no_sanitize("address,undefined")))
+using Floats = float __attribute__((vector_size(16)));
+using Words = uint32_t __attribute__((vector_size(16)));
+
+// The numbers whose 16 bits are in each word's low half (as to_float).
+template <typename T>
+PAGEDATTN_SIMT_UNCHECKED inline __attribute__((always_inline)) Floats widen(Words bits) {
+  if constexpr (std::is_same_v<T, float16>) {
+    const Floats magnitude = reinterpret_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
+    const Words not_finite = reinterpret_cast<Words>((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    return reinterpret_cast<Floats>(reinterpret_cast<Words>(magnitude) | not_finite | (bits & 0x8000) << 16);
+  } else {
+    return reinterpret_cast<Floats>(bits << 16);
+  }
+}
+
 // With group = lane / 4 and member = lane % 4 ("Matrix Fragments for mma.m16n8k16"), element i of a lane is
 //   of A (i < 8)  row: group for i in {0, 1, 4, 5}, else group + 8   column: 2 * member + i % 2, + 8 for i >= 4
 //   of B (i < 4)  row: 2 * member + i % 2, + 8 for i >= 2            column: group
 //   of C, D       row: group for i < 2, else group + 8               column: 2 * member + i % 2
 template <typename T>
-inline void mma_warp(MmaLane* const* lanes, unsigned, simt::Site) {
-  const auto element = [](const uint32_t* registers, int i) -> float {
-    const auto bits = static_cast<uint16_t>(registers[i / 2] >> 16 * (i % 2));
-    if constexpr (std::is_same_v<T, float16>) {
-      return to_float(float16{bits});
-    } else {
-      return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-    }
-  };
-  float a[16][16], b[16][8], d[16][8];
-  const auto for_result = [&](auto&& use) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) use(d[lane / 4 + (i < 2 ? 0 : 8)][2 * (lane % 4) + i % 2], lanes[lane]->d[i]);
-    }
-  };
+PAGEDATTN_SIMT_UNCHECKED void mma_warp(MmaLane* const* lanes, unsigned, simt::Site) {
+  union {
+    uint32_t bits[16][16];
+    Words words[16][4];
+    Floats floats[16][4];
+    float elements[16][16];
+  } a;
+  union {
+    uint32_t bits[16][8];
+    Words words[16][2];
+    Floats floats[16][2];
+  } b;
+  union {
+    float elements[16][8];
+    Floats floats[16][2];
+  } d;
   for (int lane = 0; lane < 32; ++lane) {
+    const MmaLane& of_lane = *lanes[lane];
     const int group = lane / 4, member = lane % 4;
     for (int i = 0; i < 8; ++i) {
       const int row = group + (i / 2 % 2 == 0 ? 0 : 8), column = 2 * member + i % 2 + (i < 4 ? 0 : 8);
-      a[row][column] = element(lanes[lane]->a, i);
+      a.bits[row][column] = of_lane.a[i / 2] >> 16 * (i % 2) & 0xffff;
     }
-    for (int i = 0; i < 4; ++i) b[2 * member + i % 2 + (i < 2 ? 0 : 8)][group] = element(lanes[lane]->b, i);
+    for (int i = 0; i < 4; ++i) {
+      b.bits[2 * member + i % 2 + (i < 2 ? 0 : 8)][group] = of_lane.b[i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+    for (int i = 0; i < 4; ++i) d.elements[group + (i < 2 ? 0 : 8)][2 * member + i % 2] = of_lane.d[i];
   }
-  for_result([](float& element_of_matrix, float& of_lane) { element_of_matrix = of_lane; });
+  for (int row = 0; row < 16; ++row) {
+    for (int i = 0; i < 4; ++i) a.floats[row][i] = widen<T>(a.words[row][i]);
+    for (int i = 0; i < 2; ++i) b.floats[row][i] = widen<T>(b.words[row][i]);
+  }
   for (int m = 0; m < 16; ++m) {
+    Floats left = d.floats[m][0], right = d.floats[m][1];
     for (int k = 0; k < 16; ++k) {
-      for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
+      left += a.elements[m][k] * b.floats[k][0];
+      right += a.elements[m][k] * b.floats[k][1];
     }
+    d.floats[m][0] = left;
+    d.floats[m][1] = right;
   }
-  for_result([](float& element_of_matrix, float& of_lane) { of_lane = element_of_matrix; });
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) lanes[lane]->d[i] = d.elements[lane / 4 + (i < 2 ? 0 : 8)][2 * (lane % 4) + i % 2];
+  }
 }
 
 template <typename T>

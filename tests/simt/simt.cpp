@@ -224,9 +224,17 @@ std::string waiting_threads() {
   return out.str();
 }
 
+// "a kernel of (RmsNormParams)": what __PRETTY_FUNCTION__ of cudaLaunchKernelEx says of its first list of types.
+std::string kernel_name() {
+  const std::string signature = device.launch->kernel;
+  const size_t begin = signature.find('{') + 1, end = signature.find("}; Args");
+  return begin == 0 || end == std::string::npos ? signature
+                                                : "a kernel of (" + signature.substr(begin, end - begin) + ")";
+}
+
 std::string full_message(const std::string& what) {
   std::ostringstream out;
-  out << "simt: " << what << "\n  launch " << device.num_launches << ", " << device.launch->kernel << ", grid "
+  out << "simt: " << what << "\n  launch " << device.num_launches << ", " << kernel_name() << ", grid "
       << device.launch->grid << ", block " << device.launch->block << ", " << device.launch->shared_bytes
       << " bytes of shared memory";
   if (device.in_block) {

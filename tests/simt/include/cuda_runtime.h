@@ -25,32 +25,26 @@
 
 // ---- vector types, aligned as in CUDA
 
-struct int2 {
-  alignas(8) int x;
-  int y;
+struct alignas(8) int2 {
+  int x, y;
 };
-struct uint2 {
-  alignas(8) unsigned x;
-  unsigned y;
+struct alignas(8) uint2 {
+  unsigned x, y;
 };
-struct float2 {
-  alignas(8) float x;
-  float y;
+struct alignas(8) float2 {
+  float x, y;
 };
 struct uint3 {
   unsigned x, y, z;
 };
-struct int4 {
-  alignas(16) int x;
-  int y, z, w;
+struct alignas(16) int4 {
+  int x, y, z, w;
 };
-struct uint4 {
-  alignas(16) unsigned x;
-  unsigned y, z, w;
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
-struct float4 {
-  alignas(16) float x;
-  float y, z, w;
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
