@@ -156,8 +156,6 @@ struct Device {
   Fiber host;
   Fiber* came_from = nullptr;
   bool in_block = false;
-
-  Device() { std::memset(shared_memory, POISON, sizeof(shared_memory)); }
 } device;
 
 uint64_t random_bits() {  // xorshift64*
@@ -316,7 +314,12 @@ bool same_site(const Site& a, const Site& b) {
 // The first function on a thread's stack.
 void run_thread() {
   arrive(device.threads[device.running].fiber);
-  device.launch->run_thread(device.launch->arguments);
+  try {
+    device.launch->run_thread(device.launch->arguments);
+  } catch (const std::exception& error) {
+    device.error = error.what();
+  }
+  if (!device.error.empty()) switch_fiber(device.threads[device.running].fiber, device.host, true);
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << device.running % WARP_SIZE;
   device.warps[warp_idx].live &= ~lane;
   set_waiting(warp_idx, lane);
@@ -371,13 +374,11 @@ void prepare_block(unsigned num_threads) {
 // Only where AddressSanitizer does not.
 void check_writes_past_shared_memory([[maybe_unused]] size_t num_bytes) {
 #if !defined(__SANITIZE_ADDRESS__)
-  unsigned char* past = shared_memory + device.launch->shared_bytes;
-  for (size_t i = 0; i < num_bytes; ++i) {
-    if (past[i] == POISON) continue;
-    std::memset(past, POISON, num_bytes);
-    fail_launch("a thread of the block wrote byte " + std::to_string(device.launch->shared_bytes + i) +
-                " of shared memory, past the end");
-  }
+  const unsigned char* past = shared_memory + device.launch->shared_bytes;
+  if (past[0] == POISON && !std::memcmp(past, past + 1, num_bytes - 1)) return;
+  while (*past == POISON) ++past;
+  fail_launch("a thread of the block wrote byte " + std::to_string(past - shared_memory) +
+              " of shared memory, past the end");
 #endif
 }
 
@@ -444,6 +445,7 @@ void run(const Launch& launch) {
   blockDim = launch.block;
   gridDim = launch.grid;
   ASAN_UNPOISON_MEMORY_REGION(shared_memory, sizeof(shared_memory));
+  std::memset(shared_memory, POISON, sizeof(shared_memory));
   ASAN_POISON_MEMORY_REGION(shared_memory + launch.shared_bytes, sizeof(shared_memory) - launch.shared_bytes);
 
   // Blocks in a shuffled order: `step` has no factor in common with their number, so each has its turn once.
@@ -463,13 +465,9 @@ void run(const Launch& launch) {
 // ---- from a kernel's thread
 
 void fail(const std::string& what, Site site) {
-  {
-    std::ostringstream full;
-    full << what << " (" << site << ", in " << site.function_name() << ")" << waiting_threads();
-    device.error = full_message(full.str());
-  }
-  switch_fiber(device.threads[device.running].fiber, device.host);
-  std::abort();  // a block that failed does not go on
+  std::ostringstream full;
+  full << what << " (" << site << ", in " << site.function_name() << ")" << waiting_threads();
+  fail_launch(full.str());
 }
 
 unsigned lane_idx() { return device.running % WARP_SIZE; }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <math.h>
+#include <stdlib.h>
 
 #include <bit>
 #include <cstddef>
@@ -280,11 +281,11 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return result;
 }
 
-// ---- the runtime API. Errors of a launch are thrown (simt.h); what is left cannot fail
+// ---- the runtime API. Errors of a launch are thrown (simt.h)
 
 using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "out of memory"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -307,6 +308,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                         config->dynamicSmemBytes, run_thread, &thread});
   return cudaSuccess;
 }
+
+inline cudaError_t cudaMallocManaged(void** pointer, size_t bytes) {
+  *pointer = malloc(bytes);
+  return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+inline cudaError_t cudaFree(void* pointer) {
+  free(pointer);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
 enum cudaMemcpyKind {
   cudaMemcpyHostToHost,

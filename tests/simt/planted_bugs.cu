@@ -1,0 +1,384 @@
+// Small kernels, each with a bug that can be switched on: what the simt device must catch (test_simt.py).
+//   planted_bugs CASE clean|bug     exit status: 0 right result, 1 wrong result, 2 error (its text on stderr)
+//   planted_bugs --list
+// The clean kernels are right on a GPU too.
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include "simt/program.cuh"
+
+namespace pagedattn::cuda {
+namespace {
+
+constexpr int NUM_THREADS = 128;
+constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
+constexpr size_t SHARED_BYTES = NUM_THREADS * sizeof(float);
+
+struct Arguments {
+  const float* in;  // NUM_THREADS numbers
+  float* out;       // as many
+};
+
+__device__ inline float* shared_floats() { return reinterpret_cast<float*>(shared_memory); }
+
+// All grids are one block of NUM_THREADS, unless the case says otherwise.
+
+// ---- barriers
+
+template <bool BUG>
+__global__ void barrier_kernel(Arguments a) {
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  if (!BUG) __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[NUM_THREADS - 1 - threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void warp_barrier_kernel(Arguments a) {
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  if (!BUG) __syncwarp();
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x ^ (WARP_SIZE - 1)];
+}
+
+// A sum in shared memory that nobody set to zero.
+template <bool BUG>
+__global__ void uninitialised_kernel(Arguments a) {
+  if (!BUG && threadIdx.x == 0) shared_floats()[0] = 0.0f;
+  __syncthreads();
+  atomicAdd(shared_floats(), a.in[threadIdx.x]);
+  __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[0];
+}
+
+template <bool BUG>
+__global__ void divergent_barrier_kernel(Arguments a) {
+  if (BUG && threadIdx.x < WARP_SIZE) {
+    __syncthreads();
+    a.out[threadIdx.x] = 0.0f;
+  } else {
+    __syncthreads();
+  }
+  a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void deadlock_kernel(Arguments a) {
+  if (BUG && threadIdx.x % WARP_SIZE < 5) __syncthreads();
+  const float sum = warp_sum(a.in[threadIdx.x]);
+  __syncthreads();
+  a.out[threadIdx.x] = sum;
+}
+
+template <bool BUG>
+__global__ void exited_lanes_kernel(Arguments a) {
+  if (BUG && threadIdx.x % WARP_SIZE >= 16) return;
+  a.out[threadIdx.x] = warp_sum(a.in[threadIdx.x]);
+}
+
+// ---- warp operations
+
+template <bool BUG>
+__global__ void shuffle_mask_kernel(Arguments a) {
+  const unsigned mask = BUG && threadIdx.x % WARP_SIZE < 16 ? 0xffffu : ALL_LANES;
+  const float other = __shfl_xor_sync(mask, a.in[threadIdx.x], 16);
+  a.out[threadIdx.x] = other;
+}
+
+template <bool BUG>
+__global__ void shuffle_source_kernel(Arguments a) {
+  float value = a.in[threadIdx.x];
+  if (threadIdx.x % WARP_SIZE < 16) value = __shfl_xor_sync(0xffffu, value, BUG ? 16 : 8);
+  a.out[threadIdx.x] = value;
+}
+
+// out[16 rows][8 columns] = in (its 128 numbers as 8 rows, twice) * identity: the first 8 columns of `in`'s rows.
+template <bool BUG>
+__global__ void fragment_kernel(Arguments a) {
+  if (threadIdx.x >= WARP_SIZE) return;
+  const int lane = threadIdx.x, group = lane / 4, pair = lane % 4 * 2;
+  const auto in = [&](int row, int column) { return a.in[(row % 8) * 16 + column]; };
+  const auto identity = [](int row, int column) { return row == column ? 1.0f : 0.0f; };
+  const int second = BUG ? 0 : 8;  // the second half of the columns is forgotten
+  const uint32_t fragment[4] = {
+      ptx::pack<float16>(in(group, pair), in(group, pair + 1)),
+      ptx::pack<float16>(in(group + 8, pair), in(group + 8, pair + 1)),
+      ptx::pack<float16>(in(group, pair + 8), in(group, pair + 9)),
+      ptx::pack<float16>(in(group + 8, pair + 8), in(group + 8, pair + 9)),
+  };
+  const uint32_t b0 = ptx::pack<float16>(identity(pair, group), identity(pair + 1, group));
+  const uint32_t b1 = ptx::pack<float16>(identity(pair + second, group), identity(pair + second + 1, group));
+  float d[4] = {};
+  ptx::mma_m16n8k16<float16>(d, fragment, b0, b1);
+  for (int i = 0; i < 4; ++i) a.out[(group + i / 2 * 8) * 8 + pair + i % 2] = d[i];
+}
+
+template <bool BUG>
+__global__ void divergent_mma_kernel(Arguments a) {
+  const uint32_t zeros[4] = {};
+  float d[4] = {a.in[threadIdx.x]};
+  if (BUG && threadIdx.x % 2) {
+    ptx::mma_m16n8k16<bfloat16>(d, zeros, 0, 0);
+  } else {
+    ptx::mma_m16n8k16<bfloat16>(d, zeros, 0, 0);
+  }
+  a.out[threadIdx.x] = d[0];
+}
+
+// The four matrices are bytes 0 to 511 in order; lane `lane` holds the 4 bytes at 4 * lane of each.
+template <bool BUG>
+__global__ void ldmatrix_alignment_kernel(Arguments a) {
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x >= WARP_SIZE) return;
+  uint32_t matrices[4];
+  const int begin = BUG && threadIdx.x < 31 ? 8 : 0;
+  ptx::ldmatrix_x4(matrices, shared_memory + threadIdx.x * 16 + begin);
+  for (int i = 0; i < 4; ++i) a.out[i * WARP_SIZE + threadIdx.x] = __uint_as_float(matrices[i]);
+}
+
+template <bool BUG>
+__global__ void ldmatrix_outside_kernel(Arguments a) {
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x >= WARP_SIZE) return;
+  uint32_t matrices[4];
+  ptx::ldmatrix_x4(matrices, shared_memory + (threadIdx.x + BUG) * 16);
+  for (int i = 0; i < 4; ++i) a.out[i * WARP_SIZE + threadIdx.x] = __uint_as_float(matrices[i]);
+}
+
+// ---- asynchronous copies: each thread brings 4 floats of a tile, and sums what another thread brought
+
+template <bool BUG>
+__global__ void wait_kernel(Arguments a) {
+  if (threadIdx.x < WARP_SIZE) ptx::cp_async_16(shared_floats() + threadIdx.x * 4, a.in + threadIdx.x * 4, true);
+  ptx::cp_async_commit();
+  if (!BUG) ptx::cp_async_wait<0>();
+  __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void wait_barrier_kernel(Arguments a) {
+  if (threadIdx.x < WARP_SIZE) ptx::cp_async_16(shared_floats() + threadIdx.x * 4, a.in + threadIdx.x * 4, true);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  if (!BUG) __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x];
+}
+
+// A pipeline of two stages of 16 floats over eight tiles; a warp each brings and reads all of a tile.
+template <int PENDING, bool REUSE_BARRIER>
+__device__ void pipeline(Arguments a) {
+  constexpr int TILE = 16, NUM_TILES = NUM_THREADS / TILE;
+  const auto start = [&](int tile) {
+    if (tile < NUM_TILES && threadIdx.x < TILE / 4) {
+      ptx::cp_async_16(shared_floats() + tile % 2 * TILE + threadIdx.x * 4, a.in + tile * TILE + threadIdx.x * 4, true);
+    }
+    ptx::cp_async_commit();
+  };
+  float sum = 0.0f;
+  start(0);
+  for (int tile = 0; tile < NUM_TILES; ++tile) {
+    start(tile + 1);
+    ptx::cp_async_wait<PENDING>();
+    __syncthreads();
+    for (int i = 0; i < TILE; ++i) sum += shared_floats()[tile % 2 * TILE + i];
+    if (REUSE_BARRIER) __syncthreads();
+  }
+  a.out[threadIdx.x] = sum;
+}
+
+template <bool BUG>
+__global__ void wait_count_kernel(Arguments a) {
+  pipeline<BUG ? 2 : 1, true>(a);
+}
+
+template <bool BUG>
+__global__ void reuse_kernel(Arguments a) {
+  pipeline<1, !BUG>(a);
+}
+
+template <bool BUG>
+__global__ void copy_alignment_kernel(Arguments a) {
+  float* target = shared_floats() + threadIdx.x * 4 + (BUG && threadIdx.x == 3 ? 2 : 0);
+  if (threadIdx.x < WARP_SIZE) ptx::cp_async_16(target, a.in + threadIdx.x * 4, true);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x];
+}
+
+// ---- out of bounds by one element, and unaligned
+
+template <bool BUG>
+__device__ inline unsigned maybe_past_the_end() {
+  return BUG && threadIdx.x == NUM_THREADS - 1 ? threadIdx.x + 1 : threadIdx.x;
+}
+
+template <bool BUG>
+__global__ void shared_read_kernel(Arguments a) {
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[maybe_past_the_end<BUG>()];
+}
+
+template <bool BUG>
+__global__ void shared_write_kernel(Arguments a) {
+  shared_floats()[maybe_past_the_end<BUG>()] = a.in[threadIdx.x];
+  a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void global_read_kernel(Arguments a) {
+  a.out[threadIdx.x] = a.in[maybe_past_the_end<BUG>()];
+}
+
+template <bool BUG>
+__global__ void global_write_kernel(Arguments a) {
+  a.out[maybe_past_the_end<BUG>()] = a.in[threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void copy_source_kernel(Arguments a) {
+  const unsigned chunk = threadIdx.x % (NUM_THREADS / 4);
+  const bool past_the_end = BUG && threadIdx.x == NUM_THREADS - 1;
+  ptx::cp_async_16(shared_floats() + chunk * 4, a.in + (chunk + past_the_end) * 4, true);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x];
+}
+
+template <bool BUG>
+__global__ void vector_alignment_kernel(Arguments a) {
+  if (threadIdx.x >= NUM_THREADS / 4) return;
+  const float* source = a.in + threadIdx.x * 4 - (BUG && threadIdx.x == 1 ? 1 : 0);
+  const uint2 low = *reinterpret_cast<const uint2*>(source), high = *reinterpret_cast<const uint2*>(source + 2);
+  *reinterpret_cast<uint4*>(a.out + threadIdx.x * 4) = make_uint4(low.x, low.y, high.x, high.y);
+}
+
+// ---- limits
+
+// Threads past the first NUM_THREADS, and blocks past the first, have nothing to do.
+__global__ void copy_kernel(Arguments a) {
+  const bool first_block = blockIdx.x == 0 && blockIdx.y == 0;
+  if (first_block && threadIdx.x < NUM_THREADS) a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
+// As many bytes as a launch gets that does not ask.
+__global__ void not_asking_kernel(Arguments a) { a.out[threadIdx.x] = a.in[threadIdx.x]; }
+
+void launch_not_asking(size_t shared_bytes, Arguments a) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(NUM_THREADS);
+  config.dynamicSmemBytes = shared_bytes;
+  PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, not_asking_kernel, a));
+  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+// ---- the cases
+
+using Expected = std::function<float(const float* in, int i)>;
+
+struct Case {
+  const char* name;
+  std::function<void(bool bug, Arguments)> run;
+  Expected expected;
+};
+
+float same(const float* in, int i) { return in[i]; }
+
+float sum_of(const float* in, int begin, int end) {
+  float sum = 0.0f;
+  for (int i = begin; i < end; ++i) sum += in[i];
+  return sum;
+}
+float sum_of_all(const float* in, int) { return sum_of(in, 0, NUM_THREADS); }
+float sum_of_warp(const float* in, int i) {
+  const int begin = i / WARP_SIZE * WARP_SIZE;
+  return sum_of(in, begin, begin + WARP_SIZE);
+}
+
+using Kernel = void (*)(Arguments);
+
+Case make_case(const char* name, Kernel clean, Kernel bug, Expected expected) {
+  const auto run = [=](bool with_bug, Arguments a) {
+    run_kernel(with_bug ? bug : clean, dim3(1), dim3(NUM_THREADS), SHARED_BYTES, a);
+  };
+  return {name, run, expected};
+}
+
+#define CASE(name, expected) make_case(#name, name##_kernel<false>, name##_kernel<true>, expected)
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all = {
+      CASE(barrier, [](const float* in, int i) { return in[NUM_THREADS - 1 - i]; }),
+      CASE(warp_barrier, [](const float* in, int i) { return in[i ^ (WARP_SIZE - 1)]; }),
+      CASE(uninitialised, sum_of_all),
+      CASE(divergent_barrier, same),
+      CASE(deadlock, sum_of_warp),
+      CASE(exited_lanes, sum_of_warp),
+      CASE(shuffle_mask, [](const float* in, int i) { return in[i ^ 16]; }),
+      CASE(shuffle_source, [](const float* in, int i) { return in[i % WARP_SIZE < 16 ? i ^ 8 : i]; }),
+      CASE(fragment, [](const float* in, int i) { return in[i / 8 % 8 * 16 + i % 8]; }),
+      CASE(divergent_mma, same),
+      CASE(ldmatrix_alignment, same),
+      CASE(ldmatrix_outside, same),
+      CASE(wait, same),
+      CASE(wait_barrier, same),
+      CASE(wait_count, sum_of_all),
+      CASE(reuse, sum_of_all),
+      CASE(copy_alignment, same),
+      CASE(shared_read, same),
+      CASE(shared_write, same),
+      CASE(global_read, same),
+      CASE(global_write, same),
+      CASE(copy_source, same),
+      CASE(vector_alignment, same),
+      {"threads", [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(1024 + bug), 0, a); }, same},
+      {"shared_bytes",
+       [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(NUM_THREADS), 227 * 1024 + bug, a); }, same},
+      {"shared_bytes_not_asked", [](bool bug, Arguments a) { launch_not_asking(48 * 1024 + bug, a); }, same},
+      {"grid_y", [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1, 65535 + bug), dim3(NUM_THREADS), 0, a); },
+       same},
+  };
+  return all;
+}
+
+int run_case(const Case& c, bool bug) {
+  Buffer<float> in(NUM_THREADS), out(NUM_THREADS);
+  for (int i = 0; i < NUM_THREADS; ++i) in[i] = static_cast<float>(i + 1);
+  try {
+    c.run(bug, {in.data(), out.data()});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return ERROR;
+  }
+  for (int i = 0; i < NUM_THREADS; ++i) {
+    if (out[i] == c.expected(in.data(), i)) continue;
+    std::fprintf(stderr, "%s: element %d: expected %g, got %g\n", c.name, i, c.expected(in.data(), i), out[i]);
+    return WRONG;
+  }
+  return RIGHT;
+}
+
+}  // namespace
+}  // namespace pagedattn::cuda
+
+int main(int argc, char** argv) {
+  using namespace pagedattn::cuda;
+  if (argc == 2 && !std::strcmp(argv[1], "--list")) {
+    for (const Case& c : cases()) std::puts(c.name);
+    return RIGHT;
+  }
+  int status = ERROR;
+  for (int i = 1; i + 1 < argc; i += 2) {  // one case, or several: the status is the last one's
+    for (const Case& c : cases()) {
+      if (!std::strcmp(argv[i], c.name)) status = run_case(c, !std::strcmp(argv[i + 1], "bug"));
+    }
+  }
+  return status;
+}

@@ -1,0 +1,147 @@
+"""The simt device itself: small kernels run right, each with a planted bug is caught, and the twins of ptx.cuh do what
+the PTX ISA says. The programs are compiled here, once as they are and once with AddressSanitizer and
+UndefinedBehaviorSanitizer."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+COMPILE = [
+    *(os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    *("-DPAGEDATTN_SIMT", "-I", TESTS, "-I", TESTS / "simt/include", "-I", TESTS.parent / "csrc"),
+]
+SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+RIGHT, WRONG, ERROR = 0, 1, 2  # exit status of the programs
+
+# Case of planted_bugs.cu -> what the run with the bug says: "expected" where the result is wrong.
+CAUGHT = {
+    "barrier": "expected",
+    "warp_barrier": "expected",
+    "uninitialised": "expected",
+    "divergent_barrier": "simt: divergent barrier",
+    "deadlock": "simt: deadlock",
+    "exited_lanes": "simt: deadlock",
+    "shuffle_mask": "simt: ",  # which of several errors is found first depends on the schedule
+    "shuffle_source": "which is not in the mask",
+    "fragment": "expected",
+    "divergent_mma": "simt: divergence",
+    "ldmatrix_alignment": "is not aligned to 16",
+    "ldmatrix_outside": "ldmatrix: the address is not in the dynamic shared memory",
+    "wait": "expected",
+    "wait_barrier": "expected",
+    "wait_count": "expected",
+    "reuse": "expected",
+    "copy_alignment": "is not aligned to 16",
+    "shared_read": "expected",
+    "shared_write": "of shared memory, past the end",
+    "threads": "expected 1 to 1024 threads",
+    "shared_bytes": "232449 bytes of shared memory, at most 232448",
+    "shared_bytes_not_asked": "49153 bytes of shared memory: at most 49152",
+    "grid_y": "grid too large",
+}
+# What the sanitizers say. Without them, reads out of bounds of tensors go unseen.
+CAUGHT_SANITIZED = CAUGHT | {
+    "shared_read": "use-after-poison",
+    "shared_write": "use-after-poison",
+    "global_read": "heap-buffer-overflow",
+    "global_write": "heap-buffer-overflow",
+    "copy_source": "heap-buffer-overflow",
+    "vector_alignment": "misaligned address",
+}
+SEEDS = [1, 2, 3, 4, 5]
+
+
+@dataclass
+class Outcome:
+    status: int
+    text: str
+
+
+def run(program: Path, *arguments: str, seed: int | None = None) -> Outcome:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "ASAN_OPTIONS")}
+    environment.pop("PAGEDATTN_SIMT_SEED", None)
+    if seed is not None:
+        environment["PAGEDATTN_SIMT_SEED"] = str(seed)
+    done = subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    return Outcome(done.returncode, done.stdout + done.stderr)
+
+
+def compile_program(name: str, directory: Path, *options: str) -> Path:
+    program = directory / name
+    sources = [TESTS / "simt" / f"{name}.cu", TESTS / "simt/simt.cpp"]
+    subprocess.run([*COMPILE, *options, "-x", "c++", *sources, "-o", program], check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def planted_bugs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program("planted_bugs", tmp_path_factory.mktemp("plain"), "-O2")
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program("planted_bugs", tmp_path_factory.mktemp("sanitized"), *SANITIZE)
+
+
+def test_every_case_is_tested(planted_bugs: Path) -> None:
+    assert sorted(run(planted_bugs, "--list").text.split()) == sorted(CAUGHT_SANITIZED)
+
+
+@pytest.mark.parametrize("case", CAUGHT_SANITIZED)
+def test_clean_kernel(planted_bugs: Path, case: str) -> None:
+    for seed in SEEDS:
+        assert run(planted_bugs, case, "clean", seed=seed) == Outcome(RIGHT, "")
+
+
+@pytest.mark.parametrize("case", CAUGHT)
+def test_bug_is_caught(planted_bugs: Path, case: str) -> None:
+    for seed in SEEDS:
+        outcome = run(planted_bugs, case, "bug", seed=seed)
+        assert CAUGHT[case] in outcome.text
+        if "simt: " in outcome.text:
+            assert outcome.status == ERROR
+            assert f"PAGEDATTN_SIMT_SEED={seed}\n" in outcome.text or case == "shared_bytes"
+        else:
+            assert outcome.status == WRONG
+
+
+@pytest.mark.parametrize("case", CAUGHT_SANITIZED)
+def test_sanitizers(sanitized: Path, case: str) -> None:
+    assert run(sanitized, case, "clean") == Outcome(RIGHT, "")
+    outcome = run(sanitized, case, "bug")
+    assert outcome.status != RIGHT
+    assert CAUGHT_SANITIZED[case] in outcome.text
+
+
+def test_seed_repeats_the_schedule(planted_bugs: Path) -> None:
+    outcomes = [run(planted_bugs, "barrier", "bug", seed=seed).text for seed in [*SEEDS, *SEEDS]]
+    assert outcomes[:5] == outcomes[5:]
+    assert len(set(outcomes)) > 1
+
+
+def test_launches_differ_without_a_seed(planted_bugs: Path) -> None:
+    outcome = run(planted_bugs, *["divergent_barrier", "bug"] * 3)
+    assert [f"PAGEDATTN_SIMT_SEED={launch}\n" in outcome.text for launch in range(1, 5)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("case", ["deadlock", "divergent_mma", "shared_write"])
+def test_device_works_after_an_error(planted_bugs: Path, sanitized: Path, case: str) -> None:
+    assert run(planted_bugs, case, "bug", "wait_count", "clean").status == RIGHT
+    if case != "shared_write":  # AddressSanitizer ends the process
+        assert run(sanitized, case, "bug", "wait_count", "clean").status == RIGHT
+
+
+def test_error_says_who_waits_where(planted_bugs: Path) -> None:
+    text = run(planted_bugs, "deadlock", "bug").text
+    assert "warp 3: lanes 0-4 wait at __syncthreads (planted_bugs.cu:" in text
+    assert "lanes 5-31 wait at __shfl_xor_sync (cuda_utils.cuh:" in text
+    assert "a kernel of (pagedattn::cuda::{anonymous}::Arguments), grid (1, 1, 1), block (128, 1, 1)" in text
+
+
+@pytest.mark.parametrize("options", [["-O2"], SANITIZE], ids=["plain", "sanitized"])
+def test_twins(tmp_path: Path, options: list[str]) -> None:
+    assert run(compile_program("twins", tmp_path, *options)) == Outcome(RIGHT, "")

@@ -1,0 +1,301 @@
+// Each function of ptx.cuh against what it is documented to do, computed by plain code: run on the simt device for its
+// emulated twins (test_simt.py), and on a GPU for the PTX itself. Exit status: 0 right, 1 wrong (the reasons on
+// stderr), 2 error.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "simt/program.cuh"
+
+namespace pagedattn::cuda {
+namespace {
+
+int num_wrong = 0;
+
+void expect(bool right, const char* what, double where, double expected, double got) {
+  if (right) return;
+  if (++num_wrong <= 20) std::fprintf(stderr, "%s at %.9g: expected %.9g, got %.9g\n", what, where, expected, got);
+}
+
+void expect_same(float expected, float got, const char* what, double where) {
+  expect(expected == got || (std::isnan(expected) && std::isnan(got)), what, where, expected, got);
+}
+
+// ---- plain decoders
+
+float decode(uint32_t bits, int num_exponent_bits, int num_mantissa_bits, bool has_infinity) {
+  const int mantissa = bits & ((1 << num_mantissa_bits) - 1);
+  const int max_exponent = (1 << num_exponent_bits) - 1;
+  const int exponent = bits >> num_mantissa_bits & max_exponent;
+  const int bias = max_exponent / 2;
+  const float sign = bits >> (num_mantissa_bits + num_exponent_bits) & 1 ? -1.0f : 1.0f;
+  const int max_mantissa = (1 << num_mantissa_bits) - 1;
+  if (exponent == max_exponent && has_infinity) {
+    return mantissa ? std::numeric_limits<float>::quiet_NaN() : sign * std::numeric_limits<float>::infinity();
+  }
+  if (exponent == max_exponent && mantissa == max_mantissa) return std::numeric_limits<float>::quiet_NaN();
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), 1 - bias - num_mantissa_bits);
+  return sign * std::ldexp(static_cast<float>(mantissa | 1 << num_mantissa_bits), exponent - bias - num_mantissa_bits);
+}
+
+float decode(float16 x) { return decode(x.bits, 5, 10, true); }
+float decode(bfloat16 x) { return decode(x.bits, 8, 7, true); }
+float decode(float8_e4m3 x) { return decode(x.bits, 4, 3, false); }
+
+// ---- matrices
+
+// One warp. a [16, 16] row-major, b [8][16] (column-major), d [16, 8] row-major.
+template <typename T>
+__global__ void multiply_kernel(const T* a, const T* b, float* d) {
+  const int lane = static_cast<int>(threadIdx.x), group = lane / 4, pair = lane % 4 * 2;
+  const auto two = [](const T* elements) { return elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16; };
+  const uint32_t a_fragment[4] = {two(a + group * 16 + pair), two(a + (group + 8) * 16 + pair),
+                                  two(a + group * 16 + pair + 8), two(a + (group + 8) * 16 + pair + 8)};
+  float d_fragment[4];
+  for (int i = 0; i < 4; ++i) d_fragment[i] = d[(group + i / 2 * 8) * 8 + pair + i % 2];
+  ptx::mma_m16n8k16<T>(d_fragment, a_fragment, two(b + group * 16 + pair), two(b + group * 16 + pair + 8));
+  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + pair + i % 2] = d_fragment[i];
+}
+
+// The same with both operands through shared memory and ldmatrix: a's rows and b's columns are 32 bytes each.
+template <typename T>
+__global__ void load_and_multiply_kernel(const T* a, const T* b, float* d) {
+  const int lane = static_cast<int>(threadIdx.x), group = lane / 4, pair = lane % 4 * 2;
+  auto* a_tile = reinterpret_cast<T*>(shared_memory);
+  T* b_tile = a_tile + 16 * 16;
+  for (int i = lane; i < 16 * 16; i += WARP_SIZE) a_tile[i] = a[i];
+  for (int i = lane; i < 16 * 8; i += WARP_SIZE) b_tile[i] = b[i];
+  __syncwarp();
+  uint32_t a_fragment[4], b_fragment[4];
+  const int row = lane % 8, matrix = lane / 8;
+  ptx::ldmatrix_x4(a_fragment, a_tile + (row + matrix % 2 * 8) * 16 + matrix / 2 * 8);
+  ptx::ldmatrix_x4(b_fragment, b_tile + row * 16 + matrix % 2 * 8);  // its two matrices, twice
+  float d_fragment[4];
+  for (int i = 0; i < 4; ++i) d_fragment[i] = d[(group + i / 2 * 8) * 8 + pair + i % 2];
+  ptx::mma_m16n8k16<T>(d_fragment, a_fragment, b_fragment[2], b_fragment[3]);
+  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + pair + i % 2] = d_fragment[i];
+}
+
+// Small multiples of 1/8: all products and sums are exact, so results are equal whatever the order.
+template <typename T>
+void check_mma(const char* name) {
+  std::mt19937 random(1);
+  const auto draw = [&] { return static_cast<float>(static_cast<int>(random() % 129) - 64) / 8; };
+  Buffer<float> d(16 * 8);
+  Buffer<T> a(16 * 16), b(16 * 8);
+  const auto encode = [](float x) {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      if (const T candidate{static_cast<uint16_t>(bits)}; decode(candidate) == x) return candidate;
+    }
+    return T{};
+  };
+  for (int round = 0; round < 8; ++round) {
+    for (size_t i = 0; i < a.size(); ++i) a[i] = encode(draw());
+    for (size_t i = 0; i < b.size(); ++i) b[i] = encode(draw());
+    float expected[16][8];
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 8; ++n) {
+        expected[m][n] = d[m * 8 + n] = draw();
+        for (int k = 0; k < 16; ++k) expected[m][n] += decode(a[m * 16 + k]) * decode(b[n * 16 + k]);
+      }
+    }
+    const auto kernel = round % 2 ? load_and_multiply_kernel<T> : multiply_kernel<T>;
+    run_kernel(kernel, dim3(1), dim3(WARP_SIZE), (16 * 16 + 16 * 8) * sizeof(T), static_cast<const T*>(a.data()),
+               static_cast<const T*>(b.data()), d.data());
+    for (int i = 0; i < 16 * 8; ++i) expect_same(expected[i / 8][i % 8], d[i], name, i);
+  }
+}
+
+// One warp. Lane l's row address is row permutation[l] of 32 rows of 16 bytes.
+__global__ void ldmatrix_kernel(const uint32_t* in, const int* permutation, uint32_t* out) {
+  auto* rows = reinterpret_cast<uint32_t*>(shared_memory);
+  for (int i = threadIdx.x; i < 32 * 4; i += WARP_SIZE) rows[i] = in[i];
+  __syncwarp();
+  uint32_t matrices[4];
+  ptx::ldmatrix_x4(matrices, rows + permutation[threadIdx.x] * 4);
+  for (int i = 0; i < 4; ++i) out[i * WARP_SIZE + threadIdx.x] = matrices[i];
+}
+
+void check_ldmatrix() {
+  std::mt19937 random(2);
+  Buffer<uint32_t> in(32 * 4), out(4 * WARP_SIZE);
+  Buffer<int> permutation(WARP_SIZE);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = random();
+  for (int lane = 0; lane < WARP_SIZE; ++lane) permutation[lane] = lane * 13 % WARP_SIZE;
+  run_kernel(ldmatrix_kernel, dim3(1), dim3(WARP_SIZE), 512, static_cast<const uint32_t*>(in.data()),
+             static_cast<const int*>(permutation.data()), out.data());
+  for (int i = 0; i < 4; ++i) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+      const uint32_t expected = in[permutation[8 * i + lane / 4] * 4 + lane % 4];
+      expect(out[i * WARP_SIZE + lane] == expected, "ldmatrix", lane, expected, out[i * WARP_SIZE + lane]);
+    }
+  }
+}
+
+// ---- asynchronous copies
+
+// One block of 64: threads copy 16 bytes, then 8, of a source each, or zeros.
+__global__ void copy_kernel(const unsigned char* in, unsigned char* out) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool valid = thread % 3 != 0;
+  ptx::cp_async_16(shared_memory + thread * 16, valid ? in + thread * 16 : nullptr, valid);
+  ptx::cp_async_commit();
+  ptx::cp_async_8(shared_memory + 1024 + thread * 8, valid ? in + thread * 8 : nullptr, valid);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  const int other = 63 - thread;
+  for (int i = 0; i < 16; ++i) out[other * 16 + i] = shared_memory[other * 16 + i];
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  for (int i = 0; i < 8; ++i) out[1024 + other * 8 + i] = shared_memory[1024 + other * 8 + i];
+}
+
+void check_copies() {
+  Buffer<unsigned char> in(1024), out(1024 + 512);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = static_cast<unsigned char>(i * 7 + 1);
+  run_kernel(copy_kernel, dim3(1), dim3(64), 1024 + 512, static_cast<const unsigned char*>(in.data()), out.data());
+  for (int i = 0; i < 1024; ++i) expect_same(i / 16 % 3 ? in[i] : 0, out[i], "cp_async_16", i);
+  for (int i = 0; i < 512; ++i) expect_same(i / 8 % 3 ? in[i] : 0, out[1024 + i], "cp_async_8", i);
+}
+
+// ---- numbers
+
+struct Numbers {
+  const float* in;
+  int num;
+  float16* as_float16;
+  bfloat16* as_bfloat16;
+  uint32_t *packed_float16, *packed_bfloat16;  // (x, -x)
+  float* exp2;
+};
+
+// Blocks of 128; a thread takes one number.
+__global__ void numbers_kernel(Numbers n) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= n.num) return;
+  const float x = n.in[i];
+  n.as_float16[i] = ptx::to_float16(x);
+  n.as_bfloat16[i] = ptx::to_bfloat16(x);
+  n.packed_float16[i] = ptx::pack<float16>(x, -x);
+  n.packed_bfloat16[i] = ptx::pack<bfloat16>(x, -x);
+  n.exp2[i] = ptx::exp2_approx(x);
+}
+
+// Blocks of 256, a pattern a thread. e4m3 has 256 of them, as low and as high half.
+__global__ void widen_kernel(float* from_float16, uint32_t* from_e4m3) {
+  const unsigned bits = blockIdx.x * blockDim.x + threadIdx.x;
+  from_float16[bits] = ptx::to_float(float16{static_cast<uint16_t>(bits)});
+  if (bits >= 256) return;
+#if defined(PAGEDATTN_SIMT) || __CUDA_ARCH__ >= 890
+  from_e4m3[bits] = ptx::e4m3x2_to_f16x2(bits | (255 - bits) << 8);
+#else
+  from_e4m3[bits] = 0;
+#endif
+}
+
+void check_widening() {
+  Buffer<float> from_float16(65536);
+  Buffer<uint32_t> from_e4m3(256);
+  run_kernel(widen_kernel, dim3(256), dim3(256), 0, from_float16.data(), from_e4m3.data());
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    expect_same(decode(float16{static_cast<uint16_t>(bits)}), from_float16[bits], "to_float(float16)", bits);
+  }
+  if (from_e4m3[1] == 0) return;  // an older GPU
+  for (uint32_t bits = 0; bits < 256; ++bits) {
+    const float16 low{static_cast<uint16_t>(from_e4m3[bits])}, high{static_cast<uint16_t>(from_e4m3[bits] >> 16)};
+    expect_same(decode(float8_e4m3{static_cast<uint8_t>(bits)}), decode(low), "e4m3, low", bits);
+    expect_same(decode(float8_e4m3{static_cast<uint8_t>(255 - bits)}), decode(high), "e4m3, high", bits);
+  }
+}
+
+struct Rounding {
+  float x;
+  uint16_t expected;
+};
+
+// For each number of T and the next: itself, the middle (goes to the even one), and just off the middle.
+template <typename T>
+std::vector<Rounding> roundings(uint16_t infinity) {
+  std::vector<Rounding> all;
+  for (uint16_t bits = 0; bits < infinity; ++bits) {
+    const auto next = static_cast<uint16_t>(bits + 1);
+    const double x = decode(T{bits});
+    const double above = next == infinity ? 2 * x - decode(T{static_cast<uint16_t>(bits - 1)}) : decode(T{next});
+    const auto middle = static_cast<float>((x + above) / 2);  // exact
+    const float huge = std::numeric_limits<float>::infinity();
+    all.push_back({static_cast<float>(x), bits});
+    all.push_back({middle, bits % 2 ? next : bits});
+    all.push_back({std::nextafter(middle, 0.0f), bits});
+    all.push_back({std::nextafter(middle, huge), next});
+  }
+  all.push_back({std::numeric_limits<float>::infinity(), infinity});
+  return all;
+}
+
+void check_rounding() {
+  const auto to_float16 = roundings<float16>(0x7c00), to_bfloat16 = roundings<bfloat16>(0x7f80);
+  const size_t num = to_float16.size() + to_bfloat16.size() + 4000 + 1;
+  Buffer<float> in(num), exp2(num);
+  Buffer<float16> as_float16(num);
+  Buffer<bfloat16> as_bfloat16(num);
+  Buffer<uint32_t> packed_float16(num), packed_bfloat16(num);
+  size_t i = 0;
+  for (const Rounding& r : to_float16) in[i++] = r.x;
+  for (const Rounding& r : to_bfloat16) in[i++] = r.x;
+  for (int step = 0; step < 4000; ++step) in[i++] = static_cast<float>(step) * -0.05f + 20.0f;
+  in[i] = std::numeric_limits<float>::quiet_NaN();
+  run_kernel(numbers_kernel, dim3(static_cast<unsigned>(ceil_div<size_t>(num, 128))), dim3(128), 0,
+             Numbers{in.data(), static_cast<int>(num), as_float16.data(), as_bfloat16.data(), packed_float16.data(),
+                     packed_bfloat16.data(), exp2.data()});
+
+  const auto check = [&](const Rounding& r, uint16_t got, uint32_t packed, const char* name) {
+    expect(r.expected == got, name, r.x, r.expected, got);
+    expect(packed == (r.expected | (r.expected ^ 0x8000u) << 16), "packed", r.x, r.expected, packed);
+  };
+  i = 0;
+  for (const Rounding& r : to_float16) {
+    check(r, as_float16[i].bits, packed_float16[i], "to_float16");
+    ++i;
+  }
+  for (const Rounding& r : to_bfloat16) {
+    check(r, as_bfloat16[i].bits, packed_bfloat16[i], "to_bfloat16");
+    ++i;
+  }
+  for (i = 0; i + 1 < num; ++i) {
+    const double exact = std::exp2(static_cast<double>(in[i]));
+    if (exact > std::numeric_limits<float>::max()) {
+      expect(std::isinf(exp2[i]), "exp2_approx", in[i], exact, exp2[i]);
+    } else if (exact < std::numeric_limits<float>::min()) {
+      expect(exp2[i] == 0, "exp2_approx", in[i], 0, exp2[i]);
+    } else {
+      expect(std::abs(exp2[i] - exact) <= exact * 0x1p-21, "exp2_approx", in[i], exact, exp2[i]);
+    }
+  }
+  expect(std::isnan(decode(as_float16[i])), "to_float16", in[i], in[i], decode(as_float16[i]));
+  expect(std::isnan(decode(as_bfloat16[i])), "to_bfloat16", in[i], in[i], decode(as_bfloat16[i]));
+  expect(std::isnan(exp2[i]), "exp2_approx", in[i], in[i], exp2[i]);
+}
+
+}  // namespace
+}  // namespace pagedattn::cuda
+
+int main() {
+  using namespace pagedattn;
+  try {
+    cuda::check_mma<float16>("mma of float16");
+    cuda::check_mma<bfloat16>("mma of bfloat16");
+    cuda::check_ldmatrix();
+    cuda::check_copies();
+    cuda::check_widening();
+    cuda::check_rounding();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return cuda::ERROR;
+  }
+  return cuda::num_wrong == 0 ? cuda::RIGHT : cuda::WRONG;
+}
