@@ -14,7 +14,6 @@ namespace pagedattn::cuda {
 namespace {
 
 constexpr int NUM_THREADS = 128;
-constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
 constexpr size_t SHARED_BYTES = NUM_THREADS * sizeof(float);
 
 struct Arguments {

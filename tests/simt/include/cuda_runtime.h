@@ -232,6 +232,11 @@ void __stcs(T* address, std::type_identity_t<T> value) {
   *address = value;
 }
 
+template <typename T>
+void __stwb(T* address, std::type_identity_t<T> value) {
+  *address = value;
+}
+
 // ---- numbers
 
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
