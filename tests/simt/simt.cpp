@@ -1,4 +1,4 @@
-// The simt device (simt.h): fibers, the schedule, warp operations, barriers, asynchronous copies, errors.
+// The simt device (simt.h): the schedule, warp operations, barriers, asynchronous copies, errors.
 //
 // All state is one global `device`: a mutex lets one launch run at a time. A thread of the block is in exactly one of
 // these states: ready (the running one too), waiting in a group of its warp, waiting at the barrier, or exited. They
@@ -7,7 +7,6 @@
 #include "simt.h"
 
 #include <cuda_runtime.h>
-#include <sys/mman.h>
 
 #include <bit>
 #include <cstdlib>
@@ -20,16 +19,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#endif
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include "fiber.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -53,50 +43,6 @@ constexpr unsigned char POISON = 0xff;  // NaN in every format of floats, -1 in 
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_WARPS = MAX_THREADS / WARP_SIZE;
 constexpr unsigned MAX_GRID_YZ = 65535;
-constexpr size_t STACK_BYTES = 256 * 1024;  // of address space; pages are taken when touched
-
-// ---- fibers
-
-struct Fiber {
-#if defined(__x86_64__)
-  void* stack_pointer = nullptr;
-#else
-  ucontext_t context;
-#endif
-  const void* stack = nullptr;  // its lowest byte; of the host, known to AddressSanitizer only
-  size_t stack_bytes = 0;
-  void* fake_stack = nullptr;  // AddressSanitizer's
-};
-
-#if defined(__x86_64__)
-// Pushes what the called function must preserve, stores rsp, loads the other's, pops. The floating-point modes are
-// nobody's to change. An indirect jump is predicted better than a `ret` to another place than the call's.
-__attribute__((naked, noinline)) void switch_stacks(void** /*from: rdi*/, void* /*to: rsi*/) {
-  asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
-      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
-      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n"
-      "popq %rcx\n jmp *%rcx\n");
-}
-
-void prepare_fiber(Fiber& fiber, unsigned char* top, void (*entry)()) {
-  auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, where to jump, a return address that is not used
-  std::memset(words, 0, 8 * sizeof(void*));
-  words[6] = reinterpret_cast<void*>(entry);
-  fiber.stack_pointer = words;
-}
-
-void switch_contexts(Fiber& from, Fiber& to) { switch_stacks(&from.stack_pointer, to.stack_pointer); }
-#else
-void prepare_fiber(Fiber& fiber, unsigned char* top, void (*entry)()) {
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = const_cast<void*>(fiber.stack);
-  fiber.context.uc_stack.ss_size = top - static_cast<const unsigned char*>(fiber.stack);
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, entry, 0);
-}
-
-void switch_contexts(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
-#endif
 
 // ---- state
 
@@ -154,7 +100,6 @@ struct Device {
   Warp warps[MAX_WARPS];
   Thread threads[MAX_THREADS];
   Fiber host;
-  Fiber* came_from = nullptr;
   bool in_block = false;
 } device;
 
@@ -235,11 +180,7 @@ std::string full_message(const std::string& what) {
   out << "simt: " << what << "\n  launch " << device.num_launches << ", " << kernel_name() << ", grid "
       << device.launch->grid << ", block " << device.launch->block << ", " << device.launch->shared_bytes
       << " bytes of shared memory";
-  if (device.in_block) {
-    const uint3 thread = device.threads[device.running].index;
-    out << "; in block " << dim3(blockIdx.x, blockIdx.y, blockIdx.z) << ", thread "
-        << dim3(thread.x, thread.y, thread.z);
-  }
+  if (device.in_block) out << "; block " << dim3(blockIdx.x, blockIdx.y, blockIdx.z);
   out << "\n  the same schedule again: PAGEDATTN_SIMT_SEED=" << device.seed;
   return out.str();
 }
@@ -247,24 +188,6 @@ std::string full_message(const std::string& what) {
 [[noreturn]] void fail_launch(const std::string& what) { throw std::runtime_error(full_message(what)); }
 
 // ---- the schedule
-
-// After a switch, on the stack that got its turn.
-void arrive(Fiber& self) {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(self.fake_stack, &device.came_from->stack, &device.came_from->stack_bytes);
-#else
-  (void)self;
-#endif
-}
-
-void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool for_ever = false) {
-#if defined(__SANITIZE_ADDRESS__)
-  device.came_from = &from;
-  __sanitizer_start_switch_fiber(for_ever ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
-#endif
-  switch_contexts(from, to);
-  arrive(from);
-}
 
 // Runs the next ready thread, which may be this one; the host if there is none.
 void run_next(bool for_ever = false) {
@@ -313,7 +236,7 @@ bool same_site(const Site& a, const Site& b) {
 
 // The first function on a thread's stack.
 void run_thread() {
-  arrive(device.threads[device.running].fiber);
+  arrive_in(device.threads[device.running].fiber);
   try {
     device.launch->run_thread(device.launch->arguments);
   } catch (const std::exception& error) {
@@ -331,26 +254,13 @@ void run_thread() {
 
 // ---- launches
 
-void make_stack(Fiber& fiber) {
-  constexpr size_t GUARD_BYTES = 4096;
-  void* memory = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  mprotect(memory, GUARD_BYTES, PROT_NONE);
-  fiber.stack = static_cast<unsigned char*>(memory) + GUARD_BYTES;
-  fiber.stack_bytes = STACK_BYTES;
-}
-
 void prepare_block(unsigned num_threads) {
   constexpr size_t CACHE_LINE = 64;
   for (unsigned i = 0; i < num_threads; ++i) {
     Thread& thread = device.threads[i];
     if (!thread.fiber.stack) make_stack(thread.fiber);
-    thread.fiber.fake_stack = nullptr;
     // Not all stacks begin at the same place of a page: they would fight for the same lines of the cache.
-    auto* top =
-        static_cast<unsigned char*>(const_cast<void*>(thread.fiber.stack)) + STACK_BYTES - i * 7 % 64 * CACHE_LINE;
-    prepare_fiber(thread.fiber, top, run_thread);
+    prepare_fiber(thread.fiber, i * 7 % 64 * CACHE_LINE, run_thread);
     thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     thread.copies.clear();
     thread.open_group = 0;
@@ -391,14 +301,14 @@ void run_block(unsigned num_threads) {
   if (device.error.empty() && device.num_live > 0) {
     device.error = full_message("deadlock: no thread of the block can go on" + waiting_threads());
   }
-  device.in_block = false;
   if (!device.error.empty()) {  // threads are left where they are, their frames forgotten
     for (unsigned i = 0; i < num_threads; ++i) {
-      ASAN_UNPOISON_MEMORY_REGION(device.threads[i].fiber.stack, STACK_BYTES);
+      ASAN_UNPOISON_MEMORY_REGION(device.threads[i].fiber.stack, device.threads[i].fiber.stack_bytes);
     }
     throw std::runtime_error(std::exchange(device.error, {}));
   }
   check_writes_past_shared_memory(MARGIN_BYTES);
+  device.in_block = false;
 }
 
 void check_limits(const Launch& launch) {
@@ -441,6 +351,7 @@ void run(const Launch& launch) {
   const char* seed = std::getenv("PAGEDATTN_SIMT_SEED");
   device.seed = seed && *seed ? std::strtoull(seed, nullptr, 10) : device.num_launches;
   device.random_state = (device.seed + 1) * 0x9e3779b97f4a7c15u | 1;
+  device.in_block = false;
   check_limits(launch);
   blockDim = launch.block;
   gridDim = launch.grid;
@@ -466,7 +377,8 @@ void run(const Launch& launch) {
 
 void fail(const std::string& what, Site site) {
   std::ostringstream full;
-  full << what << " (" << site << ", in " << site.function_name() << ")" << waiting_threads();
+  full << what << "\n  thread " << dim3(threadIdx.x, threadIdx.y, threadIdx.z) << " at " << site << ", in "
+       << site.function_name() << waiting_threads();
   fail_launch(full.str());
 }
 

@@ -14,6 +14,8 @@
 
 #include "../simt.h"
 
+namespace simt = pagedattn::simt;
+
 #define __global__
 #define __device__
 #define __host__
@@ -65,22 +67,22 @@ extern dim3 blockDim, gridDim;
 
 // ---- barriers
 
-inline void __syncthreads(pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  pagedattn::simt::block_barrier("__syncthreads", false, site);
+inline void __syncthreads(simt::Site site = simt::Site::current()) {
+  simt::block_barrier("__syncthreads", false, site);
 }
-inline int __syncthreads_count(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  return pagedattn::simt::block_barrier("__syncthreads_count", predicate != 0, site).num_true;
+inline int __syncthreads_count(int predicate, simt::Site site = simt::Site::current()) {
+  return simt::block_barrier("__syncthreads_count", predicate != 0, site).num_true;
 }
-inline int __syncthreads_or(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  return pagedattn::simt::block_barrier("__syncthreads_or", predicate != 0, site).num_true > 0;
+inline int __syncthreads_or(int predicate, simt::Site site = simt::Site::current()) {
+  return simt::block_barrier("__syncthreads_or", predicate != 0, site).num_true > 0;
 }
-inline int __syncthreads_and(int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  const auto result = pagedattn::simt::block_barrier("__syncthreads_and", predicate != 0, site);
+inline int __syncthreads_and(int predicate, simt::Site site = simt::Site::current()) {
+  const auto result = simt::block_barrier("__syncthreads_and", predicate != 0, site);
   return result.num_true == result.num_threads;
 }
 
-inline void __threadfence() { pagedattn::simt::maybe_yield(); }
-inline void __threadfence_block() { pagedattn::simt::maybe_yield(); }
+inline void __threadfence() { simt::maybe_yield(); }
+inline void __threadfence_block() { simt::maybe_yield(); }
 
 // ---- warp operations
 
@@ -140,49 +142,44 @@ inline unsigned ballot(const char* name, unsigned mask, int predicate, Site site
 
 }  // namespace pagedattn::simt
 
-inline void __syncwarp(unsigned mask = ~0u, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  pagedattn::simt::NoOperands none;
-  pagedattn::simt::warp_operation<pagedattn::simt::do_nothing>("__syncwarp", mask, none, site);
+inline void __syncwarp(unsigned mask = ~0u, simt::Site site = simt::Site::current()) {
+  simt::NoOperands none;
+  simt::warp_operation<simt::do_nothing>("__syncwarp", mask, none, site);
 }
 
 // Lanes count within segments of `width` lanes; past the end of its segment, a lane gets its own value.
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-              pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  const unsigned lane = pagedattn::simt::lane_idx();
-  return pagedattn::simt::shuffle("__shfl_sync", mask, value, (lane & -width) + (source & (width - 1)), site);
+T __shfl_sync(unsigned mask, T value, int source, int width = 32, simt::Site site = simt::Site::current()) {
+  const unsigned lane = simt::lane_idx();
+  return simt::shuffle("__shfl_sync", mask, value, (lane & -width) + (source & (width - 1)), site);
 }
 template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
-                  pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  const unsigned lane = pagedattn::simt::lane_idx(), source = lane ^ lanes;
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, simt::Site site = simt::Site::current()) {
+  const unsigned lane = simt::lane_idx(), source = lane ^ lanes;
   const bool inside = source < (lane & -width) + width;  // earlier segments can be read
-  return pagedattn::simt::shuffle("__shfl_xor_sync", mask, value, inside ? source : lane, site);
+  return simt::shuffle("__shfl_xor_sync", mask, value, inside ? source : lane, site);
 }
 template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32,
-                   pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  const unsigned lane = pagedattn::simt::lane_idx(), source = lane + lanes;
+T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, simt::Site site = simt::Site::current()) {
+  const unsigned lane = simt::lane_idx(), source = lane + lanes;
   const bool inside = source < (lane & -width) + width;
-  return pagedattn::simt::shuffle("__shfl_down_sync", mask, value, inside ? source : lane, site);
+  return simt::shuffle("__shfl_down_sync", mask, value, inside ? source : lane, site);
 }
 template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32,
-                 pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  const unsigned lane = pagedattn::simt::lane_idx();
+T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32, simt::Site site = simt::Site::current()) {
+  const unsigned lane = simt::lane_idx();
   const bool inside = (lane & (width - 1)) >= lanes;
-  return pagedattn::simt::shuffle("__shfl_up_sync", mask, value, inside ? lane - lanes : lane, site);
+  return simt::shuffle("__shfl_up_sync", mask, value, inside ? lane - lanes : lane, site);
 }
 
-inline unsigned __ballot_sync(unsigned mask, int predicate,
-                              pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  return pagedattn::simt::ballot("__ballot_sync", mask, predicate, site);
+inline unsigned __ballot_sync(unsigned mask, int predicate, simt::Site site = simt::Site::current()) {
+  return simt::ballot("__ballot_sync", mask, predicate, site);
 }
-inline int __any_sync(unsigned mask, int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  return pagedattn::simt::ballot("__any_sync", mask, predicate, site) != 0;
+inline int __any_sync(unsigned mask, int predicate, simt::Site site = simt::Site::current()) {
+  return simt::ballot("__any_sync", mask, predicate, site) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate, pagedattn::simt::Site site = pagedattn::simt::Site::current()) {
-  return pagedattn::simt::ballot("__all_sync", mask, predicate, site) == mask;
+inline int __all_sync(unsigned mask, int predicate, simt::Site site = simt::Site::current()) {
+  return simt::ballot("__all_sync", mask, predicate, site) == mask;
 }
 
 // ---- memory
@@ -190,7 +187,7 @@ inline int __all_sync(unsigned mask, int predicate, pagedattn::simt::Site site =
 // Threads switch only where they wait, so a plain access is atomic.
 template <typename T, typename Change>
 T simt_atomic(T* address, Change change) {
-  pagedattn::simt::maybe_yield();
+  simt::maybe_yield();
   const T old = *address;
   *address = change(old);
   return old;
@@ -295,7 +292,7 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int value) {
-  pagedattn::simt::allow_shared_bytes(function, value);
+  simt::allow_shared_bytes(function, value);
   return cudaSuccess;
 }
 
@@ -309,8 +306,8 @@ template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   const auto thread = [&] { kernel(args...); };
   const auto run_thread = [](const void* arguments) { (*static_cast<decltype(thread)*>(arguments))(); };
-  pagedattn::simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, config->blockDim,
-                        config->dynamicSmemBytes, run_thread, &thread});
+  simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, config->blockDim,
+             config->dynamicSmemBytes, run_thread, &thread});
   return cudaSuccess;
 }
 
@@ -365,7 +362,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       *value = 4;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = pagedattn::simt::MAX_SHARED_BYTES;
+      *value = simt::MAX_SHARED_BYTES;
       break;
     case cudaDevAttrComputeCapabilityMajor:
       *value = 9;
