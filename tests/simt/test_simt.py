@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
-COMPILE = [
+COMPILE: list[str | Path] = [
     *(os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-DPAGEDATTN_SIMT", "-I", TESTS, "-I", TESTS / "simt/include", "-I", TESTS.parent / "csrc"),
 ]
