@@ -50,6 +50,14 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
+// Of the current device.
+inline int num_multiprocessors() {
+  int device = 0, count = 0;
+  PAGEDATTN_CUDA_CHECK(cudaGetDevice(&device));
+  PAGEDATTN_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 template <typename Integer>
 __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;

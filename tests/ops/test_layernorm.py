@@ -109,6 +109,15 @@ def test_many_rows(device, several_threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [4099, 16392, 32776])
+def test_wide_rows(device, dtype, width):
+    """More than a kernel may hold in registers."""
+    input, weight = normal(2, width, dtype=dtype, device=device), normal(width, dtype=dtype, device=device, seed=1)
+    assert_rms_norm(input, weight, torch.full_like(input, math.nan))
+    assert_fused_add_rms_norm(input, normal(2, width, dtype=dtype, device=device, seed=2), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_within_eager_pytorch(device, dtype):
     """What the one rounding says more sharply, against the yardstick that the other families use."""
     input, weight = normal(64, 515, dtype=dtype, device=device), normal(515, dtype=dtype, device=device, seed=1)

@@ -1,0 +1,174 @@
+// Elements of a storage type as floats, 16 bytes at a time, for kernels that stream rows through registers.
+// A kernel takes N, the elements of an access: as many as 16 bytes hold, or 1 where rows are not aligned to that.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "cuda_utils.cuh"
+
+namespace pagedattn::cuda {
+
+// N elements as they lie in memory: 8 or 16 bytes, or one element.
+template <typename T, int N>
+struct Packed {
+  static constexpr int NUM_WORDS = N * sizeof(T) / 4;
+  static_assert(NUM_WORDS == 2 || NUM_WORDS == 4);
+  uint32_t words[NUM_WORDS];
+};
+template <typename T>
+struct Packed<T, 1> {
+  T element;
+};
+
+template <int N>
+struct Floats {
+  float elements[N];
+
+  __device__ float& operator[](int i) { return elements[i]; }
+  __device__ float operator[](int i) const { return elements[i]; }
+};
+
+// One access. Loads wait where their elements are looked at first: a kernel that has several under way loads all before
+// it calls to_floats for one.
+template <int N, typename T>
+__device__ inline Packed<T, N> load(const T* source) {
+  if constexpr (N == 1) {
+    return {*source};
+  } else if constexpr (Packed<T, N>::NUM_WORDS == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(source);
+    return {{v.x, v.y}};
+  } else {
+    const uint4 v = *reinterpret_cast<const uint4*>(source);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+}
+
+// 16 bytes or an element, to global memory. An assignment of 16 bytes, the compiler may take apart into four stores;
+// the intrinsic stays one.
+template <typename T, int N>
+__device__ inline void store(T* target, const Packed<T, N>& packed) {
+  if constexpr (N == 1) {
+    *target = packed.element;
+  } else {
+    static_assert(Packed<T, N>::NUM_WORDS == 4);
+    const uint32_t (&w)[4] = packed.words;
+    __stwb(reinterpret_cast<uint4*>(target), make_uint4(w[0], w[1], w[2], w[3]));
+  }
+}
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(float16 x) { return ptx::to_float(x); }
+__device__ inline float to_float(bfloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// To the nearest, ties to even.
+template <typename T>
+__device__ inline T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, float16>) {
+    return ptx::to_float16(x);
+  } else {
+    return ptx::to_bfloat16(x);
+  }
+}
+
+template <typename T, int N>
+__device__ inline Floats<N> to_floats(const Packed<T, N>& packed) {
+  Floats<N> result;
+  if constexpr (N == 1) {
+    result[0] = to_float(packed.element);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        result[i] = std::bit_cast<float>(packed.words[i]);
+      } else {
+        result[i] = to_float(T{static_cast<uint16_t>(packed.words[i / 2] >> (i % 2 * 16))});
+      }
+    }
+  }
+  return result;
+}
+
+template <typename T, int N>
+__device__ inline void store(T* target, const Floats<N>& values) {
+  Packed<T, N> packed;
+  if constexpr (N == 1) {
+    packed.element = from_float<T>(values[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, N>::NUM_WORDS; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        packed.words[i] = std::bit_cast<uint32_t>(values[i]);
+      } else {
+        packed.words[i] = ptx::pack<T>(values[2 * i], values[2 * i + 1]);
+      }
+    }
+  }
+  store(target, packed);
+}
+
+// Whether 16-byte accesses can be made: at these addresses, at these distances in bytes from one to the next.
+inline bool is_aligned_16(std::initializer_list<const void*> addresses, std::initializer_list<int64_t> distances) {
+  uintptr_t bits = 0;
+  for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);
+  for (const int64_t distance : distances) bits |= static_cast<uintptr_t>(distance);
+  return bits % 16 == 0;
+}
+
+// ---- tiles of [num_rows, num_columns], for kernels in which a thread needs no other. A column is N elements wide
+
+// A block covers blockDim.x columns of num_rows_per_thread * blockDim.y rows; the tiles of a row follow each other.
+struct TileGrid {
+  static constexpr int NUM_THREADS = 256;
+  dim3 grid;
+  dim3 block;
+  unsigned num_column_tiles;
+  int num_rows_per_thread;
+};
+
+// Several rows a thread, so that it has as many loads under way; one, where there is so little to do that threads are
+// worth more.
+inline TileGrid make_tile_grid(int64_t num_rows, int64_t num_columns, int max_rows_per_thread) {
+  constexpr int64_t ENOUGH_BLOCKS_OF_MULTIPROCESSOR = 8;
+  TileGrid tiles{};
+  tiles.grid.x = 0;
+  if (num_rows == 0 || num_columns == 0) return tiles;
+  const int64_t num_columns_of_block = num_columns < TileGrid::NUM_THREADS ? num_columns : TileGrid::NUM_THREADS;
+  tiles.block.x = std::bit_ceil(static_cast<unsigned>(num_columns_of_block));
+  tiles.block.y = TileGrid::NUM_THREADS / tiles.block.x;
+  tiles.num_column_tiles = static_cast<unsigned>(ceil_div<int64_t>(num_columns, tiles.block.x));
+  const auto num_blocks = [&](int num_rows_per_thread) {
+    return tiles.num_column_tiles * ceil_div<int64_t>(num_rows, int64_t{tiles.block.y} * num_rows_per_thread);
+  };
+  const int64_t enough_blocks = ENOUGH_BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors();
+  tiles.num_rows_per_thread = num_blocks(max_rows_per_thread) < enough_blocks ? 1 : max_rows_per_thread;
+  tiles.grid.x = static_cast<unsigned>(num_blocks(tiles.num_rows_per_thread));
+  return tiles;
+}
+
+// What a thread of a TileGrid does: row(i) for i < num_rows, at one column.
+struct ThreadTile {
+  int64_t first_row;
+  int num_rows;  // none for a column past the last
+  int64_t column;
+
+  __device__ int64_t row(int i) const { return first_row + static_cast<int64_t>(i) * blockDim.y; }
+};
+
+__device__ inline ThreadTile thread_tile(const TileGrid& tiles, int64_t num_rows, int64_t num_columns) {
+  ThreadTile tile;
+  tile.column = static_cast<int64_t>(blockIdx.x % tiles.num_column_tiles) * blockDim.x + threadIdx.x;
+  const int64_t row_tile = blockIdx.x / tiles.num_column_tiles;
+  tile.first_row = row_tile * tiles.num_rows_per_thread * blockDim.y + threadIdx.y;
+  tile.num_rows = 0;
+  if (tile.column < num_columns) {
+    for (int i = 0; i < tiles.num_rows_per_thread; ++i) tile.num_rows += tile.row(i) < num_rows ? 1 : 0;
+  }
+  return tile;
+}
+
+}  // namespace pagedattn::cuda

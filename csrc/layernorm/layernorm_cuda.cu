@@ -1,0 +1,137 @@
+// A row is read once: its sums with the residual stay in registers, in fp32, between the sum of their squares and the
+// store. Threads of a row take its vectors in turns; rows of one warp or less share a block and need no barrier.
+// What is too wide for the registers of 1024 threads is read again.
+#include <algorithm>
+
+#include "cuda_vec.cuh"
+#include "dispatch.h"
+#include "layernorm/layernorm.h"
+
+namespace pagedattn::cuda {
+namespace {
+
+constexpr int MAX_THREADS = 1024;
+constexpr int VECTORS_PER_THREAD = 4;
+
+// The sum over the threads of a row, in each of them: a power of two within a warp, or whole warps, alone in the block.
+__device__ float row_sum(float value) {
+  const int num_threads = static_cast<int>(blockDim.x);
+  for (int lanes = min(num_threads, WARP_SIZE) / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(ALL_LANES, value, lanes);
+  }
+  if (num_threads <= WARP_SIZE) return value;
+
+  float* warp_sums = reinterpret_cast<float*>(shared_memory);  // [num_threads / WARP_SIZE]
+  const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
+  if (lane == 0) warp_sums[threadIdx.x / WARP_SIZE] = value;
+  __syncthreads();
+  return warp_sum(lane < num_threads / WARP_SIZE ? warp_sums[lane] : 0.0f);
+}
+
+// Grid: ceil(num_rows / blockDim.y) blocks; threadIdx.y is the row in the block.
+template <typename T, int N, bool HAS_RESIDUAL>
+__global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(RmsNormParams p) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  // Past the last row, threads have nothing to load or store, but their lanes take part in the sum.
+  const int64_t width = row < p.num_rows ? p.hidden_size : 0;
+  const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+  const T* weight = static_cast<const T*>(p.weight);
+  T* out = static_cast<T*>(p.out) + row * p.out_stride;
+  T* residual = HAS_RESIDUAL ? static_cast<T*>(p.residual) + row * p.residual_stride : nullptr;
+
+  const int64_t begin = static_cast<int64_t>(threadIdx.x) * N;
+  const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+  const auto sum = [](const Packed<T, N>& x, const Packed<T, N>& y) {
+    Floats<N> result = to_floats(x);
+    if constexpr (HAS_RESIDUAL) {
+      const Floats<N> other = to_floats(y);
+#pragma unroll
+      for (int e = 0; e < N; ++e) result[e] += other[e];
+    }
+    return result;
+  };
+  const auto load_residual = [&](int64_t i) { return HAS_RESIDUAL ? load<N>(residual + i) : Packed<T, N>{}; };
+  float squares = 0.0f;
+  const auto add_squares = [&](const Floats<N>& x) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) squares = fmaf(x[e], x[e], squares);
+  };
+
+  Packed<T, N> inputs[VECTORS_PER_THREAD] = {}, residuals[VECTORS_PER_THREAD] = {};
+#pragma unroll
+  for (int v = 0; v < VECTORS_PER_THREAD; ++v) {
+    const int64_t i = begin + v * step;
+    if (i < width) inputs[v] = load<N>(input + i);
+    if (i < width) residuals[v] = load_residual(i);
+  }
+  Floats<N> held[VECTORS_PER_THREAD];
+#pragma unroll
+  for (int v = 0; v < VECTORS_PER_THREAD; ++v) {
+    held[v] = sum(inputs[v], residuals[v]);
+    add_squares(held[v]);
+  }
+  const int64_t held_end = begin + VECTORS_PER_THREAD * step;
+  for (int64_t i = held_end; i < width; i += step) add_squares(sum(load<N>(input + i), load_residual(i)));
+
+  const float mean = row_sum(squares) / static_cast<float>(p.hidden_size);
+  const float inverse_rms = 1.0f / sqrtf(mean + p.epsilon);
+
+  const auto write = [&](int64_t i, Floats<N> x) {
+    const Floats<N> w = to_floats(load<N>(weight + i));
+    if constexpr (HAS_RESIDUAL) store(residual + i, x);
+#pragma unroll
+    for (int e = 0; e < N; ++e) x[e] = x[e] * inverse_rms * w[e];
+    store(out + i, x);
+  };
+#pragma unroll
+  for (int v = 0; v < VECTORS_PER_THREAD; ++v) {
+    if (begin + v * step < width) write(begin + v * step, held[v]);
+  }
+  for (int64_t i = held_end; i < width; i += step) write(i, sum(load<N>(input + i), load_residual(i)));
+}
+
+// Threads of a row, and rows of a block.
+dim3 block_shape(int64_t num_rows, int64_t num_vectors) {
+  constexpr int64_t MIN_THREADS_OF_BLOCK = 128;
+  constexpr int64_t MIN_THREADS_OF_ROW = 8;  // 128 bytes side by side
+  constexpr int64_t ENOUGH_ROWS_OF_MULTIPROCESSOR = 8;
+  // Rows that do not fill the GPU get more threads each.
+  const bool is_enough = num_rows >= ENOUGH_ROWS_OF_MULTIPROCESSOR * num_multiprocessors();
+  const int64_t vectors_per_thread = is_enough ? VECTORS_PER_THREAD : 1;
+  const int64_t num_threads =
+      std::max(ceil_div(num_vectors, vectors_per_thread), std::min(num_vectors, MIN_THREADS_OF_ROW));
+  if (num_threads > WARP_SIZE) {
+    return dim3(static_cast<unsigned>(std::min<int64_t>(ceil_div<int64_t>(num_threads, WARP_SIZE) * WARP_SIZE,  //
+                                                        MAX_THREADS)));
+  }
+  const unsigned power_of_two = std::bit_ceil(static_cast<unsigned>(num_threads));
+  return dim3(power_of_two, MIN_THREADS_OF_BLOCK / power_of_two);
+}
+
+template <typename T, int N>
+void launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
+  const dim3 block = block_shape(params.num_rows, ceil_div<int64_t>(params.hidden_size, N));
+  const auto grid = static_cast<unsigned>(ceil_div<int64_t>(params.num_rows, block.y));
+  const size_t shared_bytes = block.x / WARP_SIZE * sizeof(float);
+  launch(params.residual != nullptr ? rms_norm_kernel<T, N, true> : rms_norm_kernel<T, N, false>, dim3(grid), block,
+         shared_bytes, stream, params);
+}
+
+}  // namespace
+
+void rms_norm(const RmsNormParams& params, cudaStream_t stream) {
+  if (params.hidden_size == 0) return;
+  const int64_t bytes = element_size(params.dtype);
+  const bool is_aligned = is_aligned_16({params.input, params.weight, params.out, params.residual},
+                                        {params.hidden_size * bytes, params.input_stride * bytes,
+                                         params.out_stride * bytes, params.residual_stride * bytes});
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    if (is_aligned) {
+      launch_rms_norm<T, ELEMENTS_PER_CHUNK<T>>(params, stream);
+    } else {
+      launch_rms_norm<T, 1>(params, stream);
+    }
+  });
+}
+
+}  // namespace pagedattn::cuda
