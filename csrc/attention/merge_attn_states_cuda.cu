@@ -1,0 +1,75 @@
+// A weighted mean of two outputs; the weights are the shares of their sums of exponentials. Each thread computes the
+// weights of its rows itself, as its loads of the outputs are under way.
+#include <cmath>
+
+#include "attention/merge_attn_states.h"
+#include "cuda_vec.cuh"
+#include "dispatch.h"
+
+namespace pagedattn::cuda {
+namespace {
+
+constexpr int ROWS_PER_THREAD = 4;
+
+// Grid: tiles of (token, head) pairs x columns (TileGrid).
+template <typename T, int N>
+__global__ void __launch_bounds__(TileGrid::NUM_THREADS)
+    merge_attn_states_kernel(MergeAttnStatesParams p, TileGrid tiles) {
+  const ThreadTile tile = thread_tile(tiles, p.num_tokens * p.num_heads, ceil_div<int64_t>(p.head_size, N));
+  const int64_t column = tile.column * N;
+
+  Packed<T, N> prefixes[ROWS_PER_THREAD] = {}, suffixes[ROWS_PER_THREAD] = {};
+  float prefix_lses[ROWS_PER_THREAD] = {}, suffix_lses[ROWS_PER_THREAD] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+    if (r >= tile.num_rows) break;
+    const int64_t row = tile.row(r);
+    prefixes[r] = load<N>(static_cast<const T*>(p.prefix_output) + row * p.head_size + column);
+    suffixes[r] = load<N>(static_cast<const T*>(p.suffix_output) + row * p.head_size + column);
+    prefix_lses[r] = p.prefix_lse[row];
+    suffix_lses[r] = p.suffix_lse[row];
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+    if (r >= tile.num_rows) break;
+    const int64_t row = tile.row(r);
+    // NaN of either part stays.
+    const float largest = prefix_lses[r] > suffix_lses[r] ? prefix_lses[r] : suffix_lses[r];
+    // Both saw nothing: relative to 0, both weights are 0.
+    const float base = largest == -INFINITY ? 0.0f : largest;
+    const float prefix_sum = expf(prefix_lses[r] - base);
+    const float suffix_sum = expf(suffix_lses[r] - base);
+    const float sum = prefix_sum + suffix_sum;
+    const float prefix_weight = sum == 0.0f ? 0.0f : prefix_sum / sum;
+    const float suffix_weight = sum == 0.0f ? 0.0f : suffix_sum / sum;
+
+    const Floats<N> prefix = to_floats(prefixes[r]);
+    const Floats<N> suffix = to_floats(suffixes[r]);
+    Floats<N> merged;
+#pragma unroll
+    for (int e = 0; e < N; ++e) merged[e] = fmaf(prefix[e], prefix_weight, suffix[e] * suffix_weight);
+    store(static_cast<T*>(p.output) + row * p.head_size + column, merged);
+    if (p.output_lse != nullptr && tile.column == 0) p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum);
+  }
+}
+
+}  // namespace
+
+void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream) {
+  const auto launch_with = [&]<typename T, int N>() {
+    const TileGrid tiles =
+        make_tile_grid(params.num_tokens * params.num_heads, ceil_div<int64_t>(params.head_size, N), ROWS_PER_THREAD);
+    launch(merge_attn_states_kernel<T, N>, tiles.grid, tiles.block, 0, stream, params, tiles);
+  };
+  const bool is_aligned = is_aligned_16({params.output, params.prefix_output, params.suffix_output},
+                                        {params.head_size * element_size(params.dtype)});
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    if (is_aligned) {
+      launch_with.template operator()<T, ELEMENTS_PER_CHUNK<T>>();
+    } else {
+      launch_with.template operator()<T, 1>();
+    }
+  });
+}
+
+}  // namespace pagedattn::cuda
