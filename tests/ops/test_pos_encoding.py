@@ -128,6 +128,17 @@ def test_partial_rotary(device, dtype, rot_dim, is_neox):
     assert_rotary(make_arguments(device, dtype, rot_dim=rot_dim, gaps=(8, 1), is_neox=is_neox))
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "head_size", "gaps"), [(70, 256, (0, 0)), (20, 256, (1, 1)), (5, 1040, (0, 1))])
+def test_many_and_large_heads(device, dtype, num_heads, head_size, gaps, is_neox):
+    """More than a thread block rotates at a time."""
+    arguments = make_arguments(
+        device, dtype, (3,), num_heads, head_size=head_size, rot_dim=head_size, gaps=gaps, is_neox=is_neox
+    )
+    assert_rotary(arguments)
+
+
 def test_slices_of_a_fused_qkv(device):
     """query and key are neighbours in one buffer; rotating them leaves value alone."""
     qkv = torch.randn(4, (4 + 2 + 2) * 64, generator=torch.Generator().manual_seed(0)).to(device)
