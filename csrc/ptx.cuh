@@ -126,14 +126,22 @@ __device__ inline uint32_t pack<bfloat16>(float low, float high) {
   return result;
 }
 
-#if __CUDA_ARCH__ >= 890
-// Two float8_e4m3 (the low 16 bits) as two float16: exact, NaN stays NaN.
+// Two float8_e4m3 (the low 16 bits) as two float16: exact, NaN stays NaN. One instruction since sm_89.
 __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
+#if __CUDA_ARCH__ >= 890
   uint32_t result;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(x)));
   return result;
-}
+#else
+  float elements[2];
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t element = x >> 8 * i & 0xff;
+    const float16 scaled{static_cast<uint16_t>((element & 0x80) << 8 | (element & 0x7f) << 7)};  // by 2^-8: other bias
+    elements[i] = (element & 0x7f) == 0x7f ? __int_as_float(0x7fffffff) : to_float(scaled) * 256.0f;
+  }
+  return pack<float16>(elements[0], elements[1]);
 #endif
+}
 
 }  // namespace pagedattn::ptx
 

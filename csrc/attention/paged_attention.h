@@ -43,11 +43,11 @@ struct PagedAttentionParams {
   const float* alibi_slopes;       // [num_heads]; may be nullptr
   const float* sinks;              // [num_heads], a logit without a value; may be nullptr
 
-  int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
-  int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
+  constexpr int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
+  constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
   // The token that a row stands for: the rows are the last tokens of their sequence. Negative: the row sees nothing.
-  int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
-  int64_t first_visible(int64_t position) const {
+  constexpr int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
+  constexpr int64_t first_visible(int64_t position) const {
     return position >= sliding_window ? position - sliding_window + 1 : 0;
   }
 };

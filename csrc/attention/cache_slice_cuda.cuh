@@ -1,0 +1,196 @@
+// A slice of the cache: 16 tokens of one KV head in shared memory, loaded by cp.async and read as operands of
+// mma.m16n8k16.
+//
+// The cache's layout is made for it. 8 consecutive elements of a 16-bit key are 16 bytes, those of 8 consecutive
+// tokens 128: the 8 x 8 matrix that ldmatrix wants. A row of values holds consecutive tokens, the operand of P.V. Both
+// are copied 16 bytes at a time, a warp 512 adjacent bytes where a block has 16 tokens or more:
+//
+//   16 bit   keys   [head_size / 8][16 tokens]     units of 8 elements of a token
+//            values [head_size][2]                 units of 8 tokens; the two swapped where d & 4, so that the 8 rows
+//                                                  of a matrix lie in all 32 banks
+//   8 bit    keys   [head_size / 16][16 tokens]    units of 16 elements of a token
+//            values [head_size]                    units of 16 tokens
+//
+// ldmatrix moves pairs of 16 bits. Of 8-bit elements it gives a lane four neighbours, 4 * (lane % 4)..., where the
+// operand has 2 * (lane % 4)... and 8 more: the order within a sum does not matter, so query and probabilities are
+// arranged the same way (`element_of`, `token_of`).
+#pragma once
+
+#include "attention/paged_attention_cuda.cuh"
+
+namespace pagedattn::cuda {
+
+// The blocks that the two halves of a slice lie in: one block, unless blocks have 8 tokens.
+struct SliceBlocks {
+  int64_t first;
+  int64_t second;
+
+  __device__ int64_t of_half(int half) const { return half == 0 ? first : second; }
+};
+
+// The blocks of the slice at `token`; 0 for what no row of the work sees, whose table entry may be anything.
+__device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Work& work, int token) {
+  constexpr int HALF = SLICE_TOKENS / 2;
+  const int32_t* table = a.p.block_tables + work.seq * a.p.block_table_stride;
+  const auto block_of = [&](int begin, int num_tokens) -> int64_t {
+    const int first = max(begin, work.begin);
+    return first < min(begin + num_tokens, work.end) ? table[first >> a.block_shift] : 0;
+  };
+  if ((1 << a.block_shift) == HALF) return {block_of(token, HALF), block_of(token + HALF, HALF)};
+  const int64_t block = block_of(token, SLICE_TOKENS);
+  return {block, block};
+}
+
+// Copies `BYTES` (8 or 16) from the cache, whatever its alignment; zeros if not `valid`. As cp_async: to be waited for.
+template <int BYTES>
+__device__ inline void copy_async(const AttentionArguments& a, unsigned char* target, const void* source, bool valid) {
+  if (a.aligned) {
+    if constexpr (BYTES == 16) {
+      ptx::cp_async_16(target, source, valid);
+    } else {
+      ptx::cp_async_8(target, source, valid);
+    }
+    return;
+  }
+  for (int i = 0; i < BYTES; ++i) target[i] = valid ? static_cast<const unsigned char*>(source)[i] : 0;
+}
+
+// Four 8-bit elements as two registers of pairs of float16, exactly.
+__device__ inline void widen(float8_e4m3, uint32_t x, uint32_t& low, uint32_t& high) {
+  low = ptx::e4m3x2_to_f16x2(x);
+  high = ptx::e4m3x2_to_f16x2(x >> 16);
+}
+__device__ inline void widen(float8_e5m2, uint32_t x, uint32_t& low, uint32_t& high) {  // the upper bytes
+  low = __byte_perm(x, 0, 0x1404);
+  high = __byte_perm(x, 0, 0x3424);
+}
+
+template <typename CacheT, int HEAD_SIZE>
+struct CacheSlice {
+  static constexpr int ELEMENTS = 16 / sizeof(CacheT);             // in a unit of 16 bytes
+  static constexpr int UNITS = HEAD_SIZE * sizeof(CacheT);         // of keys, and of values
+  static constexpr int BYTES = 2 * UNITS * 16;
+  static constexpr bool IS_FLOAT8 = sizeof(CacheT) == 1;
+  static constexpr int HALF = SLICE_TOKENS / 2;
+
+  static __device__ int value_unit(int d, int half) { return 2 * d + (half ^ (d >> 2 & 1)); }
+
+  // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units of which no row of the work sees
+  // anything are zeros and cost no memory traffic, and so are the elements from head_size to HEAD_SIZE.
+  template <int NUM_THREADS>
+  static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
+                              unsigned char* slice, int thread) {
+    const auto head_size = static_cast<int>(a.p.head_size);
+    const int block_mask = (1 << a.block_shift) - 1;
+    const int64_t head_offset = work.kv_head * a.p.head_size << a.block_shift;
+
+    const int key_token = token + thread % SLICE_TOKENS;
+    const bool key_visible = key_token >= work.begin && key_token < work.end;
+    const CacheT* keys = static_cast<const CacheT*>(a.p.key_cache) +
+                         blocks.of_half(thread % SLICE_TOKENS / HALF) * a.p.key_block_stride + head_offset +
+                         (key_token & block_mask) * ELEMENTS;
+#pragma unroll
+    for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+      const int unit = thread + i * NUM_THREADS;
+      const int element = unit / SLICE_TOKENS * ELEMENTS;
+      copy_async<16>(a, slice + unit * 16, keys + (element << a.block_shift), key_visible && element < head_size);
+    }
+
+    unsigned char* target = slice + UNITS * 16;
+    const auto values_at = [&](int half) {
+      return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_block_stride + head_offset +
+             ((token + half * HALF) & block_mask);
+    };
+    const auto visible = [&](int half, int num_tokens) {
+      const int begin = token + half * HALF;
+      return begin + num_tokens > work.begin && begin < work.end;
+    };
+    if constexpr (!IS_FLOAT8) {
+      const int half = thread % 2;
+      const CacheT* values = values_at(half);
+      const bool half_visible = visible(half, HALF);
+#pragma unroll
+      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        const int d = thread / 2 + i * (NUM_THREADS / 2);
+        copy_async<16>(a, target + value_unit(d, half) * 16, values + (d << a.block_shift),
+                       half_visible && d < head_size);
+      }
+    } else if (block_mask >= HALF) {
+      const CacheT* values = values_at(0);
+      const bool slice_visible = visible(0, SLICE_TOKENS);
+#pragma unroll
+      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        const int d = thread + i * NUM_THREADS;
+        copy_async<16>(a, target + d * 16, values + (d << a.block_shift), slice_visible && d < head_size);
+      }
+    } else {  // a row of values is 8 bytes in each of two blocks
+      for (int d = thread; d < UNITS; d += NUM_THREADS) {
+        for (int half = 0; half < 2; ++half) {
+          copy_async<8>(a, target + d * 16 + half * 8, values_at(half) + (d << a.block_shift),
+                        visible(half, HALF) && d < head_size);
+        }
+      }
+    }
+  }
+
+  // ---- where a lane's operands lie in the tensors
+
+  // The first of the two elements in register 2 * half (rows 0 to 7) and 2 * half + 1 of the query's operand `step`.
+  static __device__ int element_of(int lane, int step, int half) {
+    return step * 16 + (IS_FLOAT8 ? lane % 4 * 4 + half * 2 : lane % 4 * 2 + half * 8);
+  }
+
+  // The first of the two tokens, counted from the slice's, of the logits in tile `tile` of 8 tokens.
+  static __device__ int token_of(int lane, int tile) {
+    return IS_FLOAT8 ? lane % 4 * 4 + tile * 2 : lane % 4 * 2 + tile * 8;
+  }
+
+  // ---- operands
+
+  // Keys of elements [32 * step, 32 * step + 32): operands[i][2 * tile + r] is register r for multiplication i
+  // (16 elements each) and tile `tile` of 8 tokens.
+  static __device__ void load_keys(const unsigned char* slice, int lane, int step, uint32_t (&operands)[2][4]) {
+    const int row = lane % 8;
+    const int matrix = lane / 8;
+    if constexpr (IS_FLOAT8) {  // matrices: (chunk, tile)
+      const int chunk = 2 * step + matrix / 2;
+      const int token = row / 2 * 4 + row % 2 + matrix % 2 * 2;
+      uint32_t matrices[4];
+      ptx::ldmatrix_x4(matrices, slice + (chunk * SLICE_TOKENS + token) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        widen(CacheT{}, matrices[i], operands[i / 2][i % 2 * 2], operands[i / 2][i % 2 * 2 + 1]);
+      }
+    } else {  // matrices: (tile, chunk)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int chunk = 4 * step + 2 * i + matrix % 2;
+        const int token = matrix / 2 * 8 + row;
+        ptx::ldmatrix_x4(operands[i], slice + (chunk * SLICE_TOKENS + token) * 16);
+      }
+    }
+  }
+
+  // Values of elements [32 * step, 32 * step + 32): operands[i] for the i-th 8 of them.
+  static __device__ void load_values(const unsigned char* slice, int lane, int step, uint32_t (&operands)[4][2]) {
+    const unsigned char* values = slice + UNITS * 16;
+    const int row = lane % 8;
+    const int matrix = lane / 8;
+    uint32_t matrices[4];
+    if constexpr (IS_FLOAT8) {  // matrices: 8 elements each
+      ptx::ldmatrix_x4(matrices, values + (step * 32 + matrix * 8 + row) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) widen(CacheT{}, matrices[i], operands[i][0], operands[i][1]);
+    } else {  // matrices: (8 elements, 8 tokens)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int d = step * 32 + i * 16 + matrix / 2 * 8 + row;
+        ptx::ldmatrix_x4(matrices, values + value_unit(d, matrix % 2) * 16);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) operands[2 * i + r / 2][r % 2] = matrices[r];
+      }
+    }
+  }
+};
+
+}  // namespace pagedattn::cuda

@@ -1,0 +1,8 @@
+// Attention of bfloat16 queries over a cache of the same.
+#include "attention/paged_attention_mma.cuh"
+
+namespace pagedattn::cuda {
+
+template void attend_mma<bfloat16, bfloat16>(const AttentionArguments& a, cudaStream_t stream);
+
+}  // namespace pagedattn::cuda

@@ -1,0 +1,250 @@
+// Attention in fp32, for fp32 queries: multiply-adds on the CUDA cores, as tensor cores would round fp32 to 10 bits.
+// The cache may be fp32 or 8 bit.
+//
+// A block has a tile of 8 packed rows; its warps part the tokens, 32 at a time. For query . key a lane has a token
+// (neighbouring lanes read neighbouring 16 bytes of the key cache), for probability . value it has elements of the
+// head (each reads a row of values, of which all that is fetched is used). K and V are read from device memory once
+// for each tile.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "attention/paged_attention_cuda.cuh"
+
+namespace pagedattn::cuda {
+namespace {
+
+constexpr int FMA_ROWS = 8;
+constexpr int FMA_WARPS = 4;
+constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(float8_e5m2 x) { return ptx::to_float(float16{static_cast<uint16_t>(x.bits << 8)}); }
+__device__ inline float to_float(float8_e4m3 x) {
+  return ptx::to_float(float16{static_cast<uint16_t>(ptx::e4m3x2_to_f16x2(x.bits) & 0xffff)});
+}
+
+// NUM elements of the cache at `source`: of 16 bytes at most, all of one block.
+template <typename CacheT, int NUM>
+__device__ inline void load_elements(const AttentionArguments& a, const CacheT* source, float (&elements)[NUM]) {
+  alignas(16) CacheT loaded[NUM];
+  if (a.aligned) {
+    using Word = std::conditional_t<sizeof loaded == 16, uint4, uint32_t>;
+    const Word word = *reinterpret_cast<const Word*>(source);
+    memcpy(loaded, &word, sizeof loaded);
+  } else {
+#pragma unroll
+    for (int i = 0; i < NUM; ++i) loaded[i] = source[i];
+  }
+#pragma unroll
+  for (int i = 0; i < NUM; ++i) elements[i] = to_float(loaded[i]);
+}
+
+template <int HEAD_SIZE>
+struct FmaShared {
+  float query[FMA_ROWS][HEAD_SIZE];
+  float probabilities[FMA_WARPS][FMA_ROWS][WARP_SIZE];
+  WarpResults<FMA_WARPS, FMA_ROWS, HEAD_SIZE> results;
+};
+
+// What a warp does: 32 tokens after another. HEAD_SIZE is the largest head that a lane's registers hold.
+template <typename CacheT, int HEAD_SIZE>
+class FmaWarp {
+ public:
+  __device__ FmaWarp(const AttentionArguments& a, const Work& work, FmaShared<HEAD_SIZE>& shared)
+      : a_(a),
+        work_(work),
+        shared_(shared),
+        probabilities_(shared.probabilities[threadIdx.x / WARP_SIZE]),
+        lane_(threadIdx.x % WARP_SIZE),
+        scale_(logit_scale(a)),
+        table_(a.p.block_tables + work.seq * a.p.block_table_stride) {
+#pragma unroll
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      max_[row] = -INFINITY;
+      sum_[row] = 0.0f;
+#pragma unroll
+      for (float& value : values_[row]) value = 0.0f;
+    }
+  }
+
+  __device__ void attend(int first_token) {
+    float logits[FMA_ROWS] = {};
+    const int token = first_token + lane_;
+    const bool in_range = token >= work_.begin && token < work_.end;
+    if (in_range) dot_queries(token, logits);
+#pragma unroll
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      const int packed = work_.tile_begin + row;
+      if (packed >= work_.tile_end) break;
+      const int position = row_position(a_, work_, packed);
+      float logit = logits[row] * scale_;
+      if (a_.p.softcap > 0.0f) logit = cap_logit(a_, logit);
+      if (a_.p.alibi_slopes != nullptr) {
+        logit = fmaf(a_.p.alibi_slopes[head_of(a_, work_, packed)], static_cast<float>(token - position), logit);
+      }
+      const bool visible = in_range && token <= position && token >= first_visible(a_, position);
+      add_logit(row, visible ? logit : -INFINITY);
+    }
+    __syncwarp();
+    add_values(first_token);
+    __syncwarp();  // before the next tokens' probabilities
+  }
+
+  __device__ void write() const {
+    const int warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      if (lane_ == 0) shared_.results.softmax[warp][row] = make_float2(max_[row], sum_[row]);
+#pragma unroll
+      for (int i = 0; i < HEAD_SIZE / WARP_SIZE; ++i) {
+        shared_.results.values[warp][row][lane_ + i * WARP_SIZE] = values_[row][i];
+      }
+    }
+  }
+
+ private:
+  static constexpr int ELEMENTS = 16 / sizeof(CacheT);
+
+  // Where the KV head's part of a token's block begins.
+  __device__ int64_t head_offset(int token, int64_t block_stride) const {
+    return table_[token >> a_.block_shift] * block_stride + (work_.kv_head * a_.p.head_size << a_.block_shift);
+  }
+
+  __device__ void dot_queries(int token, float (&logits)[FMA_ROWS]) const {
+    const CacheT* key = static_cast<const CacheT*>(a_.p.key_cache) + head_offset(token, a_.p.key_block_stride) +
+                        (token & ((1 << a_.block_shift) - 1)) * ELEMENTS;
+    const auto head_size = static_cast<int>(a_.p.head_size);
+#pragma unroll(16 / ELEMENTS)  // so many loads of 16 bytes under way
+    for (int d = 0; d < head_size; d += ELEMENTS) {
+      float elements[ELEMENTS];
+      load_elements(a_, key + (d << a_.block_shift), elements);
+#pragma unroll
+      for (int row = 0; row < FMA_ROWS; ++row) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i += 4) {
+          const float4 query = *reinterpret_cast<const float4*>(&shared_.query[row][d + i]);
+          logits[row] = fmaf(query.x, elements[i], logits[row]);
+          logits[row] = fmaf(query.y, elements[i + 1], logits[row]);
+          logits[row] = fmaf(query.z, elements[i + 2], logits[row]);
+          logits[row] = fmaf(query.w, elements[i + 3], logits[row]);
+        }
+      }
+    }
+  }
+
+  // One step of the online softmax of a row.
+  __device__ void add_logit(int row, float logit) {
+    float max = fmaxf(max_[row], logit);
+    for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, lanes));
+    const float weight = exp_below(max_[row], max);
+    const float probability = exp_below(logit, max);
+    max_[row] = max;
+    sum_[row] = fmaf(sum_[row], weight, warp_sum(probability));
+#pragma unroll
+    for (float& value : values_[row]) value *= weight;
+    probabilities_[row][lane_] = probability;
+  }
+
+  // values += probabilities * V, 4 tokens at a time. A slot that no row sees may hold anything.
+  __device__ void add_values(int first_token) {
+    constexpr int STEP = 4;
+    const auto head_size = static_cast<int>(a_.p.head_size);
+    const int begin = max(first_token, work_.begin / STEP * STEP);
+    const int end = min(first_token + WARP_SIZE, work_.end);
+    for (int token = begin; token < end; token += STEP) {
+      float4 probabilities[FMA_ROWS];
+#pragma unroll
+      for (int row = 0; row < FMA_ROWS; ++row) {
+        probabilities[row] = *reinterpret_cast<const float4*>(&probabilities_[row][token - first_token]);
+      }
+      const CacheT* values = static_cast<const CacheT*>(a_.p.value_cache) +
+                             head_offset(max(token, work_.begin), a_.p.value_block_stride) +
+                             (token & ((1 << a_.block_shift) - 1));
+      const auto keep = [&](int i) { return token + i >= work_.begin && token + i < work_.end; };
+#pragma unroll
+      for (int i = 0; i < HEAD_SIZE / WARP_SIZE; ++i) {
+        const int d = lane_ + i * WARP_SIZE;
+        if (d >= head_size) break;
+        float v[STEP];
+        load_elements(a_, values + (d << a_.block_shift), v);
+#pragma unroll
+        for (int j = 0; j < STEP; ++j) v[j] = keep(j) ? v[j] : 0.0f;
+#pragma unroll
+        for (int row = 0; row < FMA_ROWS; ++row) {
+          float& value = values_[row][i];
+          value = fmaf(probabilities[row].x, v[0], value);
+          value = fmaf(probabilities[row].y, v[1], value);
+          value = fmaf(probabilities[row].z, v[2], value);
+          value = fmaf(probabilities[row].w, v[3], value);
+        }
+      }
+    }
+  }
+
+  const AttentionArguments& a_;
+  const Work& work_;
+  FmaShared<HEAD_SIZE>& shared_;
+  float (&probabilities_)[FMA_ROWS][WARP_SIZE];
+  int lane_;
+  float scale_;
+  const int32_t* table_;
+  float max_[FMA_ROWS];
+  float sum_[FMA_ROWS];
+  float values_[FMA_ROWS][HEAD_SIZE / WARP_SIZE];  // elements lane, lane + 32, ... of the head
+};
+
+// Grid: decode_blocks, or prefill_tiles x KV heads.
+template <typename CacheT, int HEAD_SIZE, bool PREFILL>
+__global__ void __launch_bounds__(FMA_THREADS, 2) fma_kernel(const __grid_constant__ AttentionArguments a) {
+  Work work;
+  if constexpr (PREFILL) {
+    if (!find_prefill_work(a, FMA_ROWS, int64_t{gridDim.x} - 1 - blockIdx.x, blockIdx.y, work)) return;
+  } else {
+    if (!find_decode_work(a, FMA_ROWS, blockIdx.x, work)) return;
+  }
+  auto& shared = *reinterpret_cast<FmaShared<HEAD_SIZE>*>(shared_memory);
+  const auto head_size = static_cast<int>(a.p.head_size);
+  for (int i = threadIdx.x; i < FMA_ROWS * head_size; i += FMA_THREADS) {
+    const int row = i / head_size;
+    const int packed = work.tile_begin + row;
+    float element = 0.0f;
+    if (packed < work.tile_end) {
+      element = static_cast<const float*>(a.p.query)[row_of(a, work, packed) * a.p.query_stride +
+                                                     head_of(a, work, packed) * a.p.head_size + i % head_size];
+    }
+    shared.query[row][i % head_size] = element;
+  }
+  __syncthreads();
+
+  FmaWarp<CacheT, HEAD_SIZE> warp(a, work, shared);
+  const int first_token = work.begin / WARP_SIZE * WARP_SIZE + static_cast<int>(threadIdx.x) / WARP_SIZE * WARP_SIZE;
+  for (int token = first_token; token < work.end; token += FMA_THREADS) warp.attend(token);
+  warp.write();
+  __syncthreads();
+  shared.results.store(a, work);
+}
+
+template <typename CacheT, int HEAD_SIZE>
+void launch_fma(const AttentionArguments& a, cudaStream_t stream) {
+  constexpr size_t SHARED_BYTES = sizeof(FmaShared<HEAD_SIZE>);
+  launch(fma_kernel<CacheT, HEAD_SIZE, false>, dim3(grid_size(decode_blocks(a, FMA_ROWS))), dim3(FMA_THREADS),
+         SHARED_BYTES, stream, a);
+  if (!may_have_prefill(a)) return;
+  const dim3 grid(grid_size(prefill_tiles(a, FMA_ROWS)), static_cast<unsigned>(a.p.num_kv_heads));
+  launch(fma_kernel<CacheT, HEAD_SIZE, true>, grid, dim3(FMA_THREADS), SHARED_BYTES, stream, a);
+}
+
+}  // namespace
+
+template <typename CacheT>
+void attend_fma(const AttentionArguments& a, cudaStream_t stream) {
+  if (a.p.head_size <= 128) {
+    launch_fma<CacheT, 128>(a, stream);
+  } else {
+    launch_fma<CacheT, 256>(a, stream);
+  }
+}
+
+}  // namespace pagedattn::cuda

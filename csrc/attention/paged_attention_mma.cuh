@@ -1,0 +1,439 @@
+// Attention on tensor cores, for queries of 16 bits: mma.m16n8k16 with fp32 accumulation, online softmax
+// (Dao et al., "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice_cuda.cuh).
+//
+// A warp holds 16 packed rows: their queries as operands, the weighted values as accumulators. With
+//   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + NUM_WARPS, ..., each
+//            through a pipeline of its own, and the results are merged at the end. Memory bound; 16 rows cost no more
+//            than one, so tensor cores serve every group size.
+//   prefill  each warp has rows of its own, and all share a tile of 4 slices. Compute bound.
+//
+// Bytes: decode reads K and V once for each tile of 16 packed rows; prefill once for each tile of 128.
+#pragma once
+
+#include "attention/cache_slice_cuda.cuh"
+
+namespace pagedattn::cuda {
+namespace {
+
+// The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8: index 0
+// and 1 below.
+template <typename T, typename CacheT, int HEAD_SIZE>
+class WarpRows {
+ public:
+  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+
+  __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
+      : lane_(threadIdx.x % WARP_SIZE), begin_(work.begin), end_(work.end) {
+    const float scale = logit_scale(a);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int packed = first_packed + lane_ / 4 + i * 8;
+      packed_[i] = packed < work.tile_end ? packed : -1;
+      position_[i] = packed_[i] < 0 ? -1 : row_position(a, work, packed);  // -1: sees no token
+      first_visible_[i] = first_visible(a, position_[i]);
+      alibi_slope_[i] =
+          packed_[i] < 0 || a.p.alibi_slopes == nullptr ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
+      scale_[i] = scale;
+      max_[i] = -INFINITY;
+      sum_[i] = 0.0f;
+    }
+    load_query(a, work);
+#pragma unroll
+    for (auto& tile : values_) {
+      for (float& value : tile) value = 0.0f;
+    }
+  }
+
+  // Takes in the tokens of `NUM_SLICES` slices from `token` on.
+  template <int NUM_SLICES>
+  __device__ void attend(const AttentionArguments& a, const unsigned char* slices, int token) {
+    float logits[NUM_SLICES][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 32; ++step) {
+#pragma unroll
+      for (int slice = 0; slice < NUM_SLICES; ++slice) {
+        uint32_t keys[2][4];
+        Slice::load_keys(slices + slice * Slice::BYTES, lane_, step, keys);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_m16n8k16<T>(logits[slice][0], query_[2 * step + i], keys[i][0], keys[i][1]);
+          ptx::mma_m16n8k16<T>(logits[slice][1], query_[2 * step + i], keys[i][2], keys[i][3]);
+        }
+      }
+    }
+
+    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[i]; });
+    if (a.p.softcap > 0.0f) {
+      for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
+    }
+    if (a.p.alibi_slopes != nullptr) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        logit = fmaf(alibi_slope_[i], static_cast<float>(key_token - position_[i]), logit);
+      });
+    }
+    if (!sees_all(token, NUM_SLICES * SLICE_TOKENS)) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        logit = key_token >= first_visible_[i] && key_token <= position_[i] ? logit : -INFINITY;
+      });
+    }
+    float max[2] = {max_[0], max_[1]};
+    for_each(logits, token, [&](float& logit, int i, int) { max[i] = fmaxf(max[i], logit); });
+
+    rescale(max);
+    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+#pragma unroll
+    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+      uint32_t probabilities[4];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        float(&p)[4] = logits[slice][tile];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          p[i] = ptx::exp2_approx((p[i] - base[i / 2]) * LOG2_E);
+          sum_[i / 2] += p[i];
+        }
+        probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
+        probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
+      }
+      const int slice_token = token + slice * SLICE_TOKENS;
+      if (begin_ <= slice_token && slice_token + SLICE_TOKENS <= end_) {
+        add_values<false>(slices + slice * Slice::BYTES, probabilities, slice_token);
+      } else {
+        add_values<true>(slices + slice * Slice::BYTES, probabilities, slice_token);
+      }
+    }
+  }
+
+  // Once, after the last token: the sums of whole rows.
+  __device__ void finish() {
+#pragma unroll
+    for (float& sum : sum_) {
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    }
+  }
+
+  template <typename Results>
+  __device__ void write(Results& results, int warp) const {
+    const int pair = lane_ % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (packed_[i] < 0) continue;
+      const int row = lane_ / 4 + i * 8;
+      if (pair == 0) results.softmax[warp][row] = make_float2(max_[i], sum_[i]);
+#pragma unroll
+      for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
+        *reinterpret_cast<float2*>(&results.values[warp][row][tile * 8 + pair]) =
+            make_float2(values_[tile][2 * i], values_[tile][2 * i + 1]);
+      }
+    }
+  }
+
+  // The rows' results as they are, which are whole.
+  __device__ void store(const AttentionArguments& a, const Work& work) const {
+    const int pair = lane_ % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (packed_[i] < 0) continue;
+      const int64_t row = row_of(a, work, packed_[i]);
+      const int head = head_of(a, work, packed_[i]);
+      const float factor = finish_row(a, row, head, max_[i], sum_[i], pair == 0);
+#pragma unroll
+      for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
+        const int d = tile * 8 + pair;
+        if (d >= a.p.head_size) continue;
+        store_out(a, row, head, d, values_[tile][2 * i] * factor);
+        store_out(a, row, head, d + 1, values_[tile][2 * i + 1] * factor);
+      }
+    }
+  }
+
+  // Whether none of the rows sees any of the tokens from `token` on.
+  __device__ bool is_before(int token) const {
+    return !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
+  }
+
+ private:
+  // function(logit, row, token) for all logits of a lane; row is 0 or 1.
+  template <int NUM_SLICES, typename Function>
+  __device__ void for_each(float (&logits)[NUM_SLICES][2][4], int token, const Function& function) const {
+#pragma unroll
+    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const int first = token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(logits[slice][tile][i], i / 2, first + i % 2);
+      }
+    }
+  }
+
+  // Whether all rows of the warp see all of the tokens.
+  __device__ bool sees_all(int token, int num_tokens) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      all = all && (packed_[i] < 0 || (first_visible_[i] <= token && token + num_tokens - 1 <= position_[i]));
+    }
+    return __all_sync(ALL_LANES, all);
+  }
+
+  // With an 8-bit cache, bfloat16 queries are multiplied in float16: divided by a power of two of their own, so that
+  // none overflows. What is then below float16's range is 2^-24 of the row's largest element.
+  __device__ void load_query(const AttentionArguments& a, const Work& work) {
+    const uint16_t* rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int packed = max(packed_[i], 0);
+      rows[i] = static_cast<const uint16_t*>(a.p.query) + row_of(a, work, packed) * a.p.query_stride +
+                head_of(a, work, packed) * a.p.head_size;
+    }
+    float largest[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int element = Slice::element_of(lane_, step, r / 2);
+        uint32_t bits = 0;
+        if (packed_[r % 2] >= 0 && element < a.p.head_size) {
+          bits = rows[r % 2][element] | static_cast<uint32_t>(rows[r % 2][element + 1]) << 16;
+        }
+        query_[step][r] = bits;
+        if constexpr (Slice::IS_FLOAT8) {
+          largest[r % 2] = fmaxf(largest[r % 2], fmaxf(fabsf(low_bfloat16(bits)), fabsf(high_bfloat16(bits))));
+        }
+      }
+    }
+    if constexpr (Slice::IS_FLOAT8) {
+      if (a.p.dtype == DType::BFLOAT16) convert_query(largest);
+    }
+  }
+
+  __device__ void convert_query(float (&largest)[2]) {
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 1));
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 2));
+      // The power of two at or below it, within what has an inverse.
+      const uint32_t exponent = min(max(__float_as_uint(largest[i]) >> 23, 1u), 253u);
+      scale_[i] *= __uint_as_float(exponent << 23);
+      inverse[i] = __uint_as_float((254 - exponent) << 23);
+    }
+#pragma unroll
+    for (auto& registers : query_) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t bits = registers[r];
+        registers[r] = ptx::pack<T>(low_bfloat16(bits) * inverse[r % 2], high_bfloat16(bits) * inverse[r % 2]);
+      }
+    }
+  }
+
+  static __device__ float low_bfloat16(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ float high_bfloat16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+  // Takes the maxima of a lane's logits to those of the rows, and what was summed so far to these.
+  __device__ void rescale(float (&max)[2]) {
+    bool larger = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      max[i] = fmaxf(max[i], __shfl_xor_sync(ALL_LANES, max[i], 1));
+      max[i] = fmaxf(max[i], __shfl_xor_sync(ALL_LANES, max[i], 2));
+      larger = larger || max[i] > max_[i];
+    }
+    if (!__any_sync(ALL_LANES, larger)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float weight = exp_below(max_[i], max[i]);
+      max_[i] = max[i];
+      sum_[i] *= weight;
+#pragma unroll
+      for (auto& tile : values_) {
+        tile[2 * i] *= weight;
+        tile[2 * i + 1] *= weight;
+      }
+    }
+  }
+
+  // values += probabilities * V. At an edge of what the work sees, the values of the other tokens are masked: they may
+  // be anything, and 0 * NaN is NaN.
+  template <bool AT_EDGE>
+  __device__ void add_values(const unsigned char* slice, const uint32_t (&probabilities)[4], int token) {
+    uint32_t mask[2] = {~0u, ~0u};
+    if constexpr (AT_EDGE) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) mask[tile] = visible_pair(token + Slice::token_of(lane_, tile));
+    }
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 32; ++step) {
+      uint32_t operands[4][2];
+      Slice::load_values(slice, lane_, step, operands);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::mma_m16n8k16<T>(values_[4 * step + i], probabilities, operands[i][0] & mask[0], operands[i][1] & mask[1]);
+      }
+    }
+  }
+
+  // Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
+  __device__ uint32_t visible_pair(int token) const {
+    const auto visible = [&](int t) { return t >= begin_ && t < end_; };
+    return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
+  }
+
+  int lane_;
+  int begin_;  // tokens that any row of the work sees
+  int end_;
+  int packed_[2];    // -1: no row
+  int position_[2];
+  int first_visible_[2];
+  float alibi_slope_[2];
+  float scale_[2];
+  float max_[2];
+  float sum_[2];  // of this lane's logits
+  uint32_t query_[HEAD_SIZE / 16][4];
+  float values_[HEAD_SIZE / 8][4];
+};
+
+// ---- decode
+
+template <typename CacheT, int HEAD_SIZE>
+struct Decode {
+  static constexpr int NUM_WARPS = 4;
+  static constexpr int NUM_STAGES = sizeof(CacheT) == 1 ? 4 : 3;
+  static constexpr int WARP_BYTES = NUM_STAGES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
+  using Results = WarpResults<NUM_WARPS, MMA_ROWS, HEAD_SIZE>;
+  static constexpr int SHARED_BYTES = std::max<int>(NUM_WARPS * WARP_BYTES, sizeof(Results));
+};
+
+// Grid: decode_blocks.
+template <typename T, typename CacheT, int HEAD_SIZE>
+__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
+    decode_kernel(const __grid_constant__ AttentionArguments a) {
+  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+  using Shape = Decode<CacheT, HEAD_SIZE>;
+  constexpr int STEP = Shape::NUM_WARPS * SLICE_TOKENS;
+  Work work;
+  if (!find_decode_work(a, MMA_ROWS, blockIdx.x, work)) return;
+
+  const int warp = threadIdx.x / WARP_SIZE;
+  const int lane = threadIdx.x % WARP_SIZE;
+  unsigned char* stages = shared_memory + warp * Shape::WARP_BYTES;
+  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS + warp * SLICE_TOKENS;
+  int next_token = token;  // of the next slice to load, whose blocks are looked up one step ahead
+  SliceBlocks next_blocks = find_blocks(a, work, next_token);
+  int next_stage = 0;
+  const auto load_next = [&] {
+    if (next_token < work.end) {
+      Slice::template load<WARP_SIZE>(a, work, next_token, next_blocks, stages + next_stage * Slice::BYTES, lane);
+      next_token += STEP;
+      next_blocks = find_blocks(a, work, next_token);
+    }
+    ptx::cp_async_commit();
+    next_stage = next_stage + 1 == Shape::NUM_STAGES ? 0 : next_stage + 1;
+  };
+  for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) load_next();
+
+  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, work.tile_begin);
+  for (int stage = 0; token < work.end; token += STEP) {
+    ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
+    __syncwarp();  // the slice is there for all lanes, and all have done with the one before, whose place is filled now
+    load_next();
+    rows.template attend<1>(a, stages + stage * Slice::BYTES, token);
+    stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
+  }
+  rows.finish();
+
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // the results take the place of the slices
+  auto& results = *reinterpret_cast<typename Shape::Results*>(shared_memory);
+  rows.write(results, warp);
+  __syncthreads();
+  results.store(a, work);
+}
+
+// ---- prefill
+
+template <typename CacheT, int HEAD_SIZE>
+struct Prefill {
+  static constexpr int NUM_WARPS = 8;
+  static constexpr int TILE_ROWS = NUM_WARPS * MMA_ROWS;
+  static constexpr int NUM_SLICES = HEAD_SIZE > 128 ? 1 : 4;  // of a tile: the logits of more do not fit in registers
+  static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
+  static constexpr int STAGE_BYTES = NUM_SLICES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
+  static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES;
+  static constexpr int THREADS_PER_SLICE = NUM_WARPS * WARP_SIZE / NUM_SLICES;
+};
+
+// Grid: prefill_tiles x KV heads.
+template <typename T, typename CacheT, int HEAD_SIZE>
+__global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE, HEAD_SIZE <= 64 ? 2 : 1)
+    prefill_kernel(const __grid_constant__ AttentionArguments a) {
+  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+  using Shape = Prefill<CacheT, HEAD_SIZE>;
+  constexpr int STEP = Shape::NUM_SLICES * SLICE_TOKENS;
+  // The last tiles of a sequence see most tokens: they begin first, and the short ones fill the gaps at the end.
+  const int64_t tile = int64_t{gridDim.x} - 1 - blockIdx.x;
+  Work work;
+  if (!find_prefill_work(a, Shape::TILE_ROWS, tile, blockIdx.y, work)) return;
+
+  const int warp = threadIdx.x / WARP_SIZE;
+  const int slice = threadIdx.x / Shape::THREADS_PER_SLICE;  // that this thread loads
+  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS;
+  int next_token = token;
+  SliceBlocks next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
+  int next_stage = 0;
+  const auto load_next = [&] {
+    if (next_token < work.end) {
+      unsigned char* target = shared_memory + next_stage * Shape::STAGE_BYTES + slice * Slice::BYTES;
+      Slice::template load<Shape::THREADS_PER_SLICE>(a, work, next_token + slice * SLICE_TOKENS, next_blocks, target,
+                                                     threadIdx.x % Shape::THREADS_PER_SLICE);
+      next_token += STEP;
+      next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
+    }
+    ptx::cp_async_commit();
+    next_stage = next_stage + 1 == Shape::NUM_STAGES ? 0 : next_stage + 1;
+  };
+  for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) load_next();
+
+  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, work.tile_begin + warp * MMA_ROWS);
+  for (int stage = 0; token < work.end; token += STEP) {
+    ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
+    __syncthreads();  // as in decode
+    load_next();
+    if (!rows.is_before(token)) {
+      rows.template attend<Shape::NUM_SLICES>(a, shared_memory + stage * Shape::STAGE_BYTES, token);
+    }
+    stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
+  }
+  rows.finish();
+  rows.store(a, work);
+}
+
+template <typename T, typename CacheT, int HEAD_SIZE>
+void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
+  using DecodeShape = Decode<CacheT, HEAD_SIZE>;
+  launch(decode_kernel<T, CacheT, HEAD_SIZE>, dim3(grid_size(decode_blocks(a, MMA_ROWS))),
+         dim3(DecodeShape::NUM_WARPS * WARP_SIZE), DecodeShape::SHARED_BYTES, stream, a);
+  if (!may_have_prefill(a)) return;
+  using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
+  launch(prefill_kernel<T, CacheT, HEAD_SIZE>,
+         dim3(grid_size(prefill_tiles(a, PrefillShape::TILE_ROWS)), static_cast<unsigned>(a.p.num_kv_heads)),
+         dim3(PrefillShape::NUM_WARPS * WARP_SIZE), PrefillShape::SHARED_BYTES, stream, a);
+}
+
+}  // namespace
+
+template <typename T, typename CacheT>
+void attend_mma(const AttentionArguments& a, cudaStream_t stream) {
+  if (a.p.head_size <= 64) {
+    launch_mma<T, CacheT, 64>(a, stream);
+  } else if (a.p.head_size <= 128) {
+    launch_mma<T, CacheT, 128>(a, stream);
+  } else {
+    launch_mma<T, CacheT, 256>(a, stream);
+  }
+}
+
+}  // namespace pagedattn::cuda
