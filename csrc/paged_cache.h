@@ -7,6 +7,12 @@
 
 namespace pagedattn {
 
+// A factor: 1 if the cache is not fp8. One of the two is 1, or nullptr, which stands for 1.
+struct CacheScale {
+  float on_host = 1.0f;
+  const float* on_device = nullptr;
+};
+
 struct PagedCache {
   DType dtype;
   int64_t num_blocks;
@@ -15,8 +21,8 @@ struct PagedCache {
   int64_t block_size;
   int64_t key_block_stride;  // elements between blocks
   int64_t value_block_stride;
-  float key_scale;  // what a stored key is multiplied with; 1 if the cache is not fp8
-  float value_scale;
+  CacheScale key_scale;  // what a stored key is multiplied with
+  CacheScale value_scale;
 };
 
 inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::string& kv_cache_dtype) {
@@ -38,16 +44,23 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
   return door.float_dtype("key_cache", key_cache);
 }
 
-// None is 1. With a cache that is not fp8 nothing is scaled, and only 1 is taken.
-inline float cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
-  if (!scale.has_value()) return 1.0f;
-  door.dtype(argument, *scale, ScalarType::Float);
-  door.check(scale->numel() == 1, argument, "expected one element, got shape ", scale->sizes());
-  const float value = *scale->const_data_ptr<float>();
+inline float check_scale_value(const Door& door, const char* argument, float value, DType dtype) {
   door.check(std::isfinite(value) && value > 0, argument, "expected a positive finite number, got ", value);
   door.check(is_float8(dtype) || value == 1.0f, argument, "expected 1 or None for a cache that is not fp8, got ",
              value);
   return value;
+}
+
+// None is 1. With a cache that is not fp8 nothing is scaled, and only 1 is taken. An op on a GPU takes a scale from the
+// host, and from its own memory, where kernels read it.
+inline CacheScale cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
+  if (!scale.has_value()) return {};
+  door.dtype_anywhere(argument, *scale, ScalarType::Float);
+  door.check(scale->numel() == 1, argument, "expected one element, got shape ", scale->sizes());
+  if (!is_on_cuda(*scale)) return {check_scale_value(door, argument, *scale->const_data_ptr<float>(), dtype), nullptr};
+  door.present(argument, *scale);
+  if (door.checks_values()) check_scale_value(door, argument, *on_host(*scale).const_data_ptr<float>(), dtype);
+  return {1.0f, is_float8(dtype) ? scale->const_data_ptr<float>() : nullptr};
 }
 
 inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,

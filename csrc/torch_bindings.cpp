@@ -1,17 +1,16 @@
 // Table of contents: every op's schema, by family, and the device keys that have it. Documentation:
 // pagedattn_ext/ops.py.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
-#include <unistd.h>
 
-#include <cstdint>
-
-#include "cpu_dispatch.h"
 #include "ops.h"
 
-STABLE_TORCH_LIBRARY(pagedattn_ext, m) {
+#if defined(PAGEDATTN_SIMT)
+#define PAGEDATTN_NAMESPACE pagedattn_simt
+#else
+#define PAGEDATTN_NAMESPACE pagedattn_ext
+#endif
+
+STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // attention
   m.def(
       "paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, "
@@ -63,7 +62,10 @@ STABLE_TORCH_LIBRARY(pagedattn_ext, m) {
   m.def("gelu_quick(Tensor(a!) out, Tensor input) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pagedattn_ext, CPU, m) {
+namespace {
+
+// One function an op for every device: it looks where its tensors are.
+void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention_v1", TORCH_BOX(&pagedattn::paged_attention_v1));
   m.impl("paged_attention_v2", TORCH_BOX(&pagedattn::paged_attention_v2));
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
@@ -85,23 +87,9 @@ STABLE_TORCH_LIBRARY_IMPL(pagedattn_ext, CPU, m) {
   m.impl("gelu_quick", TORCH_BOX(&pagedattn::gelu_quick));
 }
 
-namespace {
-
-// Asks for huge pages in the whole pages of a range; returns whether the system has them. A page that was touched
-// before stays as it is.
-bool advise_huge_pages(uintptr_t address, size_t num_bytes) {
-  const auto page_size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t begin = (address + page_size - 1) / page_size * page_size;
-  const uintptr_t end = (address + num_bytes) / page_size * page_size;
-  return begin >= end || madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) == 0;
-}
-
 }  // namespace
 
-// The part that knows no tensors.
-PYBIND11_MODULE(_C, m) {
-  m.def("advise_huge_pages", &advise_huge_pages);
-  m.def("cpu_capability", [] { return pagedattn::cpu_capability_name(pagedattn::cpu_capability()); });
-  m.def("available_cpu_capabilities", &pagedattn::available_cpu_capabilities);
-  m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
-}
+STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) { register_ops(m); }
+#if defined(PAGEDATTN_WITH_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CUDA, m) { register_ops(m); }
+#endif

@@ -2,12 +2,15 @@
 // is touched; the text is always "<op>: <argument>: expected ..., got ...".
 #pragma once
 
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <optional>
 #include <sstream>
@@ -20,6 +23,8 @@ namespace pagedattn {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::DeviceType;
 using torch::stable::Tensor;
 
 // A size that a check leaves open.
@@ -74,10 +79,50 @@ inline std::string sizes_text(IntHeaderOnlyArrayRef sizes) {
   return text.str();
 }
 
+inline std::string device_text(const Device& device) {
+  if (device.is_cpu()) return "cpu";
+  if (device.is_cuda()) return "cuda:" + std::to_string(device.index());
+  return "device type " + std::to_string(static_cast<int>(device.type()));
+}
+
+// Whether CUDA kernels are what reads and writes a tensor. For the simt device (tests/simt) that is any tensor.
+inline bool is_on_cuda([[maybe_unused]] const Tensor& tensor) {
+#if defined(PAGEDATTN_SIMT)
+  return true;
+#else
+  return tensor.defined() && tensor.is_cuda();
+#endif
+}
+
+// The tensor where the CPU can read it; waits for the GPU if that takes a copy.
+inline Tensor on_host(const Tensor& tensor) {
+  return tensor.is_cpu() ? tensor : torch::stable::to(tensor, Device(DeviceType::CPU));
+}
+
+// PAGEDATTN_CHECK=1: index tensors on a GPU are fetched and checked. Looked up at every call, about 50 ns.
+inline bool values_are_checked_on_cuda() {
+  const char* request = std::getenv("PAGEDATTN_CHECK");
+  const std::string text = request == nullptr ? "" : request;
+  if (text == "1") return true;
+  if (text.empty() || text == "0") return false;
+  throw std::runtime_error("PAGEDATTN_CHECK: expected 0 or 1, got " + text);
+}
+
 // The checks of one op's arguments.
 class Door {
  public:
-  explicit Door(const char* op) : op_(op) {}
+  // `first` says where the op runs, and so where its other tensors must be.
+  Door(const char* op, const Tensor& first)
+      : op_(op),
+        device_(first.defined() ? first.device() : Device(DeviceType::CPU)),
+        runs_on_cuda_(is_on_cuda(first)) {}
+
+  const Device& device() const { return device_; }
+  bool runs_on_cuda() const { return runs_on_cuda_; }
+
+  // Whether the op looks into its index tensors before anything runs. It does on the CPU; from a GPU they would have to
+  // be fetched, which waits for it.
+  bool checks_values() const { return !runs_on_cuda_ || values_are_checked_on_cuda(); }
 
   // `text` may hold sizes and dtypes as they are.
   template <typename... Text>
@@ -91,9 +136,17 @@ class Door {
     check(tensor.defined(), argument, "expected a tensor, got None");
   }
 
+  // A tensor on the op's device.
+  void present(const char* argument, const Tensor& tensor) const {
+    defined(argument, tensor);
+    const Device device = tensor.device();
+    const bool same = device.type() == device_.type() && (device.is_cpu() || device.index() == device_.index());
+    check(same, argument, "expected a tensor on ", device_, ", got one on ", device);
+  }
+
   // float32, float16 or bfloat16.
   DType float_dtype(const char* argument, const Tensor& tensor) const {
-    defined(argument, tensor);
+    present(argument, tensor);
     switch (tensor.scalar_type()) {
       case ScalarType::Float:
         return DType::FLOAT32;
@@ -107,6 +160,12 @@ class Door {
   }
 
   void dtype(const char* argument, const Tensor& tensor, ScalarType expected) const {
+    present(argument, tensor);
+    dtype_anywhere(argument, tensor, expected);
+  }
+
+  // The same for a tensor that may be on another device.
+  void dtype_anywhere(const char* argument, const Tensor& tensor, ScalarType expected) const {
     defined(argument, tensor);
     check(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
   }
@@ -190,12 +249,15 @@ class Door {
   // Text is put together only for a check that failed.
   static void write(std::ostream& message, IntHeaderOnlyArrayRef sizes) { message << sizes_text(sizes); }
   static void write(std::ostream& message, ScalarType dtype) { message << dtype_name(dtype); }
+  static void write(std::ostream& message, const Device& device) { message << device_text(device); }
   template <typename Text>
   static void write(std::ostream& message, const Text& text) {
     message << text;
   }
 
   const char* op_;
+  Device device_;
+  bool runs_on_cuda_;
 };
 
 }  // namespace pagedattn

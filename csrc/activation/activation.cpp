@@ -1,8 +1,7 @@
 #include "activation/activation.h"
 
 #include "ops.h"
-#include "parallel.h"
-#include "torch_utils.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
@@ -29,41 +28,41 @@ ActivationParams check_activation(const Door& door, const Tensor& out, const Ten
   return params;
 }
 
-using Kernel = void(const ActivationParams&, int64_t, int64_t);
-
-void run(const ActivationParams& params, Kernel* kernel) {
-  parallel_for_rows(params.num_rows, params.width, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+void run(const Door& door, const Tensor& out, const Tensor& input, int64_t input_widths,
+         const RowKernels<ActivationParams>& kernels) {
+  const ActivationParams params = check_activation(door, out, input, input_widths);
+  run_rows(door, kernels, params, params.num_rows, params.width);
 }
 
 }  // namespace
 
 void silu_and_mul(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("silu_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(silu_and_mul));
+  run(Door("silu_and_mul", input), out, input, 2, PAGEDATTN_ROW_KERNELS(silu_and_mul));
 }
 
 void mul_and_silu(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("mul_and_silu"), out, input, 2), PAGEDATTN_CPU_KERNEL(mul_and_silu));
+  run(Door("mul_and_silu", input), out, input, 2, PAGEDATTN_ROW_KERNELS(mul_and_silu));
 }
 
 void gelu_and_mul(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("gelu_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(gelu_and_mul));
+  run(Door("gelu_and_mul", input), out, input, 2, PAGEDATTN_ROW_KERNELS(gelu_and_mul));
 }
 
 void gelu_tanh_and_mul(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("gelu_tanh_and_mul"), out, input, 2), PAGEDATTN_CPU_KERNEL(gelu_tanh_and_mul));
+  run(Door("gelu_tanh_and_mul", input), out, input, 2, PAGEDATTN_ROW_KERNELS(gelu_tanh_and_mul));
 }
 
 void gelu_new(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("gelu_new"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_tanh));
+  run(Door("gelu_new", input), out, input, 1, PAGEDATTN_ROW_KERNELS(gelu_tanh));
 }
 
 // The same function as gelu_new, factored otherwise.
 void gelu_fast(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("gelu_fast"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_tanh));
+  run(Door("gelu_fast", input), out, input, 1, PAGEDATTN_ROW_KERNELS(gelu_tanh));
 }
 
 void gelu_quick(Tensor& out, const Tensor& input) {
-  run(check_activation(Door("gelu_quick"), out, input, 1), PAGEDATTN_CPU_KERNEL(gelu_quick));
+  run(Door("gelu_quick", input), out, input, 1, PAGEDATTN_ROW_KERNELS(gelu_quick));
 }
 
 }  // namespace pagedattn

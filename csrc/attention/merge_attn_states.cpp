@@ -1,14 +1,13 @@
 #include "attention/merge_attn_states.h"
 
 #include "ops.h"
-#include "parallel.h"
-#include "torch_utils.h"
+#include "run.h"
 
 namespace pagedattn {
 
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
                        const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse) {
-  const Door door("merge_attn_states");
+  const Door door("merge_attn_states", prefix_output);
   MergeAttnStatesParams params{};
   params.dtype = door.float_dtype("prefix_output", prefix_output);
   door.rank("prefix_output", prefix_output, 3);
@@ -39,9 +38,8 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   params.prefix_lse = prefix_lse.const_data_ptr<float>();
   params.suffix_output = suffix_output.const_data_ptr();
   params.suffix_lse = suffix_lse.const_data_ptr<float>();
-  const auto kernel = PAGEDATTN_CPU_KERNEL(merge_attn_states);
-  parallel_for_rows(params.num_tokens * params.num_heads, params.head_size,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  run_rows(door, PAGEDATTN_ROW_KERNELS(merge_attn_states), params, params.num_tokens * params.num_heads,
+           params.head_size);
 }
 
 }  // namespace pagedattn

@@ -6,13 +6,15 @@
 #include "attention/paged_attention_plan.h"
 #include "ops.h"
 #include "paged_cache.h"
-#include "parallel.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
 
 // Multiply-adds that are worth waking another thread for.
 constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
+// The doors without such an argument bound a sequence by its row of block_tables alone.
+constexpr int64_t NO_MAX_SEQ_LEN = INT64_MAX;
 
 const float* check_per_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
                             int64_t num_heads) {
@@ -23,11 +25,7 @@ const float* check_per_head(const Door& door, const char* argument, const std::o
   return tensor->const_data_ptr<float>();
 }
 
-void check_query_start_loc(const Door& door, const Tensor& query_start_loc, int64_t num_seqs, int64_t num_tokens) {
-  door.dtype("query_start_loc", query_start_loc, ScalarType::Int);
-  door.shape("query_start_loc", query_start_loc, {num_seqs + 1});
-  door.contiguous("query_start_loc", query_start_loc);
-  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+void check_query_start_loc(const Door& door, const int32_t* starts, int64_t num_seqs, int64_t num_tokens) {
   door.check(starts[0] == 0, "query_start_loc", "expected 0 first, got ", starts[0]);
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     door.check(starts[seq] <= starts[seq + 1], "query_start_loc", "expected offsets that do not decrease, got ",
@@ -39,10 +37,10 @@ void check_query_start_loc(const Door& door, const Tensor& query_start_loc, int6
 
 // Lengths within the table, and every block that a row sees within the cache.
 void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_blocks, int64_t max_blocks_per_seq) {
-  const int64_t max_seq_len = max_blocks_per_seq * p.block_size;
+  const int64_t num_slots = max_blocks_per_seq * p.block_size;
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     const int64_t seq_len = p.seq_lens[seq];
-    door.check(seq_len >= 0 && seq_len <= max_seq_len, "seq_lens", "expected 0 to ", max_seq_len,
+    door.check(seq_len >= 0 && seq_len <= num_slots, "seq_lens", "expected 0 to ", num_slots,
                " (the slots of a row of block_tables), got ", seq_len, " at sequence ", seq);
     if (p.row_begin(seq) == p.row_end(seq)) continue;
     const int32_t* table = p.block_tables + seq * p.block_table_stride;
@@ -54,13 +52,40 @@ void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_b
   }
 }
 
+void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t max_seq_len) {
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    door.check(p.seq_lens[seq] <= max_seq_len, "max_seq_len", "expected at least ", p.seq_lens[seq],
+               " (the length of sequence ", seq, "), got ", max_seq_len);
+  }
+}
+
+// What the index tensors hold.
+void check_values(const Door& door, const PagedAttentionParams& params, const Tensor& block_tables,
+                  const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, int64_t num_blocks,
+                  int64_t max_seq_len) {
+  const Tensor host_tables = on_host(block_tables);
+  const Tensor host_lens = on_host(seq_lens);
+  std::optional<Tensor> host_starts;
+  PagedAttentionParams host_params = params;
+  host_params.block_tables = host_tables.const_data_ptr<int32_t>();
+  host_params.block_table_stride = host_tables.stride(0);
+  host_params.seq_lens = host_lens.const_data_ptr<int32_t>();
+  if (query_start_loc.has_value()) {
+    host_starts = on_host(*query_start_loc);
+    host_params.query_start_loc = host_starts->const_data_ptr<int32_t>();
+    check_query_start_loc(door, host_params.query_start_loc, params.num_seqs, params.num_tokens);
+  }
+  check_blocks(door, host_params, num_blocks, block_tables.size(1));
+  check_max_seq_len(door, host_params, max_seq_len);
+}
+
 // All that the doors have in common. Leaves `out`, `lse` and what only some doors offer to them.
 PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
                                      const Tensor& value_cache, double scale, const Tensor& block_tables,
                                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
-                                     const std::optional<Tensor>& alibi_slopes, int64_t sliding_window,
-                                     const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                                     const std::optional<Tensor>& v_scale) {
+                                     int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                                     int64_t sliding_window, const std::string& kv_cache_dtype,
+                                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   PagedAttentionParams params{};
   params.cache_dtype = cache.dtype;
@@ -83,8 +108,10 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.query = query.const_data_ptr();
   params.query_stride = query.stride(0);
   door.check(std::isfinite(scale), "scale", "expected a finite number, got ", scale);
-  params.logit_scale = static_cast<float>(scale) * cache.key_scale;
-  params.value_scale = cache.value_scale;
+  params.logit_scale = static_cast<float>(scale) * cache.key_scale.on_host;
+  params.value_scale = cache.value_scale.on_host;
+  params.key_scale_on_device = cache.key_scale.on_device;
+  params.value_scale_on_device = cache.value_scale.on_device;
   params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
   params.sliding_window = sliding_window;
 
@@ -98,18 +125,23 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   door.contiguous_from("block_tables", block_tables, 1);
   params.block_tables = block_tables.const_data_ptr<int32_t>();
   params.block_table_stride = block_tables.stride(0);
+  params.max_seq_len = std::min(max_seq_len, block_tables.size(1) * params.block_size);
   if (query_start_loc.has_value()) {
-    check_query_start_loc(door, *query_start_loc, params.num_seqs, params.num_tokens);
+    door.dtype("query_start_loc", *query_start_loc, ScalarType::Int);
+    door.shape("query_start_loc", *query_start_loc, {params.num_seqs + 1});
+    door.contiguous("query_start_loc", *query_start_loc);
     params.query_start_loc = query_start_loc->const_data_ptr<int32_t>();
   } else {
     door.check(params.num_tokens == params.num_seqs, "query", "expected one row for each of the ", params.num_seqs,
                " sequences (no query_start_loc is given), got ", params.num_tokens);
   }
-  check_blocks(door, params, cache.num_blocks, block_tables.size(1));
+  if (door.checks_values()) {
+    check_values(door, params, block_tables, seq_lens, query_start_loc, cache.num_blocks, max_seq_len);
+  }
   return params;
 }
 
-void run(const PagedAttentionParams& params) {
+void run_on_cpu(const PagedAttentionParams& params) {
   const AttentionPlan plan = plan_attention(params);
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
@@ -130,6 +162,17 @@ void run(const PagedAttentionParams& params) {
   });
 }
 
+void run(const Door& door, const Tensor& query, const PagedAttentionParams& params) {
+  if (params.num_tokens == 0) return;
+  run_on(
+      door, [&] { run_on_cpu(params); },
+      [&](cudaStream_t stream) {
+        const int64_t scratch_bytes = cuda::paged_attention_scratch_bytes(params);
+        const Tensor scratch = torch::stable::new_empty(query, {&scratch_bytes, 1}, ScalarType::Byte);
+        cuda::paged_attention(params, scratch.mutable_data_ptr(), stream);
+      });
+}
+
 // One row a sequence, into `out`: what v1 and v2 are.
 PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
                                   const Tensor& value_cache, int64_t num_kv_heads, double scale,
@@ -137,17 +180,14 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
                                   int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                                   const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                                   const std::optional<Tensor>& v_scale) {
+  door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   PagedAttentionParams params =
-      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, alibi_slopes,
-                      NO_SLIDING_WINDOW, kv_cache_dtype, k_scale, v_scale);
+      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, max_seq_len,
+                      alibi_slopes, NO_SLIDING_WINDOW, kv_cache_dtype, k_scale, v_scale);
   door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
              block_size);
-  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
-    door.check(params.seq_lens[seq] <= max_seq_len, "max_seq_len", "expected at least ", params.seq_lens[seq],
-               " (the length of sequence ", seq, "), got ", max_seq_len);
-  }
   door.dtype("out", out, query.scalar_type());
   door.shape("out", out, query.sizes());
   door.written_from_1("out", out);
@@ -163,17 +203,19 @@ void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cach
                         int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                         const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale) {
-  run(check_decode(Door("paged_attention_v1"), out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-                   seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale));
+  const Door door("paged_attention_v1", query);
+  run(door, query,
+      check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
+                   max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale));
 }
 
-// The scratch is checked and left alone: on the CPU only the sequences that are split need any, and it is taken here.
+// The scratch is checked and left alone: the kernels take their own, as they need it.
 void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
                         const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
                         const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
                         const std::optional<Tensor>& alibi_slopes, const std::string& kv_cache_dtype,
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
-  const Door door("paged_attention_v2");
+  const Door door("paged_attention_v2", query);
   const PagedAttentionParams params =
       check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
                    max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale);
@@ -187,7 +229,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
   door.shape("max_logits", max_logits, exp_sums.sizes());
   door.dtype("tmp_out", tmp_out, query.scalar_type());
   door.shape("tmp_out", tmp_out, {params.num_seqs, params.num_heads, num_partitions, params.head_size});
-  run(params);
+  run(door, query, params);
 }
 
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -197,14 +239,14 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
-  const Door door("paged_attention");
+  const Door door("paged_attention", query);
   const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
   door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
   door.check(std::isfinite(softcap) && softcap >= 0, "softcap", "expected a finite number that is not negative, got ",
              softcap);
   PagedAttentionParams params =
-      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc, alibi_slopes,
-                      window, kv_cache_dtype, k_scale, v_scale);
+      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
+                      NO_MAX_SEQ_LEN, alibi_slopes, window, kv_cache_dtype, k_scale, v_scale);
   params.softcap = static_cast<float>(softcap);
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 
@@ -214,7 +256,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   params.out = out.mutable_data_ptr();
   params.out_stride = params.num_heads * params.head_size;
   params.lse = lse.mutable_data_ptr<float>();
-  run(params);
+  run(door, query, params);
   return {out, lse};
 }
 

@@ -3,18 +3,20 @@
 #include <unordered_set>
 
 #include "ops.h"
-#include "parallel.h"
-#include "torch_utils.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
 
-// Every (src, dst) pair in range, every dst named once. Returns the dst.
-std::unordered_set<int64_t> check_mapping(const Door& door, const Tensor& mapping, int64_t num_src_blocks,
-                                          int64_t num_dst_blocks) {
-  door.dtype("block_mapping", mapping, ScalarType::Long);
+void check_mapping(const Door& door, const Tensor& mapping) {
+  door.dtype_anywhere("block_mapping", mapping, ScalarType::Long);
   door.shape("block_mapping", mapping, {ANY, 2});
   door.contiguous("block_mapping", mapping);
+}
+
+// Every (src, dst) pair in range, every dst named once. Returns the dst. `mapping` is on the host.
+std::unordered_set<int64_t> check_pairs(const Door& door, const Tensor& mapping, int64_t num_src_blocks,
+                                        int64_t num_dst_blocks) {
   const int64_t* pairs = mapping.const_data_ptr<int64_t>();
   std::unordered_set<int64_t> targets;
   for (int64_t i = 0; i < mapping.size(0); ++i) {
@@ -30,7 +32,7 @@ std::unordered_set<int64_t> check_mapping(const Door& door, const Tensor& mappin
   return targets;
 }
 
-// Pairs are copied in parallel, so within one pool no block may be both read and written.
+// Pairs are copied in parallel, so within one pool no block may be both read and written. `mapping` is on the host.
 void check_disjoint(const Door& door, const Tensor& mapping, const std::unordered_set<int64_t>& targets) {
   const int64_t* pairs = mapping.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < mapping.size(0); ++i) {
@@ -39,20 +41,34 @@ void check_disjoint(const Door& door, const Tensor& mapping, const std::unordere
   }
 }
 
-void transfer(const Tensor& src, const Tensor& dst, const Tensor& mapping) {
+// The mapping comes from any device, and is checked wherever that takes no wait for a GPU.
+bool checks_pairs(const Door& door, const Tensor& mapping) { return !is_on_cuda(mapping) || door.checks_values(); }
+
+// `src` is not empty, and `mapping` is where the kernel that gets this reads it.
+BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst, const Tensor& mapping) {
   const auto element_bytes = static_cast<int64_t>(src.element_size());
   BlockTransferParams params{};
   params.num_pairs = mapping.size(0);
-  if (params.num_pairs == 0) return;
   params.block_bytes = src.numel() / src.size(0) * element_bytes;
   params.src = static_cast<const char*>(src.const_data_ptr());
   params.src_stride = src.stride(0) * element_bytes;
   params.dst = static_cast<char*>(dst.mutable_data_ptr());
   params.dst_stride = dst.stride(0) * element_bytes;
   params.mapping = mapping.const_data_ptr<int64_t>();
+  return params;
+}
+
+void transfer_on_cpu(const BlockTransferParams& params) {
   const auto kernel = PAGEDATTN_CPU_KERNEL(transfer_blocks);
   parallel_for_rows(params.num_pairs, params.block_bytes,
                     [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+// The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
+// as the op returns, so it is not that which is copied later.
+Tensor on_gpu(const Door& door, const Tensor& mapping) {
+  if (is_on_cuda(mapping)) return mapping;
+  return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
 bool overlap(const Tensor& a, const Tensor& b) {
@@ -69,13 +85,14 @@ bool overlap(const Tensor& a, const Tensor& b) {
 
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                  const Tensor& block_mapping) {
-  const Door door("copy_blocks");
+  const Door door("copy_blocks", key_caches.empty() ? block_mapping : key_caches[0]);
   door.check(key_caches.size() == value_caches.size(), "value_caches", "expected as many layers as key_caches has, ",
              key_caches.size(), ", got ", value_caches.size());
   if (key_caches.empty()) return;
   const int64_t num_blocks = key_caches[0].dim() > 0 ? key_caches[0].size(0) : 0;
   const auto check_caches = [&](const char* argument, const std::vector<Tensor>& caches) {
     for (const Tensor& cache : caches) {
+      door.present(argument, cache);
       door.check(cache.dim() >= 2 && cache.size(0) == num_blocks, argument, "expected caches of ", num_blocks,
                  " blocks (as in the first layer), got shape ", cache.sizes());
       door.written_from_1(argument, cache);
@@ -83,19 +100,40 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   };
   check_caches("key_caches", key_caches);
   check_caches("value_caches", value_caches);
-  check_disjoint(door, block_mapping, check_mapping(door, block_mapping, num_blocks, num_blocks));
-  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
-    transfer(key_caches[layer], key_caches[layer], block_mapping);
-    transfer(value_caches[layer], value_caches[layer], block_mapping);
+  check_mapping(door, block_mapping);
+  if (checks_pairs(door, block_mapping)) {
+    const Tensor mapping = on_host(block_mapping);
+    check_disjoint(door, mapping, check_pairs(door, mapping, num_blocks, num_blocks));
   }
+
+  if (block_mapping.size(0) == 0) return;
+  const auto make_transfers = [&](const Tensor& mapping) {
+    std::vector<BlockTransferParams> transfers;
+    for (size_t layer = 0; layer < key_caches.size(); ++layer) {
+      for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
+        if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache, mapping));
+      }
+    }
+    return transfers;
+  };
+  run_on(
+      door,
+      [&] {
+        const Tensor mapping = on_host(block_mapping);
+        for (const BlockTransferParams& transfer : make_transfers(mapping)) transfer_on_cpu(transfer);
+      },
+      [&](cudaStream_t stream) {
+        const Tensor mapping = on_gpu(door, block_mapping);
+        cuda::transfer_blocks(make_transfers(mapping), stream);
+      });
 }
 
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
-  const Door door("swap_blocks");
+  const Door door("swap_blocks", is_on_cuda(src) ? src : dst);
   door.defined("src", src);
   door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", src.sizes());
   door.contiguous_from("src", src, 1);
-  door.dtype("dst", dst, src.scalar_type());
+  door.dtype_anywhere("dst", dst, src.scalar_type());
   door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", src.sizes(), ", got ",
              dst.sizes());
   for (int64_t dim = 1; dim < src.dim(); ++dim) {
@@ -105,8 +143,30 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   door.written_from_1("dst", dst);
   door.check(!overlap(src, dst), "dst",
              "expected another pool than src (copy_blocks copies within one), got memory that they share");
-  check_mapping(door, block_mapping, src.size(0), dst.size(0));
-  transfer(src, dst, block_mapping);
+  check_mapping(door, block_mapping);
+  if (checks_pairs(door, block_mapping)) check_pairs(door, on_host(block_mapping), src.size(0), dst.size(0));
+
+  if (block_mapping.size(0) == 0 || src.numel() == 0) return;
+  run_on(
+      door,
+      [&] {
+        const Tensor mapping = on_host(block_mapping);
+        transfer_on_cpu(make_transfer(src, dst, mapping));
+      },
+      [&](cudaStream_t stream) {
+        const auto is_reachable = [&](const Tensor& pool) {
+          return is_on_cuda(pool) ? pool.get_device_index() == door.device().index()
+                                  : cuda::is_reachable(pool.const_data_ptr());
+        };
+        const bool in_a_kernel = is_reachable(src) && is_reachable(dst);
+        const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping) : on_host(block_mapping);
+        const BlockTransferParams transfer = make_transfer(src, dst, mapping);
+        if (in_a_kernel) {
+          cuda::transfer_blocks({transfer}, stream);
+        } else {
+          cuda::copy_block_runs(transfer, stream);
+        }
+      });
 }
 
 }  // namespace pagedattn

@@ -29,6 +29,8 @@ void transfer_blocks(const std::vector<BlockTransferParams>& transfers, cudaStre
 // One copy for each run of adjacent blocks, through the driver: for host memory that is not pinned. `mapping` is on
 // the host.
 void copy_block_runs(const BlockTransferParams& transfer, cudaStream_t stream);
+// Whether kernels can read and write host memory at this address: pinned memory, not pageable memory.
+bool is_reachable(const void* host_pointer);
 }  // namespace cuda
 
 }  // namespace pagedattn

@@ -2,7 +2,7 @@
 
 #include "ops.h"
 #include "paged_cache.h"
-#include "parallel.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
@@ -11,13 +11,16 @@ const int64_t* check_slots(const Door& door, const Tensor& slot_mapping, const P
   door.dtype("slot_mapping", slot_mapping, ScalarType::Long);
   door.rank("slot_mapping", slot_mapping, 1);
   door.contiguous("slot_mapping", slot_mapping);
-  const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-  const int64_t num_slots = cache.num_blocks * cache.block_size;
-  for (int64_t token = 0; token < slot_mapping.size(0); ++token) {
-    door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
-               " at token ", token);
+  if (door.checks_values()) {
+    const Tensor host_slots = on_host(slot_mapping);
+    const int64_t* slots = host_slots.const_data_ptr<int64_t>();
+    const int64_t num_slots = cache.num_blocks * cache.block_size;
+    for (int64_t token = 0; token < slot_mapping.size(0); ++token) {
+      door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
+                 " at token ", token);
+    }
   }
-  return slots;
+  return slot_mapping.const_data_ptr<int64_t>();
 }
 
 void check_rows(const Door& door, const char* argument, const Tensor& rows, int64_t num_tokens,
@@ -43,7 +46,7 @@ void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                        const Tensor& slot_mapping, const std::string& kv_cache_dtype,
                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
-  const Door door("reshape_and_cache");
+  const Door door("reshape_and_cache", key_cache);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
 
   ReshapeAndCacheParams params{};
@@ -61,16 +64,17 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache
   params.value = value.const_data_ptr();
   params.key_cache = key_cache.mutable_data_ptr();
   params.value_cache = value_cache.mutable_data_ptr();
-  params.key_scale = cache.key_scale;
-  params.value_scale = cache.value_scale;
-  const auto kernel = PAGEDATTN_CPU_KERNEL(reshape_and_cache);
-  parallel_for_rows(params.num_tokens, 2 * cache.num_kv_heads * cache.head_size,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  params.key_scale = cache.key_scale.on_host;
+  params.value_scale = cache.value_scale.on_host;
+  params.key_scale_on_device = cache.key_scale.on_device;
+  params.value_scale_on_device = cache.value_scale.on_device;
+  run_rows(door, PAGEDATTN_ROW_KERNELS(reshape_and_cache), params, params.num_tokens,
+           2 * cache.num_kv_heads * cache.head_size);
 }
 
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                       const Tensor& slot_mapping) {
-  const Door door("gather_cached_kv");
+  const Door door("gather_cached_kv", key_cache);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, "auto", std::nullopt, std::nullopt);
   door.float_dtype("key_cache", key_cache);
   GatherCachedKvParams params{};
@@ -88,9 +92,8 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   params.value = value.mutable_data_ptr();
   params.key_cache = key_cache.const_data_ptr();
   params.value_cache = value_cache.const_data_ptr();
-  const auto kernel = PAGEDATTN_CPU_KERNEL(gather_cached_kv);
-  parallel_for_rows(params.num_tokens, 2 * cache.num_kv_heads * cache.head_size,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  run_rows(door, PAGEDATTN_ROW_KERNELS(gather_cached_kv), params, params.num_tokens,
+           2 * cache.num_kv_heads * cache.head_size);
 }
 
 }  // namespace pagedattn

@@ -1,8 +1,7 @@
 #include "layernorm/layernorm.h"
 
 #include "ops.h"
-#include "parallel.h"
-#include "torch_utils.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
@@ -31,30 +30,28 @@ int64_t check_like(const Door& door, const char* argument, const Tensor& tensor,
   return door.written_rows(argument, tensor).stride;
 }
 
-void run(const RmsNormParams& params) {
-  const auto kernel = PAGEDATTN_CPU_KERNEL(rms_norm);
-  parallel_for_rows(params.num_rows, params.hidden_size,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+void run(const Door& door, const RmsNormParams& params) {
+  run_rows(door, PAGEDATTN_ROW_KERNELS(rms_norm), params, params.num_rows, params.hidden_size);
 }
 
 }  // namespace
 
 void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
-  const Door door("rms_norm");
+  const Door door("rms_norm", input);
   RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
   params.out_stride = check_like(door, "out", out, input);
   params.out = out.mutable_data_ptr();
-  run(params);
+  run(door, params);
 }
 
 void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon) {
-  const Door door("fused_add_rms_norm");
+  const Door door("fused_add_rms_norm", input);
   RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
   params.residual_stride = check_like(door, "residual", residual, input);
   params.residual = residual.mutable_data_ptr();
   params.out_stride = door.written_rows("input", input).stride;
   params.out = input.mutable_data_ptr();
-  run(params);
+  run(door, params);
 }
 
 }  // namespace pagedattn

@@ -1,8 +1,7 @@
 #include "pos_encoding/rotary_embedding.h"
 
 #include "ops.h"
-#include "parallel.h"
-#include "torch_utils.h"
+#include "run.h"
 
 namespace pagedattn {
 namespace {
@@ -20,6 +19,13 @@ int64_t check_heads(const Door& door, const char* argument, const Tensor& tensor
   }
   door.written_from_1(argument, tensor);
   return tensor.dim() == 3 ? tensor.size(1) : tensor.size(1) / head_size;
+}
+
+void check_positions(const Door& door, const int64_t* positions, int64_t num_tokens, int64_t max_position) {
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    door.check(positions[token] >= 0 && positions[token] < max_position, "positions", "expected 0 to ",
+               max_position - 1, " (the rows of cos_sin_cache), got ", positions[token], " at token ", token);
+  }
 }
 
 void rotate(const Door& door, const Tensor& positions, Tensor& query, const std::optional<Tensor>& key,
@@ -42,38 +48,34 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
   door.dtype("cos_sin_cache", cos_sin_cache, query.scalar_type());
   door.rank("cos_sin_cache", cos_sin_cache, 2);
   door.contiguous("cos_sin_cache", cos_sin_cache);
-  const int64_t max_position = cos_sin_cache.size(0);
   params.rot_dim = cos_sin_cache.size(1);
   door.check(params.rot_dim % 2 == 0 && params.rot_dim <= head_size, "cos_sin_cache",
              "expected shape [max_position, rot_dim] with an even rot_dim of at most head_size ", head_size, ", got ",
              cos_sin_cache.sizes());
 
   params.positions = positions.const_data_ptr<int64_t>();
-  for (int64_t token = 0; token < params.num_tokens; ++token) {
-    const int64_t position = params.positions[token];
-    door.check(position >= 0 && position < max_position, "positions", "expected 0 to ", max_position - 1,
-               " (the rows of cos_sin_cache), got ", position, " at token ", token);
+  if (door.checks_values()) {
+    check_positions(door, on_host(positions).const_data_ptr<int64_t>(), params.num_tokens, cos_sin_cache.size(0));
   }
 
   params.query = query.mutable_data_ptr();
   params.query_stride = query.stride(0);
   params.is_neox = is_neox;
   params.cos_sin_cache = cos_sin_cache.const_data_ptr();
-  const auto kernel = PAGEDATTN_CPU_KERNEL(rotary_embedding);
-  parallel_for_rows(params.num_tokens, (params.num_heads + params.num_kv_heads) * params.rot_dim,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  run_rows(door, PAGEDATTN_ROW_KERNELS(rotary_embedding), params, params.num_tokens,
+           (params.num_heads + params.num_kv_heads) * params.rot_dim);
 }
 
 }  // namespace
 
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
                       const Tensor& cos_sin_cache, bool is_neox) {
-  rotate(Door("rotary_embedding"), positions, query, key, head_size, cos_sin_cache, is_neox);
+  rotate(Door("rotary_embedding", query), positions, query, key, head_size, cos_sin_cache, is_neox);
 }
 
 void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
                            const Tensor& cos_sin_cache) {
-  rotate(Door("rotary_embedding_neox"), positions, query, key, head_size, cos_sin_cache, true);
+  rotate(Door("rotary_embedding_neox", query), positions, query, key, head_size, cos_sin_cache, true);
 }
 
 }  // namespace pagedattn

@@ -33,5 +33,5 @@ def build_info() -> dict[str, str | list[str]]:
         "torch_target": _C.torch_target,
         "cpu_capability": _C.cpu_capability(),
         "cpu_capabilities": _C.available_cpu_capabilities(),
-        "cuda_arches": [],
+        "cuda_arches": _C.cuda_arches(),
     }

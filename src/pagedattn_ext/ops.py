@@ -62,7 +62,7 @@ def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     except RuntimeError as error:
         message = str(error)
-        if any(text in message for text in (": expected dtype", ": expected a tensor", "Expected a value of type")):
+        if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
             raise TypeError(message) from None
         if ": expected " in message:
             raise ValueError(message) from None

@@ -1,0 +1,65 @@
+// Where an op runs past its door: on the CPU's threads, or on torch's current CUDA stream.
+//
+// PAGEDATTN_WITH_CUDA is defined in a build with CUDA kernels. PAGEDATTN_SIMT is defined for the simt device
+// (tests/simt), which runs the CUDA kernels on CPU tensors, and has nothing else.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cpu_dispatch.h"
+#include "cuda_stream.h"
+#include "parallel.h"
+#include "torch_utils.h"
+
+namespace pagedattn {
+
+// Calls on_cpu(), or on_cuda(stream) with the door's device made the current one.
+template <typename OnCpu, typename OnCuda>
+void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const OnCpu& on_cpu,
+            [[maybe_unused]] const OnCuda& on_cuda) {
+#if defined(PAGEDATTN_SIMT)
+  on_cuda(nullptr);
+#else
+#if defined(PAGEDATTN_WITH_CUDA)
+  if (door.runs_on_cuda()) {
+    const torch::stable::accelerator::DeviceGuard guard(door.device().index());
+    on_cuda(current_cuda_stream(door.device().index()));
+    return;
+  }
+#endif
+  on_cpu();
+#endif
+}
+
+// The kernels of an op that works row by row; one that a build does not have is nullptr.
+template <typename Params>
+struct RowKernels {
+  void (*cpu)(const Params& params, int64_t begin, int64_t end);
+  void (*cuda)(const Params& params, cudaStream_t stream);
+};
+
+template <typename Params>
+void run_rows(const Door& door, const RowKernels<Params>& kernels, const Params& params, int64_t num_rows,
+              int64_t elements_per_row) {
+  if (num_rows == 0 || elements_per_row == 0) return;
+  run_on(
+      door,
+      [&] {
+        parallel_for_rows(num_rows, elements_per_row,
+                          [&](int64_t begin, int64_t end) { kernels.cpu(params, begin, end); });
+      },
+      [&](cudaStream_t stream) { kernels.cuda(params, stream); });
+}
+
+}  // namespace pagedattn
+
+#if defined(PAGEDATTN_SIMT)
+#define PAGEDATTN_ROW_KERNELS(name) \
+  RowKernels { static_cast<decltype(&cpu_default::name)>(nullptr), &cuda::name }
+#elif defined(PAGEDATTN_WITH_CUDA)
+#define PAGEDATTN_ROW_KERNELS(name) \
+  RowKernels { PAGEDATTN_CPU_KERNEL(name), &cuda::name }
+#else
+#define PAGEDATTN_ROW_KERNELS(name) \
+  RowKernels { PAGEDATTN_CPU_KERNEL(name), static_cast<decltype(&cuda::name)>(nullptr) }
+#endif
