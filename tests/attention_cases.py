@@ -7,8 +7,8 @@ import reference
 import torch
 from checks import DTYPES, assert_close_to_reference, filled_with_nan, with_row_gap
 from hypothesis import strategies as st
+from op_table import OPS
 
-OPS = torch.ops.pagedattn_ext
 NO_BLOCK = 2**31 - 1  # what block_tables holds past the last block of a sequence: never looked at
 UNUSED_BLOCKS = 3
 PARTITION_TOKENS = 512  # of paged_attention_v2's scratch
@@ -79,9 +79,9 @@ def make_arguments(case: Case, device: torch.device) -> dict:
     query = torch.randn(sum(rows), num_heads, case.head_size, generator=generator).to(case.dtype)
     slopes, sinks = torch.rand(num_heads, generator=generator) / 4, torch.randn(num_heads, generator=generator)
     arguments = {
-        "query": with_row_gap(query, case.row_gap),
-        "key_cache": with_row_gap(key_cache, case.block_gap),
-        "value_cache": with_row_gap(value_cache, case.block_gap),
+        "query": with_row_gap(query.to(device), case.row_gap),
+        "key_cache": with_row_gap(key_cache.to(device), case.block_gap),
+        "value_cache": with_row_gap(value_cache.to(device), case.block_gap),
         "block_tables": block_tables,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
         "query_start_loc": torch.tensor([0, *rows]).cumsum(0).int(),

@@ -2,10 +2,13 @@
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
+from unittest import mock
 
 import pytest
 import torch
+from op_table import OPS
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -106,11 +109,25 @@ def tensors_in(arguments: Mapping[str, object]) -> list[Tensor]:
 def assert_raises_and_writes_nothing(
     function: Callable, arguments: Mapping[str, object], error: type[Exception], match: str
 ) -> None:
+    """Values of index tensors included, which CUDA kernels' callers must ask for."""
     before = [(tensor, tensor.clone()) for tensor in tensors_in(arguments)]
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match), mock.patch.dict(os.environ, PAGEDATTN_CHECK="1"):
         function(**arguments)
     for tensor, copy in before:
         assert_same_bits(tensor, copy)
+
+
+def to_device(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
+    """The arguments with all tensors on the device, strides and all."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, list):
+            return [moved(element) for element in value]
+        if not isinstance(value, Tensor) or value.device == device:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+
+    return {name: moved(value) for name, value in arguments.items()}
 
 
 def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:
@@ -120,7 +137,10 @@ def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, err
     """
     from pagedattn_ext import ops
 
-    raw, wrapper = getattr(torch.ops.pagedattn_ext, op), getattr(ops, op)
+    # What was put in place of a valid argument may be written for the CPU.
+    device = next((tensor.device for tensor in tensors_in(arguments) if tensor.is_cuda), torch.device("cpu"))
+    arguments = to_device(arguments, device)
+    raw, wrapper = getattr(OPS, op), getattr(ops, op)
     message = rf"^{op}: {argument}: expected .+, got .+"
     assert_raises_and_writes_nothing(raw, arguments, RuntimeError, message)
     known = inspect.signature(wrapper).parameters

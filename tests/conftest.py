@@ -1,6 +1,9 @@
-"""Hypothesis profiles, the device fixture and the number of threads.
+"""Hypothesis profiles, the devices that op tests run on, and the number of threads.
 
 "ci" (default) draws the same examples every time; HYPOTHESIS_PROFILE=long searches for new ones.
+
+pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them, but
+for those that its mark `devices(...)` leaves out; a test without it runs where cpu is among them.
 """
 
 import os
@@ -9,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-import pagedattn_ext  # noqa: F401 - registers the ops, whichever test runs alone
+from op_table import DEVICES, OPS, load_simt
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
@@ -19,7 +21,7 @@ settings.register_profile(
 settings.register_profile(
     "long", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.register_profile("simt", settings.get_profile("ci"), max_examples=30)  # one core runs all of a GPU's threads
 
 # On small tensors a parallel region of a busy machine costs 100 times the work in it.
 torch.set_num_threads(1)
@@ -33,11 +35,53 @@ def several_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", action="append", choices=DEVICES, help="where the op tests run (default: cpu)")
+
+
+def devices_of(config: pytest.Config) -> list[str]:
+    return config.getoption("device") or ["cpu"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "devices(*names): the devices that a test with the fixture `device` is for")
+    on_simt = "simt" in devices_of(config)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "simt" if on_simt else "ci"))
+    if on_simt:
+        load_simt()
+
+
+def devices_for(node: pytest.Item | pytest.Function, config: pytest.Config) -> list[str]:
+    mark = node.get_closest_marker("devices")
+    return [name for name in devices_of(config) if mark is None or name in mark.args]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        devices = devices_for(metafunc.definition, metafunc.config)
+        metafunc.parametrize("device", devices, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def runs(item: pytest.Item) -> bool:
+        return bool(devices_for(item, config)) if "device" in item.fixturenames else "cpu" in devices_of(config)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    OPS.select(item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu")
+
+
+@pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The device an op test runs on. On "cpu" it runs under the ISA of the process (PAGEDATTN_CPU_CAPABILITY)."""
-    if request.param == "cuda" and not torch.cuda.is_available():
+    """Where an op test has its tensors: on the CPU for "cpu", under the ISA of the process (PAGEDATTN_CPU_CAPABILITY),
+    and for "simt"."""
+    if request.param != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("pagedattn_ext::rms_norm", request.param.upper()):
-        pytest.skip(f"this build of pagedattn_ext has no {request.param} kernels")
-    return torch.device(request.param)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("pagedattn_ext::rms_norm", "CUDA"):
+        pytest.skip("this build of pagedattn_ext has no CUDA kernels")
+    return torch.device("cuda", torch.cuda.current_device())

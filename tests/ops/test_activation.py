@@ -16,10 +16,10 @@ from checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from op_table import OPS
 
 from pagedattn_ext import ops
 
-OPS = torch.ops.pagedattn_ext
 GATED = ["silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"]  # input [..., 2 * d]
 PLAIN = ["gelu_new", "gelu_fast", "gelu_quick"]
 ACTIVATIONS = [*GATED, *PLAIN]

@@ -187,3 +187,32 @@ def test_bad_block_id_names_its_row(device, block_id):
     arguments["block_tables"][1, 1] = block_id
     match = f"block_tables: expected .*, got {block_id} at sequence 1"
     assert_raises_and_writes_nothing(OPS.paged_attention_v1, arguments, RuntimeError, match)
+
+
+# ---- PAGEDATTN_CHECK: CUDA kernels' callers must ask for the values of index tensors to be checked -------------------
+
+
+@pytest.mark.devices("simt", "cuda")
+@pytest.mark.parametrize("request_text", [None, "", "0"])
+def test_values_on_a_gpu_are_not_checked_unasked(device, monkeypatch, request_text):
+    """A length beyond max_seq_len: no error, and nothing is read past it."""
+    if request_text is None:
+        monkeypatch.delenv("PAGEDATTN_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("PAGEDATTN_CHECK", request_text)
+    OPS.paged_attention_v1(**make_v1_arguments(SMALL, device) | {"max_seq_len": 11})
+
+
+@pytest.mark.devices("simt", "cuda")
+def test_unknown_value_of_the_variable(device, monkeypatch):
+    monkeypatch.setenv("PAGEDATTN_CHECK", "yes")
+    with pytest.raises(RuntimeError, match="PAGEDATTN_CHECK: expected 0 or 1, got yes"):
+        OPS.paged_attention_v1(**make_v1_arguments(SMALL, device))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("request_text", ["0", "yes"])
+def test_values_on_the_cpu_are_always_checked(device, monkeypatch, request_text):
+    monkeypatch.setenv("PAGEDATTN_CHECK", request_text)
+    with pytest.raises(RuntimeError, match="max_seq_len: expected at least 12"):
+        OPS.paged_attention_v1(**make_v1_arguments(SMALL, device) | {"max_seq_len": 11})

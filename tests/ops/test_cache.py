@@ -16,10 +16,10 @@ from checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from op_table import OPS
 
 from pagedattn_ext import ops
 
-OPS = torch.ops.pagedattn_ext
 BLOCK_DTYPES = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]  # of blocks that are only moved
 
 
@@ -39,8 +39,8 @@ def make_reshape_arguments(
     key, value = random_bits(2, len(slots), num_kv_heads, head_size, dtype=dtype, generator=generator).unbind()
     caches = make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device)
     return {
-        "key": with_row_gap(key, gaps[0]).to(device),
-        "value": with_row_gap(value, gaps[1]).to(device),
+        "key": with_row_gap(key.to(device), gaps[0]),
+        "value": with_row_gap(value.to(device), gaps[1]),
         "key_cache": with_row_gap(caches[0], block_gap),
         "value_cache": with_row_gap(caches[1], block_gap),
         "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),

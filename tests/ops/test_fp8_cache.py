@@ -91,8 +91,8 @@ def make_reshape_arguments(
     return {
         "key": key.to(device),
         "value": value.to(device),
-        "key_cache": with_row_gap(key_cache, block_gap).to(device),
-        "value_cache": with_row_gap(value_cache, block_gap).to(device),
+        "key_cache": with_row_gap(key_cache.to(device), block_gap),
+        "value_cache": with_row_gap(value_cache.to(device), block_gap),
         "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
         "kv_cache_dtype": kv_cache_dtype,
         "k_scale": None if k_scale is None else torch.tensor(k_scale, device=device),
@@ -129,8 +129,8 @@ def test_reshape_and_cache(device, data):
     gaps = draw(st.sampled_from([(0, 0), (1, 8), (24, 33)]))
     arguments = make_reshape_arguments(
         device,
-        with_row_gap(key, gaps[0]),
-        with_row_gap(value, gaps[1]),
+        with_row_gap(key.to(device), gaps[0]),
+        with_row_gap(value.to(device), gaps[1]),
         slots,
         cache,
         scales=draw(st.none() | st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))),

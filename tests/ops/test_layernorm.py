@@ -15,10 +15,10 @@ from checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from op_table import OPS
 
 from pagedattn_ext import ops
 
-OPS = torch.ops.pagedattn_ext
 EPSILON = 1e-6
 WIDTHS = st.integers(1, 70) | st.sampled_from([768, 1023, 1024, 2048, 2049])
 GAPS = st.sampled_from([0, 1, 16])

@@ -119,7 +119,8 @@ def test_a_context_seen_in_two_parts(device, case, data):
     prefix = arguments | {"seq_lens": torch.tensor(cuts, dtype=torch.int32, device=device)}
 
     # The second part starts on a block of its own, in the next of the batch's blocks.
-    key_cache, value_cache = make_caches(len(arguments["key_cache"]) + len(cuts), case, case.dtype)
+    caches = make_caches(len(arguments["key_cache"]) + len(cuts), case, case.dtype)
+    key_cache, value_cache = (cache.to(device) for cache in caches)
     block_tables = torch.zeros_like(arguments["block_tables"])
     next_block = 0
     for s, (cut, seq_len) in enumerate(zip(cuts, seq_lens, strict=True)):
@@ -131,8 +132,8 @@ def test_a_context_seen_in_two_parts(device, case, data):
         slots = reference.slots_of(block_tables[s], len(slots), case.block_size)
         key_cache, value_cache = reference.reshape_and_cache(key, value, key_cache, value_cache, slots)
     suffix = arguments | {
-        "key_cache": key_cache.to(device),
-        "value_cache": value_cache.to(device),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
         "block_tables": block_tables,
         "seq_lens": arguments["seq_lens"] - prefix["seq_lens"],
     }

@@ -16,10 +16,9 @@ from checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from op_table import OPS
 
 from pagedattn_ext import ops
-
-OPS = torch.ops.pagedattn_ext
 
 
 def make_arguments(
@@ -43,11 +42,13 @@ def make_arguments(
     key = torch.randn(len(positions), num_kv_heads, head_size, generator=generator).to(dtype)
     frequency = 100.0 ** -(torch.arange(0, rot_dim, 2) / max(rot_dim, 1))
     angle = torch.arange(50)[:, None] * frequency
-    query, key = (with_row_gap(x.flatten(1) if flat else x, gap) for x, gap in zip((query, key), gaps, strict=True))
+    query, key = (
+        with_row_gap((x.flatten(1) if flat else x).to(device), gap) for x, gap in zip((query, key), gaps, strict=True)
+    )
     return {
         "positions": torch.tensor(positions, dtype=torch.int64, device=device),
-        "query": query.to(device),
-        "key": key.to(device),
+        "query": query,
+        "key": key,
         "head_size": head_size,
         "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype).to(device),
         "is_neox": is_neox,

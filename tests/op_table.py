@@ -1,0 +1,47 @@
+"""The raw ops that a test calls, for the device it runs on."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedattn_ext.ops
+
+ROOT = Path(__file__).resolve().parent.parent
+SIMT_LIBRARY = Path(
+    os.environ.get(
+        "PAGEDATTN_SIMT_LIBRARY", ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "libpagedattn_simt.so"
+    )
+)
+DEVICES = ("cpu", "simt", "cuda")
+
+
+class OpTable:
+    """torch.ops.pagedattn_ext; in a test on the simt device torch.ops.pagedattn_simt, for CPU tensors as well."""
+
+    def __init__(self) -> None:
+        self.namespace = "pagedattn_ext"
+
+    def __getattr__(self, name: str):
+        return getattr(getattr(torch.ops, self.namespace), name)
+
+    def select(self, device: str) -> None:
+        """For the raw ops and for their wrappers."""
+        self.namespace = "pagedattn_simt" if device == "simt" else "pagedattn_ext"
+        pagedattn_ext.ops._ops = getattr(torch.ops, self.namespace)
+
+
+OPS = OpTable()
+
+
+def load_simt() -> None:
+    if not SIMT_LIBRARY.exists():
+        pytest.exit(f"--device simt: {SIMT_LIBRARY} is missing: make simt builds it", returncode=4)
+    torch.ops.load_library(SIMT_LIBRARY)
+
+
+def runs_cuda_kernels(device: torch.device) -> bool:
+    """On a GPU or the simt device, whose results may differ from the CPU's in the last bits."""
+    return device.type == "cuda" or OPS.namespace == "pagedattn_simt"
