@@ -3,9 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build demo test test-long sanitize bench lint format clean
+.PHONY: help build simt demo test test-long test-cuda check-cuda sanitize bench lint format clean
 help:
-	@echo "make build | demo | test | test-long | sanitize | bench | lint | format | clean"
+	@echo "make build | demo | test | test-long | test-cuda | check-cuda | sanitize | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation.
 .venv/ready: pyproject.toml setup.py
@@ -19,6 +19,11 @@ help:
 build: .venv/ready
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
+# CUDA kernels compiled as C++, for tests on a machine without a GPU.
+CMAKE_DIR = build/cmake-$(shell $(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")
+simt: build
+	$(BIN)/cmake --build $(CMAKE_DIR) --target simt
+
 demo: build
 	$(BIN)/python python/examples/demo.py
 
@@ -29,15 +34,27 @@ for_each_capability = set -e; for capability in $$($(BIN)/python -c \
 	  env PAGEDATTN_CPU_CAPABILITY=$$capability $(1); \
 	done
 
-# The op tests once for each instruction set; the rest once.
-test: build
+# The op tests once for each instruction set, and on the simt device; the rest once.
+test: simt
 	$(call for_each_capability,$(BIN)/python -m pytest -q tests/ops)
+	$(BIN)/python -m pytest -q tests/ops --device simt
 	$(BIN)/python -m pytest -q --ignore=tests/ops
 
 # Hypothesis searches for new examples, thousands for each property: hours.
-test-long: build
+test-long: simt
 	$(call for_each_capability,HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops --device simt
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q --ignore=tests/ops
+
+# The op tests on a GPU, with the environment of PYTHON as it is: torch for CUDA, cmake, ninja, pybind11, setuptools,
+# pytest, hypothesis. Nothing is installed. make test-cuda PYTHON=.venv/bin/python uses that of make build.
+test-cuda:
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=src $(PYTHON) -m pytest -q -rs tests/ops --device cuda
+
+# Registers, shared memory and spills of each CUDA kernel; a spill is an error, and so is a build without CUDA.
+check-cuda: build
+	$(BIN)/python tests/check_cuda_kernels.py $(CMAKE_DIR)
 
 # The op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and
 # torch leave much behind. What compiles code or reads the binary is left out.
@@ -45,7 +62,7 @@ SANITIZED := build/sanitize
 CXX ?= c++
 sanitize: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF
 	$(BIN)/cmake --build $(SANITIZED)
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cp src/pagedattn_ext/*.py $(SANITIZED)/package/pagedattn_ext/
@@ -61,17 +78,18 @@ bench: build
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py
 
-SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
+SOURCES := $(shell find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(CLANG_FORMAT) --dry-run -Werror $(SOURCES)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES)
+	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
 	rm -rf .venv build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
