@@ -51,6 +51,8 @@ __all__ = [
     "swap_blocks",
 ]
 
+SEVERAL_DEVICES = "the tensors are on several devices"
+
 _ops = torch.ops.pagedattn_ext
 
 
@@ -66,7 +68,8 @@ def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise TypeError(message) from None
         if ": expected " in message:
             raise ValueError(message) from None
-        _name_other_device(op, args, kwargs)  # torch's own error does not say which argument it is
+        if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in message:
+            _name_other_device(op, args, kwargs)  # the error does not say which argument it is
         raise
 
 
@@ -284,9 +287,10 @@ def paged_attention(
 
 @torch.library.register_fake("pagedattn_ext::paged_attention")
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    # A meta tensor among real ones brings torch here, too.
-    if any(isinstance(other, Tensor) and other.device != query.device for other in (*args, *kwargs.values())):
-        raise RuntimeError("paged_attention: the tensors are on several devices")
+    # A meta tensor among real ones brings torch here, too. The scales alone may be elsewhere.
+    others = [*args, *(value for name, value in kwargs.items() if name not in ("k_scale", "v_scale"))]
+    if any(isinstance(other, Tensor) and other.device != query.device for other in others):
+        raise RuntimeError(f"paged_attention: {SEVERAL_DEVICES}")
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(query.shape[:2], dtype=torch.float32)
 
