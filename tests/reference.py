@@ -119,13 +119,14 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    probs_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last num_rows positions of one sequence; returns out and lse [num_rows, num_heads].
 
     logits[i, j] = cap(scale * q_i . k_j) + slope * (j - p_i),  p_i = seq_len - num_rows + i,  cap(z) = c * tanh(z / c)
     over max(0, p_i - window + 1) <= j <= p_i;  lse_i = log(sum_j exp(logits[i, j]) + exp(sink));
     out_i = sum_j exp(logits[i, j] - lse_i) * v_j; zeros where row i sees no token.
-    The softmax is taken in fp32 at least, as careful PyTorch code does.
+    The softmax is taken in fp32 at least, as careful PyTorch code does, and rounded to probs_dtype (None: dtype).
     """
     num_rows, num_heads, head_size = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -149,7 +150,7 @@ def attention(
     if sinks is not None:
         denominator = torch.cat([logits, sinks.to(softmax_dtype)[:, None, None].expand(-1, num_rows, 1)], dim=2)
     lse = torch.logsumexp(denominator, dim=2, keepdim=True)  # [num_heads, num_rows, 1]
-    probs = torch.where(visible, torch.exp(logits - lse), 0).to(dtype)
+    probs = torch.where(visible, torch.exp(logits - lse), 0).to(probs_dtype or dtype).to(dtype)
     out = torch.einsum("hgqk,khd->qhgd", probs.unflatten(0, (num_kv_heads, -1)), value)
     return out.flatten(1, 2), lse.squeeze(2).T
 

@@ -21,6 +21,7 @@ from attention_cases import (
     run_v2,
 )
 from checks import DTYPES, assert_close_to_reference, assert_same_bits
+from op_table import runs_cuda_kernels
 
 from pagedattn_ext import ops
 
@@ -200,12 +201,15 @@ def test_one_huge_logit_selects_its_value_exactly(device, dtype, factor, seq_len
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("seq_len", [37, 1300])
 def test_large_logits_keep_their_differences(device, dtype, sign, seq_len):
-    """Logits of +-8192 + {0..7}, exact in fp32: only the store may round, so eager PyTorch is no yardstick."""
+    """Logits of +-8192 + {0..7}, exact in fp32: eager PyTorch is no yardstick. Only the store may round, and with tensor
+    cores the probabilities.
+    """
     keys = [[sign * 64.0, token % 8] for token in range(seq_len)]
     arguments, _ = make_logits_arguments(keys, [128.0, 1.0], dtype, device)
     out, lse = OPS.paged_attention(**arguments)
     expected_out, expected_lse = reference.paged_attention(**arguments)
-    assert_close_to_reference(out, expected_out)
+    rounded_out, _ = reference.paged_attention(**arguments, probs_dtype=dtype)
+    assert_close_to_reference(out, expected_out, rounded_out if runs_cuda_kernels(device) else None)
     assert_close_to_reference(lse, expected_lse)
 
 
