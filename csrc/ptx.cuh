@@ -60,7 +60,7 @@ __device__ inline void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)
 // Copies 16 bytes, both ends aligned to 16; zeros if not `valid` (`source` is not read then). Other threads see them
 // after this thread's cp_async_wait and a barrier.
 __device__ inline void cp_async_16(void* target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(valid ? 16 : 0)
                : "memory");
 }

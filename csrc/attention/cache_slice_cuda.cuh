@@ -41,18 +41,17 @@ __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Wor
   return {block, block};
 }
 
-// Copies `BYTES` (8 or 16) from the cache, whatever its alignment; zeros if not `valid`. As cp_async: to be waited for.
-template <int BYTES>
-__device__ inline void copy_async(const AttentionArguments& a, unsigned char* target, const void* source, bool valid) {
-  if (a.aligned) {
-    if constexpr (BYTES == 16) {
-      ptx::cp_async_16(target, source, valid);
-    } else {
-      ptx::cp_async_8(target, source, valid);
-    }
-    return;
+// Copies BYTES (8 or 16) from the cache to shared memory; zeros if not `valid`. As cp_async: to be waited for.
+template <int BYTES, bool ALIGNED>
+__device__ inline void copy_async(unsigned char* target, const void* source, bool valid) {
+  if constexpr (!ALIGNED) {
+#pragma unroll 1
+    for (int i = 0; i < BYTES; ++i) target[i] = valid ? static_cast<const unsigned char*>(source)[i] : 0;
+  } else if constexpr (BYTES == 16) {
+    ptx::cp_async_16(target, source, valid);
+  } else {
+    ptx::cp_async_8(target, source, valid);
   }
-  for (int i = 0; i < BYTES; ++i) target[i] = valid ? static_cast<const unsigned char*>(source)[i] : 0;
 }
 
 // Four 8-bit elements as two registers of pairs of float16, exactly.
@@ -67,8 +66,8 @@ __device__ inline void widen(float8_e5m2, uint32_t x, uint32_t& low, uint32_t& h
 
 template <typename CacheT, int HEAD_SIZE>
 struct CacheSlice {
-  static constexpr int ELEMENTS = 16 / sizeof(CacheT);             // in a unit of 16 bytes
-  static constexpr int UNITS = HEAD_SIZE * sizeof(CacheT);         // of keys, and of values
+  static constexpr int ELEMENTS = 16 / sizeof(CacheT);      // in a unit of 16 bytes
+  static constexpr int UNITS = HEAD_SIZE * sizeof(CacheT);  // of keys, and of values
   static constexpr int BYTES = 2 * UNITS * 16;
   static constexpr bool IS_FLOAT8 = sizeof(CacheT) == 1;
   static constexpr int HALF = SLICE_TOKENS / 2;
@@ -80,56 +79,10 @@ struct CacheSlice {
   template <int NUM_THREADS>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
                               unsigned char* slice, int thread) {
-    const auto head_size = static_cast<int>(a.p.head_size);
-    const int block_mask = (1 << a.block_shift) - 1;
-    const int64_t head_offset = work.kv_head * a.p.head_size << a.block_shift;
-
-    const int key_token = token + thread % SLICE_TOKENS;
-    const bool key_visible = key_token >= work.begin && key_token < work.end;
-    const CacheT* keys = static_cast<const CacheT*>(a.p.key_cache) +
-                         blocks.of_half(thread % SLICE_TOKENS / HALF) * a.p.key_block_stride + head_offset +
-                         (key_token & block_mask) * ELEMENTS;
-#pragma unroll
-    for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-      const int unit = thread + i * NUM_THREADS;
-      const int element = unit / SLICE_TOKENS * ELEMENTS;
-      copy_async<16>(a, slice + unit * 16, keys + (element << a.block_shift), key_visible && element < head_size);
-    }
-
-    unsigned char* target = slice + UNITS * 16;
-    const auto values_at = [&](int half) {
-      return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_block_stride + head_offset +
-             ((token + half * HALF) & block_mask);
-    };
-    const auto visible = [&](int half, int num_tokens) {
-      const int begin = token + half * HALF;
-      return begin + num_tokens > work.begin && begin < work.end;
-    };
-    if constexpr (!IS_FLOAT8) {
-      const int half = thread % 2;
-      const CacheT* values = values_at(half);
-      const bool half_visible = visible(half, HALF);
-#pragma unroll
-      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-        const int d = thread / 2 + i * (NUM_THREADS / 2);
-        copy_async<16>(a, target + value_unit(d, half) * 16, values + (d << a.block_shift),
-                       half_visible && d < head_size);
-      }
-    } else if (block_mask >= HALF) {
-      const CacheT* values = values_at(0);
-      const bool slice_visible = visible(0, SLICE_TOKENS);
-#pragma unroll
-      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-        const int d = thread + i * NUM_THREADS;
-        copy_async<16>(a, target + d * 16, values + (d << a.block_shift), slice_visible && d < head_size);
-      }
-    } else {  // a row of values is 8 bytes in each of two blocks
-      for (int d = thread; d < UNITS; d += NUM_THREADS) {
-        for (int half = 0; half < 2; ++half) {
-          copy_async<8>(a, target + d * 16 + half * 8, values_at(half) + (d << a.block_shift),
-                        visible(half, HALF) && d < head_size);
-        }
-      }
+    if (a.aligned) {
+      load<NUM_THREADS, true>(a, work, token, blocks, slice, thread);
+    } else {
+      load<NUM_THREADS, false>(a, work, token, blocks, slice, thread);
     }
   }
 
@@ -188,6 +141,63 @@ struct CacheSlice {
         ptx::ldmatrix_x4(matrices, values + value_unit(d, matrix % 2) * 16);
 #pragma unroll
         for (int r = 0; r < 4; ++r) operands[2 * i + r / 2][r % 2] = matrices[r];
+      }
+    }
+  }
+
+ private:
+  template <int NUM_THREADS, bool ALIGNED>
+  static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
+                              unsigned char* slice, int thread) {
+    const auto head_size = static_cast<int>(a.p.head_size);
+    const int block_mask = (1 << a.block_shift) - 1;
+    const int64_t head_offset = work.kv_head * a.p.head_size << a.block_shift;
+
+    const int key_token = token + thread % SLICE_TOKENS;
+    const bool key_visible = key_token >= work.begin && key_token < work.end;
+    const CacheT* keys = static_cast<const CacheT*>(a.p.key_cache) +
+                         blocks.of_half(thread % SLICE_TOKENS / HALF) * a.p.key_block_stride + head_offset +
+                         (key_token & block_mask) * ELEMENTS;
+#pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
+    for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+      const int unit = thread + i * NUM_THREADS;
+      const int element = unit / SLICE_TOKENS * ELEMENTS;
+      copy_async<16, ALIGNED>(slice + unit * 16, keys + (element << a.block_shift), key_visible && element < head_size);
+    }
+
+    unsigned char* target = slice + UNITS * 16;
+    const auto values_at = [&](int half) {
+      return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_block_stride + head_offset +
+             ((token + half * HALF) & block_mask);
+    };
+    const auto visible = [&](int half, int num_tokens) {
+      const int begin = token + half * HALF;
+      return begin + num_tokens > work.begin && begin < work.end;
+    };
+    if constexpr (!IS_FLOAT8) {
+      const int half = thread % 2;
+      const CacheT* values = values_at(half);
+      const bool half_visible = visible(half, HALF);
+#pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
+      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        const int d = thread / 2 + i * (NUM_THREADS / 2);
+        copy_async<16, ALIGNED>(target + value_unit(d, half) * 16, values + (d << a.block_shift),
+                                half_visible && d < head_size);
+      }
+    } else if (block_mask >= HALF) {
+      const CacheT* values = values_at(0);
+      const bool slice_visible = visible(0, SLICE_TOKENS);
+#pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
+      for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
+        const int d = thread + i * NUM_THREADS;
+        copy_async<16, ALIGNED>(target + d * 16, values + (d << a.block_shift), slice_visible && d < head_size);
+      }
+    } else {  // a row of values is 8 bytes in each of two blocks
+      for (int d = thread; d < UNITS; d += NUM_THREADS) {
+        for (int half = 0; half < 2; ++half) {
+          copy_async<8, ALIGNED>(target + d * 16 + half * 8, values_at(half) + (d << a.block_shift),
+                                 visible(half, HALF) && d < head_size);
+        }
       }
     }
   }

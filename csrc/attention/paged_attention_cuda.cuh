@@ -53,8 +53,8 @@ struct AttentionArguments {
   Split split;
   Partials partials;
   int group_size;
-  int block_shift;    // log2 of block_size
-  bool aligned;       // every block of both caches begins at 16 bytes
+  int block_shift;      // log2 of block_size
+  bool aligned;         // every block of both caches begins at 16 bytes
   bool slots_are_rows;  // whether a row's partial results lie at its own index, or at seq * max_rows + its index there
 };
 
@@ -62,14 +62,14 @@ struct AttentionArguments {
 struct Work {
   int seq;
   int kv_head;
-  int64_t first_row;   // of the sequence
-  int num_packed;      // packed rows of the sequence
-  int tile_begin;      // packed rows [tile_begin, tile_end) are this block's
+  int64_t first_row;  // of the sequence
+  int num_packed;     // packed rows of the sequence
+  int tile_begin;     // packed rows [tile_begin, tile_end) are this block's
   int tile_end;
-  int position;        // of the sequence's first row
+  int position;  // of the sequence's first row
   int begin;
   int end;
-  int partition;       // whose partial result this is; negative: it is the whole result
+  int partition;  // whose partial result this is; negative: it is the whole result
 };
 
 __device__ inline int row_position(const AttentionArguments& a, const Work& work, int packed) {
@@ -181,7 +181,7 @@ __device__ inline bool find_prefill_work(const AttentionArguments& a, int tile_r
 }
 
 __device__ inline float cap_logit(const AttentionArguments& a, float logit) {
-  return a.p.softcap * tanhf(logit / a.p.softcap);
+  return a.p.softcap * tanhf(logit * (1.0f / a.p.softcap));
 }
 
 // e^(x - max); 0 for a masked logit (minus infinity) whatever `max` is.

@@ -86,7 +86,7 @@ class WarpRows {
       uint32_t probabilities[4];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        float(&p)[4] = logits[slice][tile];
+        float (&p)[4] = logits[slice][tile];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           p[i] = ptx::exp2_approx((p[i] - base[i / 2]) * LOG2_E);
@@ -285,7 +285,7 @@ class WarpRows {
   int lane_;
   int begin_;  // tokens that any row of the work sees
   int end_;
-  int packed_[2];    // -1: no row
+  int packed_[2];  // -1: no row
   int position_[2];
   int first_visible_[2];
   float alibi_slope_[2];
