@@ -363,12 +363,14 @@ struct Prefill {
   static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
   static constexpr int STAGE_BYTES = NUM_SLICES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
   static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES;
+  static constexpr int MIN_BLOCKS = HEAD_SIZE <= 64 && sizeof(CacheT) > 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int THREADS_PER_SLICE = NUM_WARPS * WARP_SIZE / NUM_SLICES;
 };
 
 // Grid: prefill_tiles x KV heads.
 template <typename T, typename CacheT, int HEAD_SIZE>
-__global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE, HEAD_SIZE <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE,
+                                  Prefill<CacheT, HEAD_SIZE>::MIN_BLOCKS)
     prefill_kernel(const __grid_constant__ AttentionArguments a) {
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
   using Shape = Prefill<CacheT, HEAD_SIZE>;
