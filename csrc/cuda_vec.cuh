@@ -137,8 +137,12 @@ inline TileGrid make_tile_grid(int64_t num_rows, int64_t num_columns, int max_ro
   TileGrid tiles{};
   tiles.grid.x = 0;
   if (num_rows == 0 || num_columns == 0) return tiles;
-  const int64_t num_columns_of_block = num_columns < TileGrid::NUM_THREADS ? num_columns : TileGrid::NUM_THREADS;
-  tiles.block.x = std::bit_ceil(static_cast<unsigned>(num_columns_of_block));
+  tiles.block.x = num_columns < WARP_SIZE ? std::bit_ceil(static_cast<unsigned>(num_columns)) : TileGrid::NUM_THREADS;
+  // As wide as leaves few threads past the last column.
+  const auto num_idle_columns = [&] {
+    return ceil_div<int64_t>(num_columns, tiles.block.x) * tiles.block.x - num_columns;
+  };
+  while (tiles.block.x > WARP_SIZE && num_idle_columns() > num_columns / 16) tiles.block.x /= 2;
   tiles.block.y = TileGrid::NUM_THREADS / tiles.block.x;
   tiles.num_column_tiles = static_cast<unsigned>(ceil_div<int64_t>(num_columns, tiles.block.x));
   const auto num_blocks = [&](int num_rows_per_thread) {

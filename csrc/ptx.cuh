@@ -128,7 +128,7 @@ __device__ inline uint32_t pack<bfloat16>(float low, float high) {
 
 #if __CUDA_ARCH__ >= 890
 // Two numbers rounded to T (float8_e4m3 or float8_e5m2), `low` in the low byte: to the nearest, ties to even, the
-// largest number beyond it, 0x7f for NaN.
+// largest number beyond it, NaN for NaN.
 template <typename T>
 __device__ inline uint32_t to_float8x2(float low, float high);
 
@@ -145,7 +145,6 @@ __device__ inline uint32_t to_float8x2<float8_e5m2>(float low, float high) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
   return result;
 }
-
 #endif
 
 // Two float8_e4m3 (the low 16 bits) as two float16: exact, NaN stays NaN. One instruction since sm_89.

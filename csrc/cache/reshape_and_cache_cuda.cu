@@ -112,9 +112,10 @@ __device__ uint32_t to_float8x2(float low, float high) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 890
   return to_float8<CacheT>(low) | to_float8<CacheT>(high) << 8;
 #else
-  // The instruction drops the sign of NaN.
+  // Which NaN the instruction gives, and with which sign, is its own affair.
   const uint32_t signs = (std::bit_cast<uint32_t>(low) >> 24 & 0x80) | (std::bit_cast<uint32_t>(high) >> 16 & 0x8000);
-  return ptx::to_float8x2<CacheT>(low, high) | signs;
+  const uint32_t nans = (low == low ? 0 : 0x7f) | (high == high ? 0 : 0x7f00);
+  return ptx::to_float8x2<CacheT>(low, high) | signs | nans;
 #endif
 }
 
@@ -255,6 +256,12 @@ struct Pieces {
     for (int i = 0; i < k; ++i) later &= later - 1;
     return __ffs(static_cast<int>(later)) - 1;
   }
+
+  // The slot of that token, or 0. All lanes take part.
+  __device__ int64_t slot_at(int start) const {
+    const int64_t result = __shfl_sync(ALL_LANES, slot, max(start, 0));
+    return start >= 0 ? result : 0;
+  }
 };
 
 // ---- reshape_and_cache
@@ -305,7 +312,7 @@ __device__ void store_values(const ReshapeAndCacheParams& p, const Access& acces
   if (pieces.starts != 0) {
     constexpr int NUM_PIECES = TILE_TOKENS / X;
     const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
-    const Position position = position_of(__shfl_sync(ALL_LANES, pieces.slot, max(start, 0)), access);
+    const Position position = position_of(pieces.slot_at(start), access);
     CacheT* target = cache + position.block * p.value_block_stride + position.offset;
     for (int d = static_cast<int>(threadIdx.x) / NUM_PIECES; start >= 0 && d < p.head_size;
          d += NUM_THREADS / NUM_PIECES) {
@@ -367,7 +374,7 @@ __device__ void gather_values(const GatherCachedKvParams& p, const Access& acces
   if (pieces.starts != 0) {
     constexpr int NUM_PIECES = TILE_TOKENS / X;
     const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
-    const Position position = position_of(__shfl_sync(ALL_LANES, pieces.slot, max(start, 0)), access);
+    const Position position = position_of(pieces.slot_at(start), access);
     const T* source = cache + position.block * p.value_block_stride + position.offset;
     move(
         static_cast<int>(threadIdx.x) / NUM_PIECES, NUM_THREADS / NUM_PIECES, start >= 0 ? head_size : 0,

@@ -218,6 +218,18 @@ def test_copy_blocks(device, data):
         assert_row_gap_untouched(cache)
 
 
+def test_copy_blocks_of_many_layers(device):
+    """More caches than a kernel's parameters hold."""
+    generator = torch.Generator().manual_seed(0)
+    caches = [make_caches(3, 1, 8, 8, torch.float16, generator, device) for _ in range(110)]
+    key_caches, value_caches = (list(layers) for layers in zip(*caches, strict=True))
+    mapping = mapping_tensor([(0, 2), (0, 1)], device)
+    expected = reference.copy_blocks(key_caches, value_caches, mapping)
+    OPS.copy_blocks(key_caches, value_caches, mapping)
+    for cache, copy in zip(key_caches + value_caches, expected[0] + expected[1], strict=True):
+        assert_same_bits(cache, copy)
+
+
 @given(st.data())
 def test_swap_blocks(device, data):
     draw = data.draw
