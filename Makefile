@@ -56,19 +56,22 @@ test-cuda:
 check-cuda: build
 	$(BIN)/python tests/check_cuda_kernels.py $(CMAKE_DIR)
 
-# The op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and
+# The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and
 # torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
 CXX ?= c++
+SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
+  PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
+  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+  $(BIN)/python -m pytest -q tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
 sanitize: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF
-	$(BIN)/cmake --build $(SANITIZED)
+	$(BIN)/cmake --build $(SANITIZED) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cp src/pagedattn_ext/*.py $(SANITIZED)/package/pagedattn_ext/
-	$(call for_each_capability,PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest -q tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py)
+	$(call for_each_capability,$(SANITIZED_PYTEST))
+	$(SANITIZED_PYTEST) --device simt
 
 bench: build
 	$(BIN)/python bench/attn.py --quick

@@ -2,9 +2,9 @@
 
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 
 #include <stdexcept>
+#include <string>
 
 namespace pagedattn {
 namespace {
@@ -25,7 +25,9 @@ GetCurrentStream* find_get_current_stream() {
 cudaStream_t current_cuda_stream(int32_t device_index) {
   static GetCurrentStream* const get_current_stream = find_get_current_stream();
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get_current_stream(device_index, &stream));
+  if (get_current_stream(device_index, &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("pagedattn_ext: torch has no current stream on cuda:" + std::to_string(device_index));
+  }
   return static_cast<cudaStream_t>(stream);
 }
 
