@@ -15,8 +15,12 @@ dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m
 "fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too); k_scale and v_scale are fp32 tensors of one element,
 by default 1, and must be 1 for a cache that is not fp8.
 
-Arithmetic is fp32, rounded once on store. Devices: CPU. No op has a backward: where gradients are recorded, a tensor
-that requires grad raises RuntimeError (the raw ops let it pass).
+Arithmetic is fp32, rounded once on store. No op has a backward: where gradients are recorded, a tensor that requires
+grad raises RuntimeError (the raw ops let it pass).
+
+Devices: CPU, and CUDA where the build has CUDA kernels. An op runs where its tensors are, on the current stream, and
+does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on the CPU, and block_mapping
+anywhere. What index tensors on a GPU hold is checked with PAGEDATTN_CHECK=1 in the environment, which does wait for it.
 
 Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or what is not a tensor, both before
 any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
@@ -183,7 +187,7 @@ def paged_attention_v2(
 
     The raw op takes exp_sums, max_logits (fp32 [num_seqs, num_heads, max_num_partitions]) and tmp_out ([num_seqs,
     num_heads, max_num_partitions, head_size]) after out, for partitions of 512 tokens; this function allocates them.
-    What they hold afterwards is unspecified. On the CPU both split long sequences.
+    What they hold afterwards is unspecified. Both split long sequences.
     """
     out, arguments = _decode_arguments(
         "paged_attention_v2",
@@ -257,7 +261,8 @@ def paged_attention(
     are already in the cache: row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
     p - sliding_window < t <= p. Its logits are scale * query . key, then softcap * tanh(logit / softcap) if softcap is
     not 0, then + alibi_slopes[h] * (t - p). A row that sees nothing gives zeros and an lse of -inf. The result of a row
-    depends on its own sequence alone, bit for bit, however the batch is put together or a prompt cut into chunks.
+    depends on its own sequence alone, bit for bit, however the batch is put together or a prompt cut into chunks (on
+    CUDA the latter may change the last bits).
 
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
@@ -371,7 +376,10 @@ def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapp
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
-    """Copies blocks of one pool to blocks of another.
+    """Copies blocks of one pool to blocks of another, which may be on another device.
+
+    Between a GPU and pinned host memory the copy is asynchronous, on the current stream: keep both pools, and leave the
+    host's alone, until the stream is done. Memory that is not pinned is copied run by run of adjacent blocks.
 
     Args:
         src: [num_src_blocks, ...].
