@@ -8,44 +8,51 @@ namespace {
 
 constexpr int MERGE_WARPS = 4;
 
-// Rows that may have partial results.
-bool slots_are_rows(const PagedAttentionParams& p, const Split& split) {
-  return p.num_tokens <= p.num_seqs * split.max_rows;
-}
-
-int64_t num_partials(const PagedAttentionParams& p, const Split& split) {
-  if (split.num_partitions == 1) return 0;
-  return std::min(p.num_tokens, p.num_seqs * split.max_rows) * p.num_heads * split.num_partitions;
+// The packed row that a warp merges: warps over (row, head), heads innermost. The rows are all there are if `prefill`,
+// else max_decode_rows of each sequence. False: there is no such row of that kind.
+__device__ bool find_row(const AttentionArguments& a, bool prefill, int64_t warp, Work& work, int& packed) {
+  const auto head = static_cast<int>(warp % a.p.num_heads);
+  int64_t row = warp / a.p.num_heads;
+  if (prefill) {
+    if (row >= a.p.num_tokens) return false;
+    set_sequence(a, find_sequence(a, [&](int seq) { return a.p.row_begin(seq) <= row; }), work);
+    row -= work.first_row;
+  } else {
+    if (row >= a.p.num_seqs * a.max_decode_rows) return false;
+    set_sequence(a, static_cast<int>(row / a.max_decode_rows), work);
+    row %= a.max_decode_rows;
+  }
+  if (work.is_prefill != prefill) return false;
+  work.kv_head = head / a.group_size;
+  packed = static_cast<int>(row) * a.group_size + head % a.group_size;
+  return packed < work.num_packed && set_tile(a, packed / (prefill ? a.prefill_tile_rows : a.decode_tile_rows), work);
 }
 
 // A warp merges a row's partitions: first a lane each for their maxima and sums, then lanes along the head.
-// Grid: warps over (sequence, row, head), heads innermost.
-__global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE) merge_kernel(const __grid_constant__ AttentionArguments a) {
-  const int64_t index = int64_t{blockIdx.x} * MERGE_WARPS + threadIdx.x / WARP_SIZE;
+// Grid: warps over (row, head).
+__global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
+    merge_kernel(const __grid_constant__ AttentionArguments a, bool prefill) {
   const auto lane = static_cast<int>(threadIdx.x % WARP_SIZE);
-  const auto head = static_cast<int>(index % a.p.num_heads);
-  const auto row = static_cast<int>(index / a.p.num_heads % a.split.max_rows);
-  const int64_t seq = index / a.p.num_heads / a.split.max_rows;
-  if (seq >= a.p.num_seqs) return;
-  const int64_t first_row = a.p.row_begin(seq);
-  const int64_t num_rows = a.p.row_end(seq) - first_row;
-  if (row >= num_rows || num_rows > a.split.max_rows) return;
-  const auto seq_len = static_cast<int>(a.p.seq_lens[seq]);
-  const int first_token = first_visible(a, seq_len - static_cast<int>(num_rows));
-  const int num_partitions =
-      (seq_len - 1) / a.split.partition_tokens - first_token / a.split.partition_tokens + 1;
-  if (num_partitions <= 1) return;  // the block that had it has written the row
+  Work work;
+  int packed = 0;
+  if (!find_row(a, prefill, int64_t{blockIdx.x} * MERGE_WARPS + threadIdx.x / WARP_SIZE, work, packed)) return;
+  const Partitions partitions = find_partitions(a, work);
+  const int num_partitions = partitions.last - partitions.first + 1;
+  if (num_partitions == 1) return;  // the block that had it has written the row
 
-  const int64_t first = partial_index(a, static_cast<int>(seq), first_row, row, head);
-  const float2 softmax = lane < num_partitions ? a.partials.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
+  const Split& split = split_of(a, work);
+  const int64_t first = partial_index(a, work, packed);
+  const float2 softmax = lane < num_partitions ? split.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
   float max = softmax.x;
   for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, lanes));
   const float weight = exp_below(softmax.x, max);
   const float sum = warp_sum(softmax.y * weight);
-  const float factor = finish_row(a, first_row + row, head, max, sum, lane == 0);
+  const int64_t row = row_of(a, work, packed);
+  const int head = head_of(a, work, packed);
+  const float factor = finish_row(a, row, head, max, sum, lane == 0);
 
   const auto head_size = static_cast<int>(a.p.head_size);
-  const float* values = a.partials.values + first * head_size;
+  const float* values = split.values + first * head_size;
   for (int begin = 0; begin < head_size; begin += WARP_SIZE) {
     const int d = begin + lane;
     float value = 0.0f;
@@ -54,8 +61,14 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE) merge_kernel(const __g
       const float partition_weight = __shfl_sync(ALL_LANES, weight, partition);
       if (d < head_size) value = fmaf(values[int64_t{partition} * head_size + d], partition_weight, value);
     }
-    if (d < head_size) store_out(a, first_row + row, head, d, value * factor);
+    if (d < head_size) store_out(a, row, head, d, value * factor);
   }
+}
+
+void launch_merge(const AttentionArguments& a, bool prefill, cudaStream_t stream) {
+  const int64_t num_rows = prefill ? a.p.num_tokens : a.p.num_seqs * a.max_decode_rows;
+  const int64_t num_blocks = ceil_div<int64_t>(num_rows * a.p.num_heads, MERGE_WARPS);
+  launch(merge_kernel, dim3(grid_size(num_blocks)), dim3(MERGE_WARPS * WARP_SIZE), 0, stream, a, prefill);
 }
 
 void attend(const AttentionArguments& a, cudaStream_t stream) {
@@ -79,32 +92,63 @@ bool blocks_are_aligned(const void* cache, int64_t block_bytes) {
   return reinterpret_cast<uintptr_t>(cache) % 16 == 0 && block_bytes % 16 == 0;
 }
 
+// A split without its place in the scratch.
+Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
+  const int64_t needed = ceil_div<int64_t>(p.max_seq_len, MIN_PARTITION_TOKENS);
+  return {static_cast<int>(std::clamp<int64_t>(needed, 1, max_partitions)), nullptr, nullptr};
+}
+
+AttentionArguments make_arguments(const PagedAttentionParams& p) {
+  const bool on_tensor_cores = p.dtype != DType::FLOAT32;
+  const auto group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
+  const int prefill_tile_rows = on_tensor_cores ? PREFILL_WARPS * MMA_ROWS : FMA_ROWS;
+  const int64_t prefill_blocks = prefill_tiles(p, prefill_tile_rows) * p.num_kv_heads;
+  const int max_decode_rows = p.query_start_loc == nullptr ? 1 : std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS);
+  const int64_t element_bytes = element_size(p.cache_dtype);
+  return {
+      .p = p,
+      .decode = make_split(p, MAX_PARTITIONS),
+      .prefill = make_split(p, std::clamp<int64_t>(ENOUGH_BLOCKS / prefill_blocks, 1, MAX_PARTITIONS)),
+      .group_size = group_size,
+      .max_decode_rows = max_decode_rows,
+      .decode_tile_rows = on_tensor_cores ? MMA_ROWS : FMA_ROWS,
+      .prefill_tile_rows = prefill_tile_rows,
+      .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
+      .aligned = blocks_are_aligned(p.key_cache, p.key_block_stride * element_bytes) &&
+                 blocks_are_aligned(p.value_cache, p.value_block_stride * element_bytes),
+      .decode_slots_are_rows = p.num_tokens <= p.num_seqs * max_decode_rows,
+  };
+}
+
+// Takes what the split needs from the scratch at `begin`; returns where it ends.
+char* place(Split& split, int64_t num_slots, const PagedAttentionParams& p, char* begin) {
+  if (split.num_partitions == 1) return begin;
+  const int64_t num_partials = num_slots * p.num_heads * split.num_partitions;
+  split.softmax = reinterpret_cast<float2*>(begin);
+  split.values = reinterpret_cast<float*>(split.softmax + num_partials);
+  return reinterpret_cast<char*>(split.values + num_partials * p.head_size);
+}
+
+char* place_splits(AttentionArguments& a, char* scratch) {
+  const int64_t decode_slots = std::min(a.p.num_tokens, a.p.num_seqs * a.max_decode_rows);
+  char* end = place(a.decode, decode_slots, a.p, scratch);
+  return may_have_prefill(a) ? place(a.prefill, a.p.num_tokens, a.p, end) : end;
+}
+
 }  // namespace
 
 int64_t paged_attention_scratch_bytes(const PagedAttentionParams& p) {
-  return num_partials(p, Split(p)) * static_cast<int64_t>(sizeof(float2) + p.head_size * sizeof(float));
+  AttentionArguments a = make_arguments(p);
+  return place_splits(a, nullptr) - static_cast<char*>(nullptr);
 }
 
 void paged_attention(const PagedAttentionParams& p, void* scratch, cudaStream_t stream) {
   if (p.num_seqs == 0 || p.num_tokens == 0) return;
-  const Split split(p);
-  auto* softmax = static_cast<float2*>(scratch);
-  const int64_t element_bytes = element_size(p.cache_dtype);
-  const AttentionArguments a{
-      .p = p,
-      .split = split,
-      .partials = {softmax, reinterpret_cast<float*>(softmax + num_partials(p, split))},
-      .group_size = static_cast<int>(p.num_heads / p.num_kv_heads),
-      .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
-      .aligned = blocks_are_aligned(p.key_cache, p.key_block_stride * element_bytes) &&
-                 blocks_are_aligned(p.value_cache, p.value_block_stride * element_bytes),
-      .slots_are_rows = slots_are_rows(p, split),
-  };
+  AttentionArguments a = make_arguments(p);
+  place_splits(a, static_cast<char*>(scratch));
   attend(a, stream);
-  if (split.num_partitions == 1) return;
-  const int64_t num_warps = p.num_seqs * split.max_rows * p.num_heads;
-  launch(merge_kernel, dim3(grid_size(ceil_div<int64_t>(num_warps, MERGE_WARPS))), dim3(MERGE_WARPS * WARP_SIZE), 0,
-         stream, a);
+  if (a.decode.num_partitions > 1) launch_merge(a, false, stream);
+  if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, stream);
 }
 
 }  // namespace pagedattn::cuda

@@ -6,9 +6,10 @@
 // them.
 //
 // Two kinds of sequence, told apart on the device, as only the device knows query_start_loc:
-//   decode   at most Split::max_rows rows: few packed rows, many tokens. The tokens are split into partitions, a block
+//   decode   at most max_decode_rows rows: few packed rows, many tokens. The tokens are split into partitions, a block
 //            each, and a second kernel merges the partial results (flash-decoding).
-//   prefill  more rows: a block for a tile of packed rows walks over all their tokens.
+//   prefill  more rows: a block for a tile of packed rows walks over all their tokens. Only where that makes few blocks
+//            are the tokens split, too.
 #pragma once
 
 #include <algorithm>
@@ -20,42 +21,36 @@ namespace pagedattn::cuda {
 
 constexpr int MMA_ROWS = 16;  // of mma.m16n8k16
 constexpr int SLICE_TOKENS = 16;
+constexpr int PREFILL_WARPS = 8;
+constexpr int FMA_ROWS = 8;  // packed rows of a block without tensor cores
 constexpr int MAX_DECODE_ROWS = 8;
 constexpr int MAX_PARTITIONS = WARP_SIZE;  // a lane each when they are merged
 constexpr int MIN_PARTITION_TOKENS = 512;
+constexpr int64_t ENOUGH_BLOCKS = 128;  // of a prefill: about one for each multiprocessor of a large GPU
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// How decode rows are split: of shapes alone, so nothing is read back from the device, and of max_seq_len alone, so
-// the result of a row does not depend on the batch.
+// How rows of one kind are split: in at most num_partitions, of shapes alone, so nothing is read back from the device.
+// Where a sequence is parted depends on that and on its own length: the result of a decode row, which has
+// MAX_PARTITIONS whenever it needs them, does not depend on the batch.
 struct Split {
-  int max_rows;  // a sequence of at most so many rows is decode
-  int partition_tokens;
-  int num_partitions;  // at most
-
-  explicit Split(const PagedAttentionParams& p) {
-    const auto group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
-    max_rows = p.query_start_loc == nullptr ? 1 : std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS);
-    int64_t tokens = MIN_PARTITION_TOKENS;
-    while (tokens * MAX_PARTITIONS < p.max_seq_len) tokens *= 2;
-    partition_tokens = static_cast<int>(std::min<int64_t>(tokens, INT32_MAX));
-    num_partitions = static_cast<int>(std::max<int64_t>(1, ceil_div(p.max_seq_len, tokens)));
-  }
-};
-
-// Partial results, [num_slots, num_heads, num_partitions]: maximum and sum of a softmax, and the weighted values.
-struct Partials {
+  int num_partitions;
+  // Partial results, [slots, num_heads, num_partitions]: maximum and sum of a softmax, and the weighted values.
   float2* softmax;
   float* values;  // [..., head_size]
 };
 
 struct AttentionArguments {
   PagedAttentionParams p;
-  Split split;
-  Partials partials;
+  Split decode;
+  Split prefill;
   int group_size;
-  int block_shift;      // log2 of block_size
-  bool aligned;         // every block of both caches begins at 16 bytes
-  bool slots_are_rows;  // whether a row's partial results lie at its own index, or at seq * max_rows + its index there
+  int max_decode_rows;   // a sequence of at most so many rows is decode
+  int decode_tile_rows;  // packed rows of a block
+  int prefill_tile_rows;
+  int block_shift;             // log2 of block_size
+  bool aligned;                // every block of both caches begins at 16 bytes
+  bool decode_slots_are_rows;  // a row's slot in decode.softmax: its own index, or seq * max_decode_rows + its index
+                               // there
 };
 
 // Tile of packed rows and the tokens to attend to: [begin, end), as far as the rows see any.
@@ -69,6 +64,7 @@ struct Work {
   int position;  // of the sequence's first row
   int begin;
   int end;
+  bool is_prefill;
   int partition;  // whose partial result this is; negative: it is the whole result
 };
 
@@ -88,10 +84,16 @@ __device__ inline int64_t row_of(const AttentionArguments& a, const Work& work, 
   return work.first_row + packed / a.group_size;
 }
 
+__device__ inline const Split& split_of(const AttentionArguments& a, const Work& work) {
+  return work.is_prefill ? a.prefill : a.decode;
+}
+
 // Where the partial results of a packed row begin, in partitions.
-__device__ inline int64_t partial_index(const AttentionArguments& a, int seq, int64_t first_row, int row, int head) {
-  const int64_t slot = a.slots_are_rows ? first_row + row : int64_t{seq} * a.split.max_rows + row;
-  return (slot * a.p.num_heads + head) * a.split.num_partitions;
+__device__ inline int64_t partial_index(const AttentionArguments& a, const Work& work, int packed) {
+  const bool slots_are_rows = work.is_prefill || a.decode_slots_are_rows;
+  const int64_t first_slot = slots_are_rows ? work.first_row : int64_t{work.seq} * a.max_decode_rows;
+  const int64_t slot = first_slot + packed / a.group_size;
+  return (slot * a.p.num_heads + head_of(a, work, packed)) * split_of(a, work).num_partitions;
 }
 
 __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& work) {
@@ -100,59 +102,45 @@ __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& 
   const auto num_rows = static_cast<int>(a.p.row_end(seq) - work.first_row);
   work.num_packed = num_rows * a.group_size;
   work.position = a.p.seq_lens[seq] - num_rows;
+  work.is_prefill = num_rows > a.max_decode_rows;
 }
 
-// Tokens that the rows of the tile see.
-__device__ inline void set_visible(const AttentionArguments& a, Work& work) {
-  work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
-  work.end = row_position(a, work, work.tile_end - 1) + 1;
-}
-
-// Blocks of a grid over decode sequences: KV heads, which lie side by side in memory, then tiles, then sequences, and
-// the partitions last: those that only the longest sequences have come at the end, when the rest is at work.
-inline int64_t decode_blocks(const AttentionArguments& a, int tile_rows) {
-  return a.p.num_kv_heads * ceil_div(a.split.max_rows * a.group_size, tile_rows) * a.p.num_seqs *
-         a.split.num_partitions;
-}
-
-// False: the block has nothing to do.
-__device__ inline bool find_decode_work(const AttentionArguments& a, int tile_rows, unsigned block, Work& work) {
-  const auto num_kv_heads = static_cast<unsigned>(a.p.num_kv_heads);
-  const auto num_tiles = static_cast<unsigned>(ceil_div(a.split.max_rows * a.group_size, tile_rows));
-  const auto num_seqs = static_cast<unsigned>(a.p.num_seqs);
-  work.kv_head = static_cast<int>(block % num_kv_heads);
-  const unsigned tile = block / num_kv_heads % num_tiles;
-  const unsigned seq_and_partition = block / num_kv_heads / num_tiles;
-  set_sequence(a, static_cast<int>(seq_and_partition % num_seqs), work);
+// The sequence's `tile`-th tile, and all the tokens that its rows see. False: there is none.
+__device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work& work) {
+  const int tile_rows = work.is_prefill ? a.prefill_tile_rows : a.decode_tile_rows;
+  if (tile * tile_rows >= work.num_packed) return false;
   work.tile_begin = static_cast<int>(tile) * tile_rows;
   work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
-  if (work.tile_begin >= work.tile_end || work.num_packed > a.split.max_rows * a.group_size) return false;
-  set_visible(a, work);
-
-  // All tiles and rows of a sequence have the same partitions: those of any of its rows.
-  const int first = first_visible(a, work.position) / a.split.partition_tokens;
-  const int last = max(first, (a.p.seq_lens[work.seq] - 1) / a.split.partition_tokens);
-  const int partition = first + static_cast<int>(seq_and_partition / num_seqs);
-  if (partition > last) return false;
-  work.partition = first == last ? -1 : partition - first;
-  work.begin = max(work.begin, partition * a.split.partition_tokens);
-  if (partition < last) work.end = min(work.end, (partition + 1) * a.split.partition_tokens);
+  work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
+  work.end = row_position(a, work, work.tile_end - 1) + 1;
   return true;
 }
 
-// Tiles before those of sequence `seq` in a grid over prefill tiles: at least as many as the sequences before it have.
-// So a tile finds its sequence without a table.
-__device__ inline int64_t tiles_before(const AttentionArguments& a, int tile_rows, int seq) {
-  return a.p.row_begin(seq) * a.group_size / tile_rows + seq;
+struct Partitions {
+  int tokens;  // of one
+  int first;
+  int last;
+};
+
+// Those that the tile's tokens lie in. A multiple of 512 tokens each, so that no slice lies in two.
+__device__ inline Partitions find_partitions(const AttentionArguments& a, const Work& work) {
+  Partitions partitions{MIN_PARTITION_TOKENS, 0, 0};
+  const int64_t seq_len = a.p.seq_lens[work.seq];
+  while (int64_t{partitions.tokens} * split_of(a, work).num_partitions < seq_len) partitions.tokens *= 2;
+  partitions.first = work.begin / partitions.tokens;
+  partitions.last = max(partitions.first, (work.end - 1) / partitions.tokens);
+  return partitions;
 }
 
-inline int64_t prefill_tiles(const AttentionArguments& a, int tile_rows) {
-  return a.p.num_tokens * a.group_size / tile_rows + a.p.num_seqs;
-}
-
-// Without query_start_loc every sequence has one row.
-inline bool may_have_prefill(const AttentionArguments& a) {
-  return a.p.query_start_loc != nullptr && a.p.num_tokens > a.split.max_rows;
+// Leaves the tokens of the `index`-th partition to the work. False: there is none.
+__device__ inline bool take_partition(const AttentionArguments& a, int index, Work& work) {
+  const Partitions partitions = find_partitions(a, work);
+  const int partition = partitions.first + index;
+  if (partition > partitions.last) return false;
+  work.partition = partitions.first == partitions.last ? -1 : index;
+  work.begin = max(work.begin, partition * partitions.tokens);
+  if (partition < partitions.last) work.end = min(work.end, (partition + 1) * partitions.tokens);
+  return true;
 }
 
 inline unsigned grid_size(int64_t num_blocks) {
@@ -160,24 +148,67 @@ inline unsigned grid_size(int64_t num_blocks) {
   return static_cast<unsigned>(num_blocks);
 }
 
-// False: the tile does not exist, or its sequence is decode.
-__device__ inline bool find_prefill_work(const AttentionArguments& a, int tile_rows, int64_t tile, int kv_head,
-                                         Work& work) {
+// A grid over decode sequences: KV heads, which lie side by side in memory, then tiles, then sequences, and
+// the partitions last: those that only the longest sequences have come at the end, when the rest is at work.
+inline dim3 decode_grid(const AttentionArguments& a) {
+  return dim3(grid_size(a.p.num_kv_heads * ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows) *
+                        a.p.num_seqs * a.decode.num_partitions));
+}
+
+// False: the block has nothing to do.
+__device__ inline bool find_decode_work(const AttentionArguments& a, Work& work) {
+  const auto num_kv_heads = static_cast<unsigned>(a.p.num_kv_heads);
+  const auto num_tiles = static_cast<unsigned>(ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows));
+  const auto num_seqs = static_cast<unsigned>(a.p.num_seqs);
+  work.kv_head = static_cast<int>(blockIdx.x % num_kv_heads);
+  const unsigned tile = blockIdx.x / num_kv_heads % num_tiles;
+  const unsigned seq_and_partition = blockIdx.x / num_kv_heads / num_tiles;
+  set_sequence(a, static_cast<int>(seq_and_partition % num_seqs), work);
+  if (work.is_prefill || !set_tile(a, tile, work)) return false;
+  return take_partition(a, static_cast<int>(seq_and_partition / num_seqs), work);
+}
+
+// Tiles before those of sequence `seq` in a grid over prefill tiles: at least as many as the sequences before it have.
+// So a tile finds its sequence without a table.
+__device__ inline int64_t tiles_before(const AttentionArguments& a, int seq) {
+  return a.p.row_begin(seq) * a.group_size / a.prefill_tile_rows + seq;
+}
+
+inline int64_t prefill_tiles(const PagedAttentionParams& p, int tile_rows) {
+  return p.num_tokens * (p.num_heads / p.num_kv_heads) / tile_rows + p.num_seqs;
+}
+
+// Without query_start_loc every sequence has one row.
+inline bool may_have_prefill(const AttentionArguments& a) {
+  return a.p.query_start_loc != nullptr && a.p.num_tokens > a.max_decode_rows;
+}
+
+inline dim3 prefill_grid(const AttentionArguments& a) {
+  return dim3(grid_size(prefill_tiles(a.p, a.prefill_tile_rows)), static_cast<unsigned>(a.p.num_kv_heads),
+              static_cast<unsigned>(a.prefill.num_partitions));
+}
+
+// The last sequence for which begins_before(seq) is true; it is for sequence 0, and for none after one for which it is
+// not.
+template <typename Condition>
+__device__ int find_sequence(const AttentionArguments& a, const Condition& begins_before) {
   int low = 0;
-  auto high = static_cast<int>(a.p.num_seqs);  // tiles_before(low) <= tile < tiles_before(high)
+  auto high = static_cast<int>(a.p.num_seqs);
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (tiles_before(a, tile_rows, middle) <= tile ? low : high) = middle;
+    (begins_before(middle) ? low : high) = middle;
   }
-  set_sequence(a, low, work);
-  const int64_t tile_begin = (tile - tiles_before(a, tile_rows, low)) * tile_rows;
-  if (tile_begin >= work.num_packed || work.num_packed <= a.split.max_rows * a.group_size) return false;
-  work.kv_head = kv_head;
-  work.tile_begin = static_cast<int>(tile_begin);
-  work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
-  work.partition = -1;
-  set_visible(a, work);
-  return true;
+  return low;
+}
+
+// For a block of prefill_grid. False: the tile or its partition does not exist, or the sequence is decode.
+__device__ inline bool find_prefill_work(const AttentionArguments& a, Work& work) {
+  // The last tiles of a sequence see most tokens: they begin first, and the short ones fill the gaps at the end.
+  const int64_t tile = int64_t{gridDim.x} - 1 - blockIdx.x;
+  set_sequence(a, find_sequence(a, [&](int seq) { return tiles_before(a, seq) <= tile; }), work);
+  work.kv_head = static_cast<int>(blockIdx.y);
+  if (!work.is_prefill || !set_tile(a, tile - tiles_before(a, work.seq), work)) return false;
+  return take_partition(a, static_cast<int>(blockIdx.z), work);
 }
 
 __device__ inline float cap_logit(const AttentionArguments& a, float logit) {
@@ -228,6 +259,37 @@ __device__ inline void store_out(const AttentionArguments& a, int64_t row, int h
   }
 }
 
+// Where the weighted values of a packed row go: to out, or to its partial results.
+struct RowTarget {
+  int64_t row;
+  int head;
+  float factor;
+  float* partial;  // nullptr: out
+
+  __device__ void store(const AttentionArguments& a, int d, float value) const {
+    if (partial != nullptr) {
+      partial[d] = value;
+    } else {
+      store_out(a, row, head, d, value * factor);
+    }
+  }
+};
+
+// What precedes the values; `is_first` of the threads that share a row writes it.
+__device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& work, int packed, float max, float sum,
+                                      bool is_first) {
+  RowTarget target{row_of(a, work, packed), head_of(a, work, packed), 1.0f, nullptr};
+  if (work.partition < 0) {
+    target.factor = finish_row(a, target.row, target.head, max, sum, is_first);
+  } else {
+    const int64_t partial = partial_index(a, work, packed) + work.partition;
+    const Split& split = split_of(a, work);
+    if (is_first) split.softmax[partial] = make_float2(max, sum);
+    target.partial = split.values + partial * a.p.head_size;
+  }
+  return target;
+}
+
 // The results of the warps of a block, each over tokens of its own, in shared memory.
 template <int NUM_WARPS, int TILE_ROWS, int HEAD_SIZE>
 struct WarpResults {
@@ -249,26 +311,11 @@ struct WarpResults {
         weights[w] = exp_below(softmax[w][i].x, max);
         sum = fmaf(softmax[w][i].y, weights[w], sum);
       }
-      const int head = head_of(a, work, packed);
-      const int64_t row = row_of(a, work, packed);
-      const auto merged = [&](int d) {
+      const RowTarget target = begin_row(a, work, packed, max, sum, threadIdx.x == 0);
+      for (auto d = static_cast<int>(threadIdx.x); d < head_size; d += NUM_WARPS * WARP_SIZE) {
         float value = 0.0f;
         for (int w = 0; w < NUM_WARPS; ++w) value = fmaf(values[w][i][d], weights[w], value);
-        return value;
-      };
-      const auto first = static_cast<int>(threadIdx.x);
-      if (work.partition < 0) {
-        const float factor = finish_row(a, row, head, max, sum, threadIdx.x == 0);
-        for (int d = first; d < head_size; d += NUM_WARPS * WARP_SIZE) {
-          store_out(a, row, head, d, merged(d) * factor);
-        }
-      } else {
-        const int64_t partial =
-            partial_index(a, work.seq, work.first_row, packed / a.group_size, head) + work.partition;
-        if (threadIdx.x == 0) a.partials.softmax[partial] = make_float2(max, sum);
-        for (int d = first; d < head_size; d += NUM_WARPS * WARP_SIZE) {
-          a.partials.values[partial * head_size + d] = merged(d);
-        }
+        target.store(a, d, value);
       }
     }
   }

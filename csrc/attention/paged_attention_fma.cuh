@@ -15,7 +15,6 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int FMA_ROWS = 8;
 constexpr int FMA_WARPS = 4;
 constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
 
@@ -195,15 +194,11 @@ class FmaWarp {
   float values_[FMA_ROWS][HEAD_SIZE / WARP_SIZE];  // elements lane, lane + 32, ... of the head
 };
 
-// Grid: decode_blocks, or prefill_tiles x KV heads.
+// Grid: decode_grid or prefill_grid.
 template <typename CacheT, int HEAD_SIZE, bool PREFILL>
 __global__ void __launch_bounds__(FMA_THREADS, 2) fma_kernel(const __grid_constant__ AttentionArguments a) {
   Work work;
-  if constexpr (PREFILL) {
-    if (!find_prefill_work(a, FMA_ROWS, int64_t{gridDim.x} - 1 - blockIdx.x, blockIdx.y, work)) return;
-  } else {
-    if (!find_decode_work(a, FMA_ROWS, blockIdx.x, work)) return;
-  }
+  if (!(PREFILL ? find_prefill_work(a, work) : find_decode_work(a, work))) return;
   auto& shared = *reinterpret_cast<FmaShared<HEAD_SIZE>*>(shared_memory);
   const auto head_size = static_cast<int>(a.p.head_size);
   for (int i = threadIdx.x; i < FMA_ROWS * head_size; i += FMA_THREADS) {
@@ -229,11 +224,9 @@ __global__ void __launch_bounds__(FMA_THREADS, 2) fma_kernel(const __grid_consta
 template <typename CacheT, int HEAD_SIZE>
 void launch_fma(const AttentionArguments& a, cudaStream_t stream) {
   constexpr size_t SHARED_BYTES = sizeof(FmaShared<HEAD_SIZE>);
-  launch(fma_kernel<CacheT, HEAD_SIZE, false>, dim3(grid_size(decode_blocks(a, FMA_ROWS))), dim3(FMA_THREADS),
-         SHARED_BYTES, stream, a);
+  launch(fma_kernel<CacheT, HEAD_SIZE, false>, decode_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
   if (!may_have_prefill(a)) return;
-  const dim3 grid(grid_size(prefill_tiles(a, FMA_ROWS)), static_cast<unsigned>(a.p.num_kv_heads));
-  launch(fma_kernel<CacheT, HEAD_SIZE, true>, grid, dim3(FMA_THREADS), SHARED_BYTES, stream, a);
+  launch(fma_kernel<CacheT, HEAD_SIZE, true>, prefill_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
 }
 
 }  // namespace

@@ -129,21 +129,19 @@ class WarpRows {
     }
   }
 
-  // The rows' results as they are, which are whole.
+  // The rows' results as they are: no other warp has worked on them.
   __device__ void store(const AttentionArguments& a, const Work& work) const {
     const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (packed_[i] < 0) continue;
-      const int64_t row = row_of(a, work, packed_[i]);
-      const int head = head_of(a, work, packed_[i]);
-      const float factor = finish_row(a, row, head, max_[i], sum_[i], pair == 0);
+      const RowTarget target = begin_row(a, work, packed_[i], max_[i], sum_[i], pair == 0);
 #pragma unroll
       for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
         const int d = tile * 8 + pair;
         if (d >= a.p.head_size) continue;
-        store_out(a, row, head, d, values_[tile][2 * i] * factor);
-        store_out(a, row, head, d + 1, values_[tile][2 * i + 1] * factor);
+        target.store(a, d, values_[tile][2 * i]);
+        target.store(a, d + 1, values_[tile][2 * i + 1]);
       }
     }
   }
@@ -307,7 +305,7 @@ struct Decode {
   static constexpr int SHARED_BYTES = std::max<int>(NUM_WARPS * WARP_BYTES, sizeof(Results));
 };
 
-// Grid: decode_blocks.
+// Grid: decode_grid.
 template <typename T, typename CacheT, int HEAD_SIZE>
 __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
     decode_kernel(const __grid_constant__ AttentionArguments a) {
@@ -315,7 +313,7 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZ
   using Shape = Decode<CacheT, HEAD_SIZE>;
   constexpr int STEP = Shape::NUM_WARPS * SLICE_TOKENS;
   Work work;
-  if (!find_decode_work(a, MMA_ROWS, blockIdx.x, work)) return;
+  if (!find_decode_work(a, work)) return;
 
   const int warp = threadIdx.x / WARP_SIZE;
   const int lane = threadIdx.x % WARP_SIZE;
@@ -357,8 +355,7 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZ
 
 template <typename CacheT, int HEAD_SIZE>
 struct Prefill {
-  static constexpr int NUM_WARPS = 8;
-  static constexpr int TILE_ROWS = NUM_WARPS * MMA_ROWS;
+  static constexpr int NUM_WARPS = PREFILL_WARPS;
   static constexpr int NUM_SLICES = HEAD_SIZE > 128 ? 1 : 4;  // of a tile: the logits of more do not fit in registers
   static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
   static constexpr int STAGE_BYTES = NUM_SLICES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
@@ -367,7 +364,7 @@ struct Prefill {
   static constexpr int THREADS_PER_SLICE = NUM_WARPS * WARP_SIZE / NUM_SLICES;
 };
 
-// Grid: prefill_tiles x KV heads.
+// Grid: prefill_grid.
 template <typename T, typename CacheT, int HEAD_SIZE>
 __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE,
                                   Prefill<CacheT, HEAD_SIZE>::MIN_BLOCKS)
@@ -375,14 +372,12 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
   using Shape = Prefill<CacheT, HEAD_SIZE>;
   constexpr int STEP = Shape::NUM_SLICES * SLICE_TOKENS;
-  // The last tiles of a sequence see most tokens: they begin first, and the short ones fill the gaps at the end.
-  const int64_t tile = int64_t{gridDim.x} - 1 - blockIdx.x;
   Work work;
-  if (!find_prefill_work(a, Shape::TILE_ROWS, tile, blockIdx.y, work)) return;
+  if (!find_prefill_work(a, work)) return;
 
   const int warp = threadIdx.x / WARP_SIZE;
   const int slice = threadIdx.x / Shape::THREADS_PER_SLICE;  // that this thread loads
-  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS;
+  int token = work.begin / STEP * STEP;  // so that no tile lies in two partitions
   int next_token = token;
   SliceBlocks next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
   int next_stage = 0;
@@ -416,13 +411,12 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
 template <typename T, typename CacheT, int HEAD_SIZE>
 void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
   using DecodeShape = Decode<CacheT, HEAD_SIZE>;
-  launch(decode_kernel<T, CacheT, HEAD_SIZE>, dim3(grid_size(decode_blocks(a, MMA_ROWS))),
-         dim3(DecodeShape::NUM_WARPS * WARP_SIZE), DecodeShape::SHARED_BYTES, stream, a);
+  launch(decode_kernel<T, CacheT, HEAD_SIZE>, decode_grid(a), dim3(DecodeShape::NUM_WARPS * WARP_SIZE),
+         DecodeShape::SHARED_BYTES, stream, a);
   if (!may_have_prefill(a)) return;
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
-  launch(prefill_kernel<T, CacheT, HEAD_SIZE>,
-         dim3(grid_size(prefill_tiles(a, PrefillShape::TILE_ROWS)), static_cast<unsigned>(a.p.num_kv_heads)),
-         dim3(PrefillShape::NUM_WARPS * WARP_SIZE), PrefillShape::SHARED_BYTES, stream, a);
+  launch(prefill_kernel<T, CacheT, HEAD_SIZE>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),
+         PrefillShape::SHARED_BYTES, stream, a);
 }
 
 }  // namespace
