@@ -211,6 +211,10 @@ __device__ inline bool find_prefill_work(const AttentionArguments& a, Work& work
   return take_partition(a, static_cast<int>(blockIdx.z), work);
 }
 
+__device__ inline float alibi_slope(const AttentionArguments& a, const Work& work, int packed) {
+  return packed < 0 ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
+}
+
 __device__ inline float cap_logit(const AttentionArguments& a, float logit) {
   return a.p.softcap * tanhf(logit * (1.0f / a.p.softcap));
 }

@@ -23,7 +23,7 @@ class WarpRows {
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
 
   __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
-      : lane_(threadIdx.x % WARP_SIZE), begin_(work.begin), end_(work.end) {
+      : lane_(threadIdx.x % WARP_SIZE) {
     const float scale = logit_scale(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -31,8 +31,6 @@ class WarpRows {
       packed_[i] = packed < work.tile_end ? packed : -1;
       position_[i] = packed_[i] < 0 ? -1 : row_position(a, work, packed);  // -1: sees no token
       first_visible_[i] = first_visible(a, position_[i]);
-      alibi_slope_[i] =
-          packed_[i] < 0 || a.p.alibi_slopes == nullptr ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
       scale_[i] = scale;
       max_[i] = -INFINITY;
       sum_[i] = 0.0f;
@@ -46,7 +44,7 @@ class WarpRows {
 
   // Takes in the tokens of `NUM_SLICES` slices from `token` on.
   template <int NUM_SLICES>
-  __device__ void attend(const AttentionArguments& a, const unsigned char* slices, int token) {
+  __device__ void attend(const AttentionArguments& a, const Work& work, const unsigned char* slices, int token) {
     float logits[NUM_SLICES][2][4] = {};
 #pragma unroll
     for (int step = 0; step < HEAD_SIZE / 32; ++step) {
@@ -62,13 +60,14 @@ class WarpRows {
       }
     }
 
-    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[i]; });
+    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[Slice::IS_FLOAT8 ? i : 0]; });
     if (a.p.softcap > 0.0f) {
       for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
     }
     if (a.p.alibi_slopes != nullptr) {
+      const float slopes[2] = {alibi_slope(a, work, packed_[0]), alibi_slope(a, work, packed_[1])};
       for_each(logits, token, [&](float& logit, int i, int key_token) {
-        logit = fmaf(alibi_slope_[i], static_cast<float>(key_token - position_[i]), logit);
+        logit = fmaf(slopes[i], static_cast<float>(key_token - position_[i]), logit);
       });
     }
     if (!sees_all(token, NUM_SLICES * SLICE_TOKENS)) {
@@ -96,10 +95,10 @@ class WarpRows {
         probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
       }
       const int slice_token = token + slice * SLICE_TOKENS;
-      if (begin_ <= slice_token && slice_token + SLICE_TOKENS <= end_) {
-        add_values<false>(slices + slice * Slice::BYTES, probabilities, slice_token);
+      if (work.begin <= slice_token && slice_token + SLICE_TOKENS <= work.end) {
+        add_values<false>(work, slices + slice * Slice::BYTES, probabilities, slice_token);
       } else {
-        add_values<true>(slices + slice * Slice::BYTES, probabilities, slice_token);
+        add_values<true>(work, slices + slice * Slice::BYTES, probabilities, slice_token);
       }
     }
   }
@@ -257,11 +256,12 @@ class WarpRows {
   // values += probabilities * V. At an edge of what the work sees, the values of the other tokens are masked: they may
   // be anything, and 0 * NaN is NaN.
   template <bool AT_EDGE>
-  __device__ void add_values(const unsigned char* slice, const uint32_t (&probabilities)[4], int token) {
+  __device__ void add_values(const Work& work, const unsigned char* slice, const uint32_t (&probabilities)[4],
+                             int token) {
     uint32_t mask[2] = {~0u, ~0u};
     if constexpr (AT_EDGE) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) mask[tile] = visible_pair(token + Slice::token_of(lane_, tile));
+      for (int tile = 0; tile < 2; ++tile) mask[tile] = visible_pair(work, token + Slice::token_of(lane_, tile));
     }
 #pragma unroll
     for (int step = 0; step < HEAD_SIZE / 32; ++step) {
@@ -275,19 +275,16 @@ class WarpRows {
   }
 
   // Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
-  __device__ uint32_t visible_pair(int token) const {
-    const auto visible = [&](int t) { return t >= begin_ && t < end_; };
+  static __device__ uint32_t visible_pair(const Work& work, int token) {
+    const auto visible = [&](int t) { return t >= work.begin && t < work.end; };
     return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
   }
 
   int lane_;
-  int begin_;  // tokens that any row of the work sees
-  int end_;
   int packed_[2];  // -1: no row
   int position_[2];
   int first_visible_[2];
-  float alibi_slope_[2];
-  float scale_[2];
+  float scale_[2];  // one for both rows, unless convert_query scales them
   float max_[2];
   float sum_[2];  // of this lane's logits
   uint32_t query_[HEAD_SIZE / 16][4];
@@ -338,7 +335,7 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZ
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
     __syncwarp();  // the slice is there for all lanes, and all have done with the one before, whose place is filled now
     load_next();
-    rows.template attend<1>(a, stages + stage * Slice::BYTES, token);
+    rows.template attend<1>(a, work, stages + stage * Slice::BYTES, token);
     stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
   }
   rows.finish();
@@ -377,7 +374,7 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
 
   const int warp = threadIdx.x / WARP_SIZE;
   const int slice = threadIdx.x / Shape::THREADS_PER_SLICE;  // that this thread loads
-  int token = work.begin / STEP * STEP;  // so that no tile lies in two partitions
+  int token = work.begin / STEP * STEP;                      // so that no tile lies in two partitions
   int next_token = token;
   SliceBlocks next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
   int next_stage = 0;
@@ -400,7 +397,7 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
     __syncthreads();  // as in decode
     load_next();
     if (!rows.is_before(token)) {
-      rows.template attend<Shape::NUM_SLICES>(a, shared_memory + stage * Shape::STAGE_BYTES, token);
+      rows.template attend<Shape::NUM_SLICES>(a, work, shared_memory + stage * Shape::STAGE_BYTES, token);
     }
     stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
   }
