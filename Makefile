@@ -56,8 +56,8 @@ test-cuda:
 check-cuda: build
 	$(BIN)/python tests/check_cuda_kernels.py $(CMAKE_DIR)
 
-# The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and
-# torch leave much behind. What compiles code or reads the binary is left out.
+# The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer. Leaks
+# are not looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
 CXX ?= c++
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \

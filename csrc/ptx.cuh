@@ -154,13 +154,14 @@ __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(x)));
   return result;
 #else
-  float elements[2];
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t element = x >> 8 * i & 0xff;
-    const float16 scaled{static_cast<uint16_t>((element & 0x80) << 8 | (element & 0x7f) << 7)};  // by 2^-8: other bias
-    elements[i] = (element & 0x7f) == 0x7f ? __int_as_float(0x7fffffff) : to_float(scaled) * 256.0f;
-  }
-  return pack<float16>(elements[0], elements[1]);
+  // As upper bytes of float16, shifted to its fields, they are 2^-8 of what they should be: the biases differ. 0x7f is
+  // NaN.
+  const uint32_t upper = __byte_perm(x, 0, 0x1404);
+  const uint32_t scaled = (upper & 0x80008000u) | (upper & 0x7f007f00u) >> 1;
+  const uint32_t is_nan = ((upper & 0x7f007f00u) + 0x01000100u & 0x80008000u) >> 15;
+  uint32_t result;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(result) : "r"(scaled), "r"(0x5c005c00u));  // 256
+  return result | is_nan * 0x7fffu;
 #endif
 }
 

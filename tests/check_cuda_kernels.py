@@ -64,7 +64,7 @@ def readable(names: list[str]) -> list[str]:
         return names
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     return [
-        re.sub(r"pagedattn::|cuda::|\(anonymous namespace\)::|^void |\(.*Params.*\)$", "", name)
+        re.sub(r"pagedattn::|cuda::|\(anonymous namespace\)::|^void |\([^()]*\)$", "", name)
         for name in done.stdout.splitlines()
     ]
 

@@ -21,7 +21,7 @@ settings.register_profile(
 settings.register_profile(
     "long", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("simt", settings.get_profile("ci"), max_examples=30)  # one core runs all of a GPU's threads
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # On small tensors a parallel region of a busy machine costs 100 times the work in it.
 torch.set_num_threads(1)
@@ -45,9 +45,7 @@ def devices_of(config: pytest.Config) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(*names): the devices that a test with the fixture `device` is for")
-    on_simt = "simt" in devices_of(config)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "simt" if on_simt else "ci"))
-    if on_simt:
+    if "simt" in devices_of(config):
         load_simt()
 
 

@@ -109,12 +109,12 @@ def test_rejects(argument, wrong, error):
 FAR_BLOCKS = [0, 2**16, 2**17 - 1, 2**17, 2**17 + 2]  # of 2^14 elements: up to and past element 2^31
 
 
-def make_far_caches(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 2^31 elements and a bit more: mapped, and committed page by page where it is written."""
+def make_far_caches(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 2^31 elements and a bit more: on the CPU mapped, and committed page by page where it is written."""
     try:
-        ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(FAR_BLOCKS[-1] + 1, 8, 128, 16, dtype)
+        ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(FAR_BLOCKS[-1] + 1, 8, 128, 16, dtype, device)
     except RuntimeError as error:
-        pytest.skip(f"this machine does not map the memory: {error}")
+        pytest.skip(f"this machine has not the memory: {error}")
     assert key_cache.numel() > 2**31
     return key_cache, value_cache
 
@@ -124,27 +124,28 @@ def near(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cache", [None, *FP8_CACHES[1:3]], ids=["bf16", *FP8_IDS[1:3]])
-def test_reshape_attention_and_gather_far_into_a_cache(cache):
+def test_reshape_attention_and_gather_far_into_a_cache(device, cache):
     """As on a cache that holds nothing but these blocks."""
     kv_cache_dtype, dtype = cache or ("auto", torch.bfloat16)
-    key_cache, value_cache = make_far_caches(dtype)
+    key_cache, value_cache = make_far_caches(dtype, device)
     num_tokens = 16 * len(FAR_BLOCKS)
-    key, value = torch.randn(2, num_tokens, 8, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    query = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    block_table = torch.tensor([FAR_BLOCKS], dtype=torch.int32)
+    key, value = torch.randn(2, num_tokens, 8, 128, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    query = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    block_table = torch.tensor([FAR_BLOCKS], dtype=torch.int32, device=device)
     slots = reference.slots_of(block_table[0], num_tokens, 16)
     options = {"kv_cache_dtype": kv_cache_dtype}
     ops.reshape_and_cache(key, value, key_cache, value_cache, slots, **options)
 
     near_caches = near(key_cache), near(value_cache)
     zeros = (torch.zeros_like(near_cache) for near_cache in near_caches)
-    expected_caches = reference.reshape_and_cache(key, value, *zeros, torch.arange(num_tokens), **options)
+    near_slots = torch.arange(num_tokens, device=device)
+    expected_caches = reference.reshape_and_cache(key, value, *zeros, near_slots, **options)
     for near_cache, expected in zip(near_caches, expected_caches, strict=True):
         assert_same_bits(near_cache, expected)
 
-    seq_lens = torch.tensor([num_tokens], dtype=torch.int32)
+    seq_lens = torch.tensor([num_tokens], dtype=torch.int32, device=device)
     out, _ = ops.paged_attention(query, key_cache, value_cache, block_table, seq_lens, **options)
-    near_table = torch.arange(len(FAR_BLOCKS), dtype=torch.int32)[None]
+    near_table = torch.arange(len(FAR_BLOCKS), dtype=torch.int32, device=device)[None]
     arguments = {"scale": 128**-0.5, **options}
     expected, eager = (
         reference.paged_attention(query, *near_caches, near_table, seq_lens, dtype=compute, **arguments)[0]
@@ -157,8 +158,8 @@ def test_reshape_attention_and_gather_far_into_a_cache(cache):
             assert_same_bits(result, wanted)
 
 
-def test_copy_and_swap_far_into_a_cache():
-    key_cache, value_cache = make_far_caches(torch.bfloat16)
+def test_copy_and_swap_far_into_a_cache(device):
+    key_cache, value_cache = make_far_caches(torch.bfloat16, device)
     generator, (first, middle, *_, last) = torch.Generator().manual_seed(0), FAR_BLOCKS
     for cache in (key_cache, value_cache):
         cache[first] = random_bits(*cache.shape[1:], dtype=cache.dtype, generator=generator)
@@ -169,7 +170,7 @@ def test_copy_and_swap_far_into_a_cache():
         assert_same_bits(cache[middle], cache[first])
     host = torch.zeros(2, *value_cache.shape[1:], dtype=value_cache.dtype)
     ops.swap_blocks(value_cache, host, torch.tensor([[last, 1]]))
-    assert_same_bits(host[1], value_cache[first])
+    assert_same_bits(host[1], value_cache[first].cpu())
     value_cache[last] = 0
     ops.swap_blocks(host, value_cache, torch.tensor([[1, last]]))
     assert_same_bits(value_cache[last], value_cache[first])

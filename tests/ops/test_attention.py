@@ -158,7 +158,6 @@ def test_chunked_prefill_is_whole_prefill(device, case, data):
 UNEQUAL = [(1300, 40, 2000), (30, 3000, 30, 30, 30), (5000,)]  # one of them 100 times longer than the others; one alone
 
 
-@pytest.mark.devices("cpu", "cuda")  # long sequences
 @pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("seq_lens", UNEQUAL, ids=str)
 @pytest.mark.parametrize("rows", [1, 12])

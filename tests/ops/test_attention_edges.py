@@ -84,7 +84,6 @@ def test_no_column_in_block_tables(device, make, run):
     assert_same_bits(out, torch.zeros_like(out))
 
 
-@pytest.mark.devices("cpu", "cuda")  # a long sequence
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["same", "fp8"])
 def test_context_of_65536_tokens(device, dtype, cache):
