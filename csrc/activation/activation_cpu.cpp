@@ -7,7 +7,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-PAGEDATTN_INLINE Vec silu(Vec x) { return x * sigmoid(x); }
+PAGEDATTN_INLINE Vec silu(Vec x) { return times_sigmoid(x, x); }
 
 PAGEDATTN_INLINE Vec gelu(Vec x) {
   constexpr float SQRT_HALF = 0.7071067811865476f;
@@ -20,7 +20,7 @@ PAGEDATTN_INLINE Vec gelu_by_tanh(Vec x) {
   // 0.5 x (1 + tanh(u)) is x sigmoid(2u), which loses no digits where tanh is close to -1.
   constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
   const Vec u = SQRT_2_OVER_PI * x * fma(x * x, broadcast(0.044715f), broadcast(1.0f));
-  return x * sigmoid(2.0f * u);
+  return times_sigmoid(x, 2.0f * u);
 }
 
 // out[i] = value(input, i, load) in rows [begin, end), where `input` is a row and `load` as in for_each_vector.
@@ -80,7 +80,7 @@ void gelu_tanh(const ActivationParams& params, int64_t begin, int64_t end) {
 }
 
 void gelu_quick(const ActivationParams& params, int64_t begin, int64_t end) {
-  activate(params, begin, end, [](Vec x) { return x * sigmoid(1.702f * x); });
+  activate(params, begin, end, [](Vec x) { return times_sigmoid(x, 1.702f * x); });
 }
 
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
