@@ -25,6 +25,29 @@ void rotate_neox(T* head, const T* cos, int64_t half) {
   });
 }
 
+// The same for all heads of a token, with halves of NUM_VECS vectors: cos and sin stay in registers.
+template <int NUM_VECS, typename T>
+void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_size, const T* cos_sin) {
+  constexpr int HALF = NUM_VECS * VEC_SIZE;
+  Vec cos[NUM_VECS], sin[NUM_VECS];
+  PAGEDATTN_UNROLL
+  for (int k = 0; k < NUM_VECS; ++k) {
+    cos[k] = load(cos_sin + k * VEC_SIZE);
+    sin[k] = load(cos_sin + HALF + k * VEC_SIZE);
+  }
+  for (T* head = heads; head < heads + num_heads * head_size; head += head_size) {
+    PAGEDATTN_UNROLL
+    for (int k = 0; k < NUM_VECS; k += 2) {
+      T* first = head + k * VEC_SIZE;
+      T* second = first + HALF;
+      const Pair a = rotate({load(first), load(second)}, cos[k], sin[k]);
+      const Pair b = rotate({load(first + VEC_SIZE), load(second + VEC_SIZE)}, cos[k + 1], sin[k + 1]);
+      store_two<false>(first, a.x, b.x);
+      store_two<false>(second, a.y, b.y);
+    }
+  }
+}
+
 // Pairs are neighbours: two vectors are taken apart into their even and odd elements, and put together again.
 template <typename T>
 void rotate_neighbours(T* head, const T* cos, int64_t half) {
@@ -47,11 +70,14 @@ void rotate_neighbours(T* head, const T* cos, int64_t half) {
 
 template <typename T>
 void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, const T* cos) {
+  const int64_t half = p.rot_dim / 2;
+  if (p.is_neox && half == 4 * VEC_SIZE) return rotate_neox_heads<4>(heads, num_heads, p.head_size, cos);
+  if (p.is_neox && half == 2 * VEC_SIZE) return rotate_neox_heads<2>(heads, num_heads, p.head_size, cos);
   for (int64_t head = 0; head < num_heads; ++head) {
     if (p.is_neox) {
-      rotate_neox(heads + head * p.head_size, cos, p.rot_dim / 2);
+      rotate_neox(heads + head * p.head_size, cos, half);
     } else {
-      rotate_neighbours(heads + head * p.head_size, cos, p.rot_dim / 2);
+      rotate_neighbours(heads + head * p.head_size, cos, half);
     }
   }
 }
