@@ -1,22 +1,39 @@
 """Norms, activations and rotary embedding, beside what torch offers for them.
 
-Usage: python bench/elementwise.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
+Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE]
+       [--plot FILE.png]
 
 GB/s counts each input and output once; the share is of tensor.copy_. Where there is an output, both allocate it;
 fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so can pass 100%. The
-probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
+probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them. How it is
+timed on a GPU: cuda_timing.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from harness import Probe, Row, copy_probe, finish, hardware, make_inputs, parse_args, print_rows, time_interleaved
+from harness import (
+    Probe,
+    Row,
+    assert_same,
+    copy_probe,
+    finish,
+    hardware,
+    make_inputs,
+    parse_args,
+    print_probes,
+    print_rows,
+    read_probe,
+    time_interleaved,
+    tolerance,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
 from pagedattn_ext import ops
 
+NUM_TOKENS = {"cpu": (1, 32, 512), "cuda": (32, 8192)}
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 11008
 NUM_HEADS, HEAD_SIZE = 32, 128
@@ -112,18 +129,26 @@ def bench(case: Case, num_tokens: int, dtype: torch.dtype, device: str, num_roun
     num_bytes = case.num_elements(num_tokens) * dtype.itemsize
     # Half of the bytes: what is read and what is written is the same memory where an op works in place.
     inputs = make_inputs(lambda: case.make(num_tokens, dtype), num_bytes // 2, device)
-    functions = {"ours": case.ours, "torch": case.theirs, "probe": probe.run}
-    seconds = time_interleaved(functions, inputs, num_rounds)
+    functions = {"ours": case.ours, "torch": case.theirs}
+    assert_same({name: on_copies(function) for name, function in functions.items()}, inputs[0], tolerance(dtype))
+    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
     name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}"
     return Row("elementwise", name, dtype, num_bytes, probe, seconds)
+
+
+def on_copies(function: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
+    """For ops that work in place."""
+    return lambda inputs: function(tuple(tensor.clone() for tensor in inputs))
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     facts = hardware(args.device)
-    cases = [(case, num_tokens) for case in CASES for num_tokens in (1, 32, 512)]
+    cases = [(case, num_tokens) for case in CASES for num_tokens in NUM_TOKENS[args.device]]
     with torch.device(args.device):
         probe = copy_probe()
+        if args.device == "cuda":
+            print_probes(read_probe(), probe)
     num_rounds = 5 if args.quick else 25
     rows = [bench(*case, dtype, args.device, num_rounds, probe) for dtype in args.dtypes for case in cases]
     print_rows(rows)

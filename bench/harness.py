@@ -2,7 +2,8 @@
 
 A share is never taken of a number from a data sheet: a probe (the plainest torch call of the same kind) runs in the
 same rounds. Paged caches and what the probes read and write come from allocate_kv_cache: both lie in huge pages where
-the system grants them. Ratios are a peer's time over ours: more than 1 means that ours is faster.
+the system grants them. Ratios are a peer's time over ours: more than 1 means that ours is faster. With --device cuda
+the times are those of cuda_timing.py.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TypeVar
 
+import cuda_timing
 import torch
 from torch import Tensor
 
@@ -30,7 +32,8 @@ import pagedattn_ext
 
 T = TypeVar("T")
 COLD_BYTES = 64 << 20  # buffers rotate over this much, beyond the last-level cache
-PROBE_BYTES = 256 << 20
+PROBE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 BATCH_SECONDS = 3e-4  # short calls are timed in batches of about this long
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # no longer than the benchmark lives
 
@@ -39,8 +42,10 @@ def parse_args(description: str) -> argparse.Namespace:
     """The options of every benchmark, with the device found to be usable and the threads set."""
     parser = argparse.ArgumentParser(description=description)
     dtypes = ["float32", "float16", "bfloat16"]
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=dtypes, action="append", help="repeatable; default float32 and bfloat16")
+    add_device_option(parser)
+    parser.add_argument(
+        "--dtype", choices=dtypes, action="append", help="repeatable; default float32 and bfloat16, on cuda bfloat16"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command and raw times")
@@ -48,14 +53,25 @@ def parse_args(description: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    if args.device == "cuda":
+    check_device(parser, args.device)
+    default = ["bfloat16"] if args.device == "cuda" else ["float32", "bfloat16"]
+    args.dtypes = [getattr(torch, name) for name in args.dtype or default]
+    prepare(args.threads)
+    return args
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends the process with status 2 where the device cannot be used."""
+    if device == "cuda":
         if not torch._C._dispatch_has_kernel_for_dispatch_key("pagedattn_ext::rms_norm", "CUDA"):
             parser.error("--device cuda: this build of pagedattn_ext has no CUDA ops")
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch finds no CUDA device")
-    args.dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
-    prepare(args.threads)
-    return args
+        torch.cuda.init()
 
 
 def prepare(num_threads: int) -> None:
@@ -88,14 +104,17 @@ def hardware(device: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "transparent_huge_pages": pages.read_text().strip() if pages.exists() else "unknown",
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "gpu": cuda_timing.describe_gpu() if device == "cuda" else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "pagedattn_ext": pagedattn_ext.build_info(),
     }
     where = facts["gpu"] or "{cpu}, {num_cpus} CPUs, load {load}; threads: {threads}".format(**facts)
     print(f"{where}; pagedattn_ext {pagedattn_ext.cpu_capability()}; torch {torch.__version__}")
-    print(f"transparent huge pages: {facts['transparent_huge_pages']}; caches and probes ask for them")
+    if device == "cuda":
+        print(cuda_timing.METHOD)
+    else:
+        print(f"transparent huge pages: {facts['transparent_huge_pages']}; caches and probes ask for them")
     return facts
 
 
@@ -113,60 +132,77 @@ class Probe:
 def probe_memory() -> Tensor:
     """PROBE_BYTES of what caches are made of, written: untouched pages would all be the same one."""
     head_size, block_size = 256, 64
-    num_blocks = PROBE_BYTES // (4 * head_size * block_size)
     device = torch.get_default_device()
+    num_blocks = PROBE_BYTES[device.type] // (4 * head_size * block_size)
     ((data, _),) = pagedattn_ext.allocate_kv_cache(num_blocks, 1, head_size, block_size, device=device)
     return data.flatten().fill_(1)
 
 
 def read_probe() -> Probe:
     data = probe_memory()
-    return Probe("read", "GB/s", PROBE_BYTES, lambda _: data.sum())
+    return Probe("read", "GB/s", data.nbytes, lambda _: data.sum())
 
 
 def copy_probe() -> Probe:
-    source, target = probe_memory().chunk(2)
-    return Probe("copy", "GB/s", PROBE_BYTES, lambda _: target.copy_(source))
+    data = probe_memory()
+    source, target = data.chunk(2)
+    return Probe("copy", "GB/s", data.nbytes, lambda _: target.copy_(source))
 
 
 def matmul_probe(dtype: torch.dtype) -> Probe:
-    n = 1024
+    n = MATMUL_SIZE[torch.get_default_device().type]
     a, b = torch.randn(2, n, n, dtype=dtype)
     return Probe("matmul", "GFLOP/s", 2 * n**3, lambda _: a @ b)
 
 
+def print_probes(*probes: Probe) -> None:
+    """What the device gives without us; in every row the probe runs once more, beside it."""
+    seconds = time_interleaved({probe.name: probe.run for probe in probes}, [None], num_rounds=9)
+    rates = [f"{probe.name} {probe.work / median(seconds[probe.name]) / 1e9:.0f} {probe.unit}" for probe in probes]
+    print("probes: " + ", ".join(rates))
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_initialized()  # never in a run on CPU
+
+
 def synchronize() -> None:
-    if torch.cuda.is_initialized():  # never in a run on CPU
+    if on_cuda():
         torch.cuda.synchronize()
+
+
+def cold_bytes(device: str) -> int:
+    """So many bytes, touched once, leave nothing else in the caches."""
+    return cuda_timing.cold_bytes() if device == "cuda" else COLD_BYTES
 
 
 def make_inputs(make: Callable[[], T], num_bytes: int, device: str) -> list[T]:
     """As many inputs as keep one another out of the caches, if a call touches num_bytes."""
     with torch.device(device):  # not while timing: it costs microseconds a call
-        return [make() for _ in range(ceil(COLD_BYTES / num_bytes))]
+        return [make() for _ in range(ceil(cold_bytes(device) / num_bytes))]
 
 
 def time_interleaved(
-    functions: dict[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int
+    functions: dict[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of a call of each function in each round. The functions take turns, so that noise falls on all alike.
+    use_graphs is for CUDA, see cuda_timing.
 
     Every call takes the input that was used longest ago, and its result is kept until that input comes again: neither
     what it reads nor what it allocates is in a cache, if the inputs are enough for that. With one CPU thread the time
     is that of the CPU, which other processes disturb less than the wall clock.
     """
-    alone = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
-    clock = time.process_time if alone else time.perf_counter
+    if on_cuda():
+        return cuda_timing.time_interleaved(functions, inputs, num_rounds, use_graphs)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     results: list[object] = [None] * len(inputs)
     num_done = 0
 
     def timed(function: Callable[[T], object], num_calls: int) -> float:
         nonlocal num_done
-        synchronize()
         started = clock()
         for i in range(num_done, num_done + num_calls):
             results[i % len(inputs)] = function(inputs[i % len(inputs)])
-        synchronize()
         num_done += num_calls
         return (clock() - started) / num_calls
 
@@ -182,8 +218,40 @@ def time_interleaved(
     return seconds
 
 
+def assert_same(functions: Mapping[str, Callable[[T], object]], inputs: T, tolerance: float) -> None:
+    """A faster way to another result would be no news. A result is a tensor or several."""
+
+    def results(function: Callable[[T], object]) -> list[Tensor]:
+        result = function(inputs)
+        return [result] if isinstance(result, Tensor) else list(result)
+
+    ours, *peers = (results(function) for function in functions.values())
+    for peer in peers:
+        for our_tensor, tensor in zip(ours, peer, strict=True):
+            torch.testing.assert_close(our_tensor, tensor, rtol=tolerance, atol=tolerance * tensor.abs().max().item())
+
+
+def assert_same_effect(functions: Mapping[str, Callable[[T], object]], inputs: T, written: Sequence[Tensor]) -> None:
+    """All leave the same in `written`, bit for bit; it is put back."""
+    before = [tensor.clone() for tensor in written]
+    effects = []
+    for function in functions.values():
+        function(inputs)
+        synchronize()
+        effects.append([tensor.clone() for tensor in written])
+        for tensor, old in zip(written, before, strict=True):
+            tensor.copy_(old)
+    synchronize()
+    for effect in effects[1:]:
+        assert all(map(torch.equal, effects[0], effect)), f"different results: {', '.join(functions)}"
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
 def latency(function: Callable[[], object], num_calls: int = 2000) -> dict[str, float]:
-    """Microseconds of a call, with everything warm."""
+    """Microseconds of a call, with everything warm, until its result is there."""
     microseconds = []
     for _ in range(num_calls):
         started = time.perf_counter()
@@ -226,6 +294,7 @@ class Row:
     work: int  # of ours, in the unit of the probe
     probe: Probe
     seconds: dict[str, list[float]]  # "ours", "probe" and the peers
+    note: str = ""
 
     def rate(self) -> float:
         return self.work / median(self.seconds["ours"]) / 1e9
@@ -243,7 +312,7 @@ class Row:
     def as_dict(self) -> dict[str, object]:
         derived = {self.probe.unit: self.rate(), f"share_of_{self.probe.name}_probe": self.share()}
         ratios = {f"ratio_to_{name}": ratio for name, ratio in self.ratios().items()}
-        raw = {"work": self.work, "probe_work": self.probe.work, "seconds": self.seconds}
+        raw = {"work": self.work, "probe_work": self.probe.work, "seconds": self.seconds, "note": self.note}
         return {"group": self.group, "case": self.label(), **derived, **ratios, **raw}
 
 
@@ -251,18 +320,40 @@ def print_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
     """One table: rows of one group, each with its note if there are any."""
     peers = list(dict.fromkeys(name for row in rows for name in row.ratios()))
     probe = rows[0].probe
-    table = [[rows[0].group, "ms", probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
+    # On a GPU calls are a thousand times shorter, and peers close.
+    unit, per_second, digits, ratio_digits = ("us", 1e6, 1, 2) if on_cuda() else ("ms", 1e3, 3, 1)
+    table = [[rows[0].group, unit, probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
     for row in rows:
-        ratios = row.ratios()
-        cells = [f"{ratios[name]:.1f}x" if name in ratios else "-" for name in peers]
-        table.append(
-            [row.label(), f"{median(row.seconds['ours']) * 1e3:.3f}", f"{row.rate():.1f}", f"{row.share():.0%}", *cells]
-        )
+        ratios, duration = row.ratios(), f"{median(row.seconds['ours']) * per_second:.{digits}f}"
+        cells = [f"{ratios[name]:.{ratio_digits}f}x" if name in ratios else "-" for name in peers]
+        table.append([row.label(), duration, f"{row.rate():.1f}", f"{row.share():.0%}", *cells])
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     print()
-    for (first, *rest), note in zip(table, ["", *(notes or [""] * len(rows))], strict=True):
+    for (first, *rest), note in zip(table, ["", *(notes or [row.note for row in rows])], strict=True):
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         print("  ".join([first.ljust(widths[0]), *cells, note]).rstrip(), flush=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What this project asks of itself."""
+
+    what: str
+    required: float
+    measure: Callable[[], float]
+    form: str
+    at_most: bool = False  # rather than at least
+
+    def is_met(self, measured: float) -> bool:
+        return measured <= self.required if self.at_most else measured >= self.required
+
+
+def share_target(what: str, required: float, row: Callable[[], Row]) -> Target:
+    return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}")
+
+
+def ratio_target(what: str, peer: str, required: float, row: Callable[[], Row], name: str | None = None) -> Target:
+    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x")
 
 
 def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:

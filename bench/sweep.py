@@ -18,8 +18,20 @@ from math import ceil
 from statistics import median
 
 import torch
-from attn import Paged, assert_same, tolerance
-from harness import COLD_BYTES, Probe, Row, finish, hardware, parse_args, print_rows, read_probe, time_interleaved
+from attn_inputs import Paged
+from harness import (
+    Probe,
+    Row,
+    assert_same,
+    cold_bytes,
+    finish,
+    hardware,
+    parse_args,
+    print_rows,
+    read_probe,
+    time_interleaved,
+    tolerance,
+)
 
 from pagedattn_ext import allocate_kv_cache
 
@@ -95,7 +107,7 @@ class Pool:
 
         blocks, num_used = torch.randperm(num_blocks, dtype=torch.int32), 0
         inputs = []
-        for _ in range(ceil(COLD_BYTES / kv_bytes(case, dtype))):
+        for _ in range(ceil(cold_bytes(device.type) / kv_bytes(case, dtype))):
             tables = torch.zeros(len(case.seq_lens), ceil(max(case.seq_lens) / block_size), dtype=torch.int32)
             for table, seq_len in zip(tables, case.seq_lens, strict=True):
                 n = ceil(seq_len / block_size)

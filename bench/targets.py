@@ -1,6 +1,8 @@
-"""The speeds that this project asks of itself on a CPU, and what it reaches here.
+"""The speeds that this project asks of itself, and what it reaches here.
 
-Usage: python bench/targets.py [--only SUBSTRING]
+Usage: python bench/targets.py [--device cuda] [--only SUBSTRING]
+
+This file is about CPUs, and prints; the targets on a GPU are in targets_cuda.py.
 
 One thread where not said otherwise. Decode: 8 sequences of 2048 tokens, block size 16, nothing in the CPU's caches;
 paged caches and the probes' memory lie in huge pages where the system grants them. A percentage is our rate over that
@@ -11,40 +13,37 @@ near a limit, repeat it. The exit status is 0 whether targets are met or not.
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
 
+import targets_cuda
 import torch
 from attn import EIGHT, FP8_DTYPES, GQA8, MHA, Attention, Model, bench_decode, bench_fp8_decode, bench_prefill
 from cache import bench as bench_cache
 from elementwise import CASES
 from elementwise import bench as bench_elementwise
-from harness import Row, copy_probe, dtype_name, hardware, matmul_probe, prepare, read_probe
+from harness import (
+    Row,
+    Target,
+    add_device_option,
+    check_device,
+    copy_probe,
+    dtype_name,
+    hardware,
+    matmul_probe,
+    prepare,
+    ratio_target,
+    read_probe,
+    share_target,
+)
 
 import pagedattn_ext
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_ROUNDS, NUM_LONG_ROUNDS = 21, 3  # long ones take a second or more
 WIDTH = 72
-
-
-@dataclass(frozen=True)
-class Target:
-    what: str
-    required: float
-    measure: Callable[[], float]
-    form: str
-
-
-def share(what: str, required: float, row: Callable[[], Row]) -> Target:
-    return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}")
-
-
-def ratio(what: str, peer: str, required: float, row: Callable[[], Row], name: str | None = None) -> Target:
-    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x")
 
 
 # ---- measurements, each made once ------------------------------------------------------------------------------------
@@ -116,13 +115,13 @@ def attention_targets() -> Iterator[Target]:
         (GQA8, BF16, 0.65, 20),
     ):
         name, row = f"decode, {model.name}, {dtype_name(dtype)}", partial(decode, model, dtype)
-        yield share(name, of_probe, row)
-        yield ratio(name, "SDPA", vs_sdpa, row, "SDPA, contiguous KV")
-        yield ratio(name, "gather + SDPA", 10, partial(decode_beside_gather, model, dtype))
+        yield share_target(name, of_probe, row)
+        yield ratio_target(name, "SDPA", vs_sdpa, row, "SDPA, contiguous KV")
+        yield ratio_target(name, "gather + SDPA", 10, partial(decode_beside_gather, model, dtype))
     for model in (MHA, GQA8):
         for dtype in FP8_DTYPES:
             name = f"decode, {model.name}, {dtype_name(dtype)}"
-            yield ratio(name, "bf16 cache", 1.3, partial(fp8_decode, model, dtype))
+            yield ratio_target(name, "bf16 cache", 1.3, partial(fp8_decode, model, dtype))
     if pagedattn_ext.cpu_capability().startswith("avx512"):
         for model in (MHA, GQA8):
             for dtype in (FP32, BF16):
@@ -139,7 +138,7 @@ def attention_targets() -> Iterator[Target]:
     ):
         for dtype in (FP32, BF16):
             name = f"prefill, {model.name}, {num_tokens} tokens after {prefix}, {dtype_name(dtype)}"
-            yield ratio(name, "SDPA", 1, partial(prefill, model, num_tokens, prefix, dtype))
+            yield ratio_target(name, "SDPA", 1, partial(prefill, model, num_tokens, prefix, dtype))
 
 
 def other_targets() -> Iterator[Target]:
@@ -158,7 +157,7 @@ def other_targets() -> Iterator[Target]:
         ("rotary_embedding_neox", 512, BF16, 8, "eager, HF form"),
     ):
         name = f"{op}, {num_tokens} tokens, {dtype_name(dtype)}"
-        yield ratio(name, "torch", required, partial(elementwise, op, num_tokens, dtype), peer)
+        yield ratio_target(name, "torch", required, partial(elementwise, op, num_tokens, dtype), peer)
     for num_kv_heads in (32, 8):
         for dtype in (FP32, BF16):
 
@@ -167,32 +166,36 @@ def other_targets() -> Iterator[Target]:
 
             size = f"{num_kv_heads}x128, {dtype_name(dtype)}"
             name = f"reshape_and_cache, 512 tokens, {size}"
-            yield ratio(name, "torch", 2, partial(row, name), "index_put")
+            yield ratio_target(name, "torch", 2, partial(row, name), "index_put")
             for name in (f"copy_blocks, 128 pairs, {size}", f"swap_blocks, 128 pairs, {size}"):
-                yield share(name, 0.65, partial(row, name))
+                yield share_target(name, 0.65, partial(row, name))
     # At the end: idle threads disturb what comes after them.
     for dtype in (FP32, BF16):
         name = f"decode, {MHA.name}, {dtype_name(dtype)}, two threads"
-        yield share(name, 0.75, partial(decode, MHA, dtype, 2))
+        yield share_target(name, 0.75, partial(decode, MHA, dtype, 2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_device_option(parser)
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="the targets whose description contains it")
     args = parser.parse_args()
+    check_device(parser, args.device)
     prepare(num_threads=1)
-    hardware("cpu")
+    hardware(args.device)
     print(f"\n{'what':{WIDTH}}  required  measured")
     met = []
-    for target in (*attention_targets(), *other_targets()):
+    for target in targets_cuda.targets() if args.device == "cuda" else (*attention_targets(), *other_targets()):
         if args.only not in target.what:
             continue
         measured = target.measure()
-        met.append(measured >= target.required)
+        met.append(target.is_met(measured))
         numbers = "  ".join(target.form.format(number).rjust(8) for number in (target.required, measured))
         print(f"{target.what:{WIDTH}}  {numbers}  {'met' if met[-1] else 'not met'}", flush=True)
     print(f"\n{sum(met)} of {len(met)} met")
-    if not pagedattn_ext.cpu_capability().startswith("avx512"):
+    if args.device == "cuda":
+        print(targets_cuda.NOT_MEASURED)
+    elif not pagedattn_ext.cpu_capability().startswith("avx512"):
         print("skipped: the AVX2 path beside the AVX512 path, which this process does not use")
 
 

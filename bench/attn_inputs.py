@@ -1,0 +1,170 @@
+"""What bench/attn.py times: the same sequences in a paged cache and as SDPA takes them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagedattn_ext import allocate_kv_cache, ops
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    """New tokens of some sequences, and a paged cache."""
+
+    query: Tensor  # [num_tokens, num_heads, head_size]
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+
+    @classmethod
+    def make(cls, query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], dtype: torch.dtype) -> "Paged":
+        """key, value: [num_seqs, num_kv_heads, tokens, head_size], tokens as many as whole blocks hold."""
+        num_seqs, num_heads, num_tokens, head_size = key.shape
+        blocks = torch.randperm(num_seqs * num_tokens // BLOCK_SIZE)
+        ((key_cache, value_cache),) = allocate_kv_cache(
+            len(blocks), num_heads, head_size, BLOCK_SIZE, dtype, torch.get_default_device()
+        )
+        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+        tokens = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (key, value))
+        ops.reshape_and_cache(*tokens, key_cache, value_cache, slots)
+        block_tables = blocks.view(num_seqs, -1).int()
+        return cls(query, key_cache, value_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32))
+
+    def decode(self) -> Tensor:
+        return ops.paged_attention_v1(self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens)
+
+    def attend(self, query_start_loc: Tensor) -> Tensor:
+        caches = self.key_cache, self.value_cache
+        return ops.paged_attention(
+            self.query, *caches, self.block_tables, self.seq_lens, query_start_loc=query_start_loc
+        )[0]
+
+    def decode_naive(self) -> Tensor:
+        """A sequence at a time."""
+        out = torch.empty_like(self.query)
+        num_kv_heads, head_size, block_size = self.value_cache.shape[1:]
+        for seq_idx, seq_len in enumerate(self.seq_lens.tolist()):
+            blocks = self.block_tables[seq_idx, : -(-seq_len // block_size)]
+            key = self.key_cache[blocks].permute(1, 0, 3, 2, 4).reshape(num_kv_heads, -1, head_size)[:, :seq_len]
+            value = self.value_cache[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)[:, :seq_len]
+            query = self.query[seq_idx].view(num_kv_heads, -1, head_size) * head_size**-0.5
+            out[seq_idx] = ((query @ key.mT).softmax(-1) @ value).flatten(0, 1)
+        return out
+
+
+def random_kv(model: Model, seq_lens: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As SDPA takes them, for Paged.make; in the memory of a cache."""
+    shape = len(seq_lens), model.num_kv_heads, -(-max(seq_lens) // BLOCK_SIZE) * BLOCK_SIZE, model.head_size
+    num_blocks = shape[0] * shape[2] // BLOCK_SIZE
+    ((key, value),) = allocate_kv_cache(
+        num_blocks, model.num_kv_heads, model.head_size, BLOCK_SIZE, dtype, torch.get_default_device()
+    )
+    return key.view(shape).normal_(), value.view(shape).normal_()
+
+
+class Attention:
+    """The last num_queries tokens of each sequence over all of its tokens, in our layout and in torch's."""
+
+    def __init__(self, model: Model, seq_lens: list[int], num_queries: int, dtype: torch.dtype) -> None:
+        num_seqs = len(seq_lens)
+        self.num_queries = num_queries
+        self.query = torch.randn(num_seqs * num_queries, model.num_heads, model.head_size, dtype=dtype)
+        self.query_start_loc = torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries
+        self.key, self.value = random_kv(model, seq_lens, dtype)
+        self.paged = Paged.make(self.query, self.key, self.value, seq_lens, dtype)
+
+        # What SDPA takes: the whole batch where lengths agree, a sequence at a time where they do not.
+        self.parts = [(slice(i, i + 1), seq_len) for i, seq_len in enumerate(seq_lens)]
+        if len(set(seq_lens)) == 1:
+            self.parts = [(slice(None), seq_lens[0])]
+        self.is_causal = num_queries == max(seq_lens)
+        is_chunk = 1 < num_queries < max(seq_lens)
+        seen = torch.ones(num_queries, max(seq_lens), dtype=torch.bool)
+        self.mask = seen.tril(max(seq_lens) - num_queries) if is_chunk else None
+
+    def decode(self) -> Tensor:
+        return self.paged.decode()
+
+    def prefill(self) -> Tensor:
+        return self.paged.attend(self.query_start_loc)
+
+    def attend(self, key: Tensor, value: Tensor) -> Tensor:
+        query = self.query.unflatten(0, (-1, self.num_queries)).transpose(1, 2)
+        outs = [
+            scaled_dot_product_attention(
+                query[part], key[part, :, :seq_len], value[part, :, :seq_len],
+                attn_mask=self.mask, is_causal=self.is_causal, enable_gqa=True,
+            ).transpose(1, 2).flatten(0, 1)
+            for part, seq_len in self.parts
+        ]  # fmt: skip
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def sdpa(self) -> Tensor:
+        return self.attend(self.key, self.value)
+
+    def gather_sdpa(self) -> Tensor:
+        p = self.paged
+        key = p.key_cache[p.block_tables].permute(0, 2, 1, 4, 3, 5)  # seq, head, block, token, d / x, x
+        value = p.value_cache[p.block_tables].permute(0, 2, 1, 4, 3)
+        return self.attend(key.flatten(-2).flatten(2, 3), value.flatten(2, 3))
+
+    def naive(self) -> Tensor:
+        return self.paged.decode_naive()
+
+
+class Fp8Decode:
+    """The same tokens in an fp8 cache and in a bf16 cache; random numbers that both hold exactly."""
+
+    def __init__(self, model: Model, seq_lens: list[int], dtype: torch.dtype) -> None:
+        query = torch.randn(len(seq_lens), model.num_heads, model.head_size, dtype=torch.bfloat16)
+        key, value = (t.to(dtype).bfloat16() for t in random_kv(model, seq_lens, torch.bfloat16))
+        self.fp8 = Paged.make(query, key, value, seq_lens, dtype)
+        self.bf16 = Paged.make(query, key, value, seq_lens, torch.bfloat16)
+
+    def decode(self) -> Tensor:
+        return self.fp8.decode()
+
+    def decode_bf16(self) -> Tensor:
+        return self.bf16.decode()
+
+
+class Mixed:
+    """A prompt beside rows of decode, in one batch."""
+
+    def __init__(self, model: Model, num_prompt_tokens: int, decode_lens: list[int], dtype: torch.dtype) -> None:
+        self.num_prompt_tokens, self.decode_len = num_prompt_tokens, decode_lens[0]
+        assert set(decode_lens) == {self.decode_len}  # sdpa takes them at once
+        seq_lens, num_tokens = [num_prompt_tokens, *decode_lens], num_prompt_tokens + len(decode_lens)
+        query = torch.randn(num_tokens, model.num_heads, model.head_size, dtype=dtype)
+        self.key, self.value = random_kv(model, seq_lens, dtype)
+        self.paged = Paged.make(query, self.key, self.value, seq_lens, dtype)
+        starts = torch.arange(num_prompt_tokens, num_tokens + 1, dtype=torch.int32)
+        self.query_start_loc = torch.cat((torch.zeros(1, dtype=torch.int32), starts))
+
+    def attend(self) -> Tensor:
+        return self.paged.attend(self.query_start_loc)
+
+    def sdpa(self) -> Tensor:
+        """Two calls."""
+        n, rows = self.num_prompt_tokens, slice(None, self.decode_len)
+        prompt, decodes = self.paged.query[:n].transpose(0, 1)[None], self.paged.query[n:, :, None]
+        prompt_out = scaled_dot_product_attention(
+            prompt, self.key[:1, :, :n], self.value[:1, :, :n], is_causal=True, enable_gqa=True
+        )
+        decode_out = scaled_dot_product_attention(
+            decodes, self.key[1:, :, rows], self.value[1:, :, rows], enable_gqa=True
+        )
+        return torch.cat((prompt_out[0].transpose(0, 1), decode_out[:, :, 0]))
