@@ -26,8 +26,8 @@ from attn_peers import fastest_sdpa, flash, flashinfer_decode
 from harness import (
     Probe,
     Row,
-    assert_same,
     busy_processes,
+    check_and_time,
     cold_bytes,
     copy_probe,
     dtype_name,
@@ -40,14 +40,12 @@ from harness import (
     print_probes,
     print_rows,
     read_probe,
-    time_interleaved,
     tolerance,
 )
 from torch import Tensor
 
 T = TypeVar("T")
 NUM_BUSY = 4
-
 
 MHA = Model("MHA 32x128", 32, 32, 128)
 GQA8 = Model("GQA 32/8x128", 32, 8, 128)
@@ -117,8 +115,7 @@ def bench_decode(
     num_bytes = kv_bytes(model, seq_lens, dtype)
     inputs = make_inputs(partial(Attention, model, seq_lens, 1, dtype), num_bytes, device)
     functions = {"ours": Attention.decode, **peers}
-    assert_same(functions, inputs[0], tolerance(dtype))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     return Row("decode", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
 
 
@@ -127,10 +124,9 @@ def bench_decode_on_cuda(
 ) -> Row:
     num_bytes = kv_bytes(model, seq_lens, dtype)
     inputs = make_inputs(partial(Attention, model, seq_lens, 1, dtype), num_bytes, device)
-    backend, sdpa = fastest_sdpa(inputs)
+    backend, sdpa = fastest_sdpa(inputs, dtype)
     functions = {"ours": Attention.decode, "SDPA": sdpa, **flashinfer_decode(model, inputs, dtype)}
-    assert_same(functions, inputs[0], tolerance(dtype))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     return Row("decode", f"{model.name}, {name}", dtype, num_bytes, probe, seconds, f"SDPA: {backend}")
 
 
@@ -140,8 +136,7 @@ def bench_fp8_decode(
     num_bytes = kv_bytes(model, seq_lens, dtype)
     inputs = make_inputs(partial(Fp8Decode, model, seq_lens, dtype), num_bytes, device)
     functions: Functions[Fp8Decode] = {"ours": Fp8Decode.decode, "bf16 cache": Fp8Decode.decode_bf16}
-    assert_same(functions, inputs[0], tolerance(torch.bfloat16))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    seconds = check_and_time(functions, inputs, tolerance(torch.bfloat16), num_rounds, probe)
     return Row("decode, fp8 cache", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
 
 
@@ -158,8 +153,7 @@ def bench_prefill(
     make = partial(Attention, model, [prefix + num_tokens], num_tokens, dtype)
     inputs = make_inputs(make, cold_bytes(device), device)  # one: arithmetic is the limit
     functions: Functions[Attention] = {"ours": Attention.prefill, "SDPA": sdpa}
-    assert_same(functions, inputs[0], tolerance(dtype))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     name = f"{model.name}, {num_tokens} tokens" + (f" after {prefix}" if prefix else "")
     return Row("prefill", name, dtype, num_operations(model, num_tokens, prefix), probe, seconds)
 
@@ -179,8 +173,7 @@ def bench_mixed(
     make = partial(Mixed, model, num_prompt_tokens, decode_lens, dtype)
     inputs = make_inputs(make, cold_bytes(device), device)
     functions: Functions[Mixed] = {"ours": Mixed.attend, "SDPA": flash(Mixed.sdpa)}
-    assert_same(functions, inputs[0], tolerance(dtype))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     work = num_operations(model, num_prompt_tokens) + sum(num_operations(model, 1, n - 1) for n in decode_lens)
     name = f"{model.name}, {num_prompt_tokens} tokens and {len(decode_lens)} x {decode_lens[0]}"
     return Row("mixed", name, dtype, work, probe, seconds)

@@ -35,9 +35,9 @@ def flash(function: Callable[[T], Tensor]) -> Callable[[T], Tensor]:
     return with_backend(SDPBackend.FLASH_ATTENTION, function)
 
 
-def fastest_sdpa(inputs: Sequence[Attention]) -> tuple[str, Decode]:
+def fastest_sdpa(inputs: Sequence[Attention], dtype: torch.dtype) -> tuple[str, Decode]:
     """The backend that is fastest here; which of them has a kernel depends on the shape and on the GPU."""
-    functions = {}
+    functions: dict[str, Decode] = {}
     for name, backend in BACKENDS.items():
         if name == "math" and functions:
             continue  # it writes its logits to memory
@@ -47,10 +47,20 @@ def fastest_sdpa(inputs: Sequence[Attention]) -> tuple[str, Decode]:
                 function(inputs[0])
         except RuntimeError:
             continue
+        try:
+            assert_same({"ours": Attention.decode, name: function}, inputs[0], tolerance(dtype))
+        except AssertionError as error:
+            print(f"SDPA, {name}: left out: {summary(error)}")
+            continue
         functions[name] = function
+    assert functions, "ours agrees with no backend of SDPA"
     seconds = time_interleaved(functions, inputs, num_rounds=5)
     name = min(functions, key=lambda name: median(seconds[name]))
     return name, functions[name]
+
+
+def summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def flashinfer_decode(model: Model, inputs: Sequence[Attention], dtype: torch.dtype) -> dict[str, Decode]:
@@ -61,7 +71,7 @@ def flashinfer_decode(model: Model, inputs: Sequence[Attention], dtype: torch.dt
     except ImportError:
         return {}
     except Exception as error:  # whatever it is, our own numbers do not depend on it
-        print(f"FlashInfer: left out: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        print(f"FlashInfer: left out: {summary(error)}")
         return {}
     return {"FlashInfer": lambda attention: runs[id(attention)]()}
 

@@ -8,7 +8,7 @@ cannot be captured is launched call by call, which is said where it happens.
 
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import ceil
 from statistics import median
@@ -87,7 +87,7 @@ def make_batch(
 
 
 def time_interleaved(
-    functions: dict[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool
+    functions: Mapping[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool
 ) -> dict[str, list[float]]:
     """Seconds of a call of each function in each round; the functions take turns."""
     batches = {name: make_batch(name, function, inputs, use_graphs) for name, function in functions.items()}

@@ -183,7 +183,7 @@ def make_inputs(make: Callable[[], T], num_bytes: int, device: str) -> list[T]:
 
 
 def time_interleaved(
-    functions: dict[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool = True
+    functions: Mapping[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of a call of each function in each round. The functions take turns, so that noise falls on all alike.
     use_graphs is for CUDA, see cuda_timing.
@@ -229,6 +229,18 @@ def assert_same(functions: Mapping[str, Callable[[T], object]], inputs: T, toler
     for peer in peers:
         for our_tensor, tensor in zip(ours, peer, strict=True):
             torch.testing.assert_close(our_tensor, tensor, rtol=tolerance, atol=tolerance * tensor.abs().max().item())
+
+
+def check_and_time(
+    functions: Mapping[str, Callable[[T], object]],
+    inputs: Sequence[T],
+    tolerance: float,
+    num_rounds: int,
+    probe: Probe,
+) -> dict[str, list[float]]:
+    """Of functions with the same result, and of the probe."""
+    assert_same(functions, inputs[0], tolerance)
+    return time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
 
 
 def assert_same_effect(functions: Mapping[str, Callable[[T], object]], inputs: T, written: Sequence[Tensor]) -> None:

@@ -20,7 +20,7 @@ from harness import Probe, Row, Target, copy_probe, dtype_name, matmul_probe, ra
 BF16 = torch.bfloat16
 NUM_ROUNDS = 25
 MANY_SEQS, LONG_TOKENS = 64, 1024  # decode is as fast as SDPA from here on
-PROBES = {"read": read_probe, "copy": copy_probe, "matmul": partial(matmul_probe, BF16)}
+PROBES: dict[str, Callable[[], Probe]] = {"read": read_probe, "copy": copy_probe, "matmul": partial(matmul_probe, BF16)}
 NOT_MEASURED = "not measured: the factors over vLLM's kernels, which are not peers here"
 
 

@@ -1,9 +1,14 @@
-"""bench/sweep.py and bench/targets.py: what they say about numbers."""
+"""bench/: what its programs say about numbers, and, without a GPU, whatever of --device cuda is not the GPU's."""
 
+import argparse
 import re
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +16,14 @@ import torch
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
-@pytest.fixture
-def find_notes(monkeypatch):
-    """sweep.find_cliffs of an axis: (query heads per KV head, GB/s, ms) of each point, beside a probe of 20 GB/s."""
+@pytest.fixture(autouse=True)
+def bench_modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
+
+
+@pytest.fixture
+def find_notes():
+    """sweep.find_cliffs of an axis: (query heads per KV head, GB/s, ms) of each point, beside a probe of 20 GB/s."""
     from harness import Probe, Row
     from sweep import Case, find_cliffs
 
@@ -52,3 +61,249 @@ def test_targets():
     required, measured, verdict = re.search(r"F\.rms_norm +(\S+)x +(\S+)x +(met|not met)\n", result.stdout).groups()
     assert required == "3.00" and verdict == ("met" if float(measured) >= 3 else "not met")
     assert f"\n{int(verdict == 'met')} of 1 met" in result.stdout
+
+
+# ---- --device cuda, without a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["attn", "targets"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device(program):
+    command = [sys.executable, str(BENCH / f"{program}.py"), "--device", "cuda"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2
+    assert re.search(r"error: --device cuda: (this build of pagedattn_ext has no CUDA ops|torch finds no CUDA device)",
+                     result.stderr)  # fmt: skip
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.recorded = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.recorded - self.recorded) * 1e3
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """The CPU where the programs expect a GPU: a graph is what it would have captured. Few bytes and operations."""
+    import cuda_timing
+    import harness
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    for name in "synchronize", "current_stream", "set_stream":
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(cuda_timing, "flush_buffer", lambda: torch.zeros(1))
+    monkeypatch.setattr(cuda_timing, "capture", lambda run: run)
+    monkeypatch.setattr(harness, "on_cuda", lambda: True)
+    monkeypatch.setattr(harness, "COLD_BYTES", 1 << 16)
+    monkeypatch.setitem(harness.PROBE_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(harness.MATMUL_SIZE, "cpu", 32)
+    return cuda_timing
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """Of every row on a GPU the kind, for a CPU."""
+    import attn
+    import attn_inputs
+    import cache
+    import elementwise
+    import targets_cuda
+
+    small, grouped = attn_inputs.Model("MHA 2x16", 2, 2, 16), attn_inputs.Model("GQA 4/2x16", 4, 2, 16)
+    monkeypatch.setattr(attn, "ONE", [40])
+    monkeypatch.setattr(attn, "FROM_64_TO_8192", [3, 70, 16])
+    cases = [(small, "4 x 40", [40] * 4), (grouped, "1 x 40", attn.ONE), (grouped, "ragged", attn.FROM_64_TO_8192)]
+    monkeypatch.setattr(attn, "CUDA_DECODES", cases)
+    monkeypatch.setattr(attn, "CUDA_FP8_DECODES", [(grouped, "2 x 40", [40, 40], torch.float8_e4m3fn)])
+    monkeypatch.setattr(attn, "CUDA_PREFILLS", [(grouped, 40, 0)])
+    monkeypatch.setattr(attn, "CUDA_MIXED", [(grouped, 20, [40] * 3)])
+    monkeypatch.setattr(cache, "NUM_HEADS", (2,))
+    monkeypatch.setattr(targets_cuda, "NUM_HEADS", (2,))
+    monkeypatch.setattr(targets_cuda, "NUM_ROUNDS", 2)
+    monkeypatch.setattr(targets_cuda, "MANY_SEQS", 4)
+    monkeypatch.setattr(targets_cuda, "LONG_TOKENS", 40)
+    for table, value in (cache.NUM_TOKENS, (3, 40)), (cache.NUM_PAIRS, 5), (elementwise.NUM_TOKENS, (1, 5)):
+        monkeypatch.setitem(table, "cpu", value)
+    yield
+    targets_cuda.probe.cache_clear()
+    targets_cuda.cache_rows.cache_clear()
+
+
+def test_cuda_timing(fake_cuda, monkeypatch, capsys):
+    """As many calls in a graph as there are inputs, or as BATCH_SECONDS hold; every function in every round."""
+    calls = {"short": [], "long": []}
+
+    def short(item):
+        calls["short"].append(item)
+        return item
+
+    def long(item):
+        calls["long"].append(item)
+        time.sleep(2e-3)
+
+    seconds = fake_cuda.time_interleaved({"short": short, "long": long}, [0, 1, 2], 4, use_graphs=True)
+    assert {name: len(times) for name, times in seconds.items()} == {"short": 4, "long": 4}
+    assert median(seconds["short"]) < 1e-3 < 2e-3 <= median(seconds["long"])
+    assert calls["short"] == [0, 0, *[0, 1, 2] * 5]  # loaded, its time taken; warm, and four rounds
+    assert calls["long"] == [0] * 7
+
+    def cannot_capture(run):
+        raise RuntimeError("not permitted\nwhen a stream captures")
+
+    monkeypatch.setattr(fake_cuda, "capture", cannot_capture)
+    assert len(fake_cuda.time_interleaved({"short": short}, [0], 2, use_graphs=True)["short"]) == 2
+    assert capsys.readouterr().out == "short: call by call, as no graph could be captured: not permitted\n"
+
+
+def test_attention_on_cuda(fake_cuda, small_shapes, capsys):
+    import attn
+
+    args = argparse.Namespace(device="cpu", quick=True, dtypes=[torch.bfloat16])
+    rows, extra = attn.tables_on_cuda(args)
+    groups = ["decode"] * 3 + ["decode, fp8 cache", "prefill", "mixed"]
+    assert [row.group for row in rows] == groups
+    assert rows[0].work == 2 * 4 * 40 * 2 * 16 * 2  # keys and values of all tokens and heads, 2 bytes each
+    assert rows[2].work == 2 * 89 * 2 * 16 * 2
+    assert rows[3].work == 2 * 80 * 2 * 16
+    assert rows[4].work == 4 * 4 * 16 * 40 * 41 // 2
+    assert rows[5].work == 4 * 4 * 16 * (20 * 21 // 2 + 3 * 40)
+    assert all("SDPA" in row.ratios() and row.note.startswith("SDPA: ") for row in rows[:3])
+    assert extra["host_microseconds"]["bfloat16"].keys() == {"ours", "SDPA"}
+    printed = capsys.readouterr().out
+    assert re.search(r"^probes: read \d+ GB/s, copy \d+ GB/s, matmul \d+ GFLOP/s$", printed, re.MULTILINE)
+    assert re.search(r"^decode +us +GB/s +of read +vs SDPA$", printed, re.MULTILINE)
+    assert re.search(r"^host's time of a call, .*: ours \d+\.\d us, SDPA \d+\.\d us$", printed, re.MULTILINE)
+
+
+def test_cuda_shapes():
+    """Those of the design, and none that the memory of one GPU does not hold with its peers."""
+    import attn
+
+    decodes = {f"{model.name}, {name}": (model, seq_lens) for model, name, seq_lens in attn.CUDA_DECODES}
+    assert len(decodes) == len(attn.CUDA_DECODES)
+    for shape in (
+        *("MHA 32x128, 64 x 4096", "MHA 32x128, 64 x 1024", "GQA 32/8x128, 64 x 4096", "GQA 64/8x128, 64 x 4096"),
+        *("GQA 32/8x128, 4 x 32768", "MHA 12x64, 64 x 1024", "MHA 32x128, 1 x 1024", "GQA 32/8x128, 1 x 1024"),
+        "GQA 32/8x128, 1 x 8192",
+    ):
+        seq_lens = decodes[shape][1]
+        assert shape.endswith(f", {len(seq_lens)} x {seq_lens[0]}") and len(set(seq_lens)) == 1
+    assert (min(attn.FROM_64_TO_8192), max(attn.FROM_64_TO_8192), len(attn.FROM_64_TO_8192)) == (64, 8192, 64)
+    for model, seq_lens in decodes.values():
+        assert attn.kv_bytes(model, [max(seq_lens)] * len(seq_lens), torch.bfloat16) <= 16 << 30
+
+
+def test_cache_and_elementwise_on_cuda(fake_cuda, small_shapes):
+    import cache
+    import elementwise
+    from harness import copy_probe
+
+    options = torch.bfloat16, "cpu", 2
+    rows = cache.bench(2, *options, copy_probe())
+    assert rows[1].work == 40 * 2 * 2 * 2 * 128 * 2  # key and value, read and written, heads
+    assert rows[4].work == 5 * 2 * 2 * 16 * 2 * 128 * 2
+    block_bytes = 16 * 2 * 128 * 2
+    for row in cache.bench_swaps(2, *options):
+        assert row.work == row.probe.work == 5 * block_bytes
+        assert row.seconds.keys() == {"ours", "torch", "probe"}
+    (silu,) = [case for case in elementwise.CASES if case.name == "silu_and_mul"]
+    assert elementwise.bench(silu, 5, *options, copy_probe()).work == 3 * 5 * 11008 * 2
+
+
+def test_wrong_results_are_not_timed():
+    from harness import assert_same, assert_same_effect
+
+    cache = torch.zeros(2)
+    with pytest.raises(AssertionError, match="different results: ours, torch"):
+        assert_same_effect({"ours": cache.add_, "torch": cache.sub_}, torch.ones(2), [cache])
+    assert cache.tolist() == [0, 0]
+    with pytest.raises(AssertionError):
+        assert_same({"ours": torch.neg, "torch": torch.abs}, torch.ones(2), 1e-2)
+
+
+def test_cuda_targets(fake_cuda, small_shapes):
+    import targets_cuda
+
+    targets = targets_cuda.targets("cpu")
+    kinds = [target.what.split(",")[0] for target in targets]
+    assert kinds[:5] == ["decode"] * 4 + ["prefill"] and len(targets) == 5 + 5 + 4
+    forms = [target.form.format(target.measure()) for target in targets]
+    assert forms[0].endswith("x") and forms[-1].endswith("%") and re.fullmatch(r"\d+\.\d", forms[1])
+    assert targets[1].is_met(15) and not targets[1].is_met(15.1)
+    assert targets[0].is_met(0.9) and not targets[0].is_met(0.89)
+
+
+def test_backends_of_sdpa(fake_cuda, small_shapes, monkeypatch, capsys):
+    """One that fails is passed over, one with other results is named."""
+    import attn
+    import attn_peers
+
+    inputs = [attn.Attention(*attn.CUDA_DECODES[0][::2], 1, torch.float32)]
+    name, run = attn_peers.fastest_sdpa(inputs, torch.float32)
+    assert name in attn_peers.BACKENDS
+    torch.testing.assert_close(run(inputs[0]), inputs[0].sdpa())
+
+    def with_backend(backend, function):
+        def run(attention):
+            if backend == "none":
+                raise RuntimeError("No available kernel")
+            return function(attention) * (0 if backend == "wrong" else 1)
+
+        return run
+
+    monkeypatch.setattr(attn_peers, "with_backend", with_backend)
+    monkeypatch.setattr(attn_peers, "BACKENDS", {"a": "none", "b": "wrong", "math": "right"})
+    assert attn_peers.fastest_sdpa(inputs, torch.float32)[0] == "math"
+    assert capsys.readouterr().out.startswith("SDPA, b: left out: AssertionError: Tensor-likes are not close!")
+    monkeypatch.setattr(attn_peers, "BACKENDS", {"a": "none", "b": "wrong"})
+    with pytest.raises(AssertionError, match="ours agrees with no backend of SDPA"):
+        attn_peers.fastest_sdpa(inputs, torch.float32)
+
+
+class FakeFlashInfer:
+    """BatchDecodeWithPagedKVCacheWrapper, as FlashInfer documents it."""
+
+    def __init__(self, workspace, kv_layout, use_tensor_cores):
+        assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(self, indptr, indices, last_page_len, num_heads, num_kv_heads, head_size, page_size, q_data_type):
+        self.pages = [indices[begin:end].long() for begin, end in pairwise(indptr.tolist())]
+        self.last_page_len, self.page_size, self.group = last_page_len, page_size, num_heads // num_kv_heads
+
+    def run(self, query, caches):
+        out = torch.empty_like(query)
+        for i, (pages, last) in enumerate(zip(self.pages, self.last_page_len.tolist(), strict=True)):
+            num_tokens = (len(pages) - 1) * self.page_size + last
+            key, value = (cache[pages].flatten(0, 1)[:num_tokens].repeat_interleave(self.group, 1) for cache in caches)
+            logits = torch.einsum("hd,thd->ht", query[i], key) * query.shape[-1] ** -0.5
+            out[i] = torch.einsum("ht,thd->hd", logits.softmax(-1), value)
+        return out
+
+
+def test_flashinfer(fake_cuda, small_shapes, monkeypatch, capsys):
+    import attn
+    from attn_inputs import Attention
+    from attn_peers import flashinfer_decode
+
+    model, _, seq_lens = attn.CUDA_DECODES[-1]
+    inputs = [Attention(model, seq_lens, 1, torch.float32)]
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert flashinfer_decode(model, inputs, torch.float32) == {}
+
+    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    (run,) = flashinfer_decode(model, inputs, torch.float32).values()
+    torch.testing.assert_close(run(inputs[0]), inputs[0].naive())
+    assert capsys.readouterr().out == ""
+
+    fake.BatchDecodeWithPagedKVCacheWrapper = None
+    assert flashinfer_decode(model, inputs, torch.float32) == {}
+    assert capsys.readouterr().out.startswith("FlashInfer: left out: TypeError: ")
