@@ -200,8 +200,8 @@ def test_one_huge_logit_selects_its_value_exactly(device, dtype, factor, seq_len
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("seq_len", [37, 1300])
 def test_large_logits_keep_their_differences(device, dtype, sign, seq_len):
-    """Logits of +-8192 + {0..7}, exact in fp32: eager PyTorch is no yardstick. Only the store may round, and with tensor
-    cores the probabilities.
+    """Logits of +-8192 + {0..7}, exact in fp32: eager PyTorch is no yardstick. Only the store may round, and with
+    tensor cores the probabilities.
     """
     keys = [[sign * 64.0, token % 8] for token in range(seq_len)]
     arguments, _ = make_logits_arguments(keys, [128.0, 1.0], dtype, device)
