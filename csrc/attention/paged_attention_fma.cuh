@@ -11,18 +11,19 @@
 #include <type_traits>
 
 #include "attention/paged_attention_cuda.cuh"
+#include "cuda_vec.cuh"
 
 namespace pagedattn::cuda {
-namespace {
 
-constexpr int FMA_WARPS = 4;
-constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
-
-__device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(float8_e5m2 x) { return ptx::to_float(float16{static_cast<uint16_t>(x.bits << 8)}); }
 __device__ inline float to_float(float8_e4m3 x) {
   return ptx::to_float(float16{static_cast<uint16_t>(ptx::e4m3x2_to_f16x2(x.bits) & 0xffff)});
 }
+
+namespace {
+
+constexpr int FMA_WARPS = 4;
+constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
 
 // NUM elements of the cache at `source`: of 16 bytes at most, all of one block.
 template <typename CacheT, int NUM>
