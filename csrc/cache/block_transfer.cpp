@@ -155,8 +155,8 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
       },
       [&](cudaStream_t stream) {
         const auto is_reachable = [&](const Tensor& pool) {
-          return is_on_cuda(pool) ? pool.get_device_index() == door.device().index()
-                                  : cuda::is_reachable(pool.const_data_ptr());
+          return pool.is_cuda() ? pool.get_device_index() == door.device().index()
+                                : cuda::is_reachable(pool.const_data_ptr());
         };
         const bool in_a_kernel = is_reachable(src) && is_reachable(dst);
         const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping) : on_host(block_mapping);

@@ -274,6 +274,22 @@ def test_swap_there_and_back_is_the_identity(device, dtype):
     assert_same_bits(cache[[1, 2, 9]], before[[3, 4, 9]])
 
 
+@pytest.mark.devices("simt")
+@pytest.mark.parametrize("gaps", [(0, 0), (0, 5), (5, 0)], ids=str)
+def test_swap_blocks_with_memory_that_is_not_pinned(device, monkeypatch, gaps):
+    """One copy for each run of blocks that follow each other on both sides. test_cuda.py does it with a GPU."""
+    monkeypatch.setenv("PAGEDATTN_SIMT_PAGEABLE", "1")
+    generator = torch.Generator().manual_seed(0)
+    src, dst = (
+        with_row_gap(random_bits(12, 2, 24, dtype=torch.float16, generator=generator).to(device), gap) for gap in gaps
+    )
+    mapping = mapping_tensor([(0, 4), (1, 5), (2, 6), (7, 0), (9, 2), (10, 3), (11, 1), (3, 8), (5, 9)], device)
+    expected = reference.swap_blocks(src, dst, mapping)
+    OPS.swap_blocks(src, dst, mapping)
+    assert_same_bits(dst, expected)
+    assert_row_gap_untouched(dst)
+
+
 def test_wrappers_of_copy_and_swap(device):
     generator = torch.Generator().manual_seed(0)
     (key, value), (host, _) = (make_caches(4, 2, 16, 8, torch.float16, generator, device) for _ in range(2))

@@ -339,9 +339,14 @@ struct cudaPointerAttributes {
   int device;
   void *devicePointer, *hostPointer;
 };
+// All memory is pinned; with PAGEDATTN_SIMT_PAGEABLE in the environment, none is.
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   void* same = const_cast<void*>(pointer);
-  *attributes = {cudaMemoryTypeHost, 0, same, same};
+  if (getenv("PAGEDATTN_SIMT_PAGEABLE") == nullptr) {
+    *attributes = {cudaMemoryTypeHost, 0, same, same};
+  } else {
+    *attributes = {cudaMemoryTypeUnregistered, 0, nullptr, same};
+  }
   return cudaSuccess;
 }
 
