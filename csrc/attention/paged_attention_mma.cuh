@@ -293,13 +293,18 @@ class WarpRows {
 
 // ---- decode
 
+// What every GPU since sm_80 lets a block have.
+constexpr int MAX_SHARED_BYTES = 99 * 1024;
+
 template <typename CacheT, int HEAD_SIZE>
 struct Decode {
-  static constexpr int NUM_WARPS = 4;
-  static constexpr int NUM_STAGES = sizeof(CacheT) == 1 ? 4 : 3;
-  static constexpr int WARP_BYTES = NUM_STAGES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
+  static constexpr int SLICE_BYTES = CacheSlice<CacheT, HEAD_SIZE>::BYTES;
+  static constexpr int NUM_WARPS = HEAD_SIZE > 128 && sizeof(CacheT) > 1 ? 2 : 4;
+  static constexpr int NUM_STAGES = NUM_WARPS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
+  static constexpr int WARP_BYTES = NUM_STAGES * SLICE_BYTES;
   using Results = WarpResults<NUM_WARPS, MMA_ROWS, HEAD_SIZE>;
   static constexpr int SHARED_BYTES = std::max<int>(NUM_WARPS * WARP_BYTES, sizeof(Results));
+  static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
 };
 
 // Grid: decode_grid.
@@ -357,6 +362,7 @@ struct Prefill {
   static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
   static constexpr int STAGE_BYTES = NUM_SLICES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
   static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES;
+  static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
   static constexpr int MIN_BLOCKS = HEAD_SIZE <= 64 && sizeof(CacheT) > 1 ? 2 : 1;  // of a multiprocessor
   static constexpr int THREADS_PER_SLICE = NUM_WARPS * WARP_SIZE / NUM_SLICES;
 };
