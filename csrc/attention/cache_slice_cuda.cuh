@@ -149,6 +149,7 @@ struct CacheSlice {
   template <int NUM_THREADS, bool ALIGNED>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
                               unsigned char* slice, int thread) {
+    static_assert(UNITS % NUM_THREADS == 0 && NUM_THREADS % SLICE_TOKENS == 0);
     const auto head_size = static_cast<int>(a.p.head_size);
     const int block_mask = (1 << a.block_shift) - 1;
     const int64_t head_offset = work.kv_head * a.p.head_size << a.block_shift;

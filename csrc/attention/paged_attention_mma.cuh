@@ -80,26 +80,10 @@ class WarpRows {
 
     rescale(max);
     const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
-#pragma unroll
-    for (int slice = 0; slice < NUM_SLICES; ++slice) {
-      uint32_t probabilities[4];
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float (&p)[4] = logits[slice][tile];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          p[i] = ptx::exp2_approx((p[i] - base[i / 2]) * LOG2_E);
-          sum_[i / 2] += p[i];
-        }
-        probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
-        probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
-      }
-      const int slice_token = token + slice * SLICE_TOKENS;
-      if (work.begin <= slice_token && slice_token + SLICE_TOKENS <= work.end) {
-        add_values<false>(work, slices + slice * Slice::BYTES, probabilities, slice_token);
-      } else {
-        add_values<true>(work, slices + slice * Slice::BYTES, probabilities, slice_token);
-      }
+    if (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end) {
+      add_values<false>(work, slices, logits, base, token);
+    } else {
+      add_values<true>(work, slices, logits, base, token);
     }
   }
 
@@ -253,23 +237,38 @@ class WarpRows {
     }
   }
 
-  // values += probabilities * V. At an edge of what the work sees, the values of the other tokens are masked: they may
-  // be anything, and 0 * NaN is NaN.
-  template <bool AT_EDGE>
-  __device__ void add_values(const Work& work, const unsigned char* slice, const uint32_t (&probabilities)[4],
-                             int token) {
-    uint32_t mask[2] = {~0u, ~0u};
-    if constexpr (AT_EDGE) {
+  // values += probabilities * V, probabilities = e^(logits - base). At an edge of what the work sees, the values of the
+  // other tokens are masked: they may be anything, and 0 * NaN is NaN.
+  template <bool AT_EDGE, int NUM_SLICES>
+  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&logits)[NUM_SLICES][2][4],
+                             const float (&base)[2], int token) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) mask[tile] = visible_pair(work, token + Slice::token_of(lane_, tile));
-    }
+    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+      uint32_t probabilities[4];
+      uint32_t mask[2] = {~0u, ~0u};
 #pragma unroll
-    for (int step = 0; step < HEAD_SIZE / 32; ++step) {
-      uint32_t operands[4][2];
-      Slice::load_values(slice, lane_, step, operands);
+      for (int tile = 0; tile < 2; ++tile) {
+        float p[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ptx::mma_m16n8k16<T>(values_[4 * step + i], probabilities, operands[i][0] & mask[0], operands[i][1] & mask[1]);
+        for (int i = 0; i < 4; ++i) {
+          p[i] = ptx::exp2_approx((logits[slice][tile][i] - base[i / 2]) * LOG2_E);
+          sum_[i / 2] += p[i];
+        }
+        probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
+        probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
+        if constexpr (AT_EDGE) {
+          mask[tile] = visible_pair(work, token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile));
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < HEAD_SIZE / 32; ++step) {
+        uint32_t operands[4][2];
+        Slice::load_values(slices + slice * Slice::BYTES, lane_, step, operands);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ptx::mma_m16n8k16<T>(values_[4 * step + i], probabilities, operands[i][0] & mask[0],
+                               operands[i][1] & mask[1]);
+        }
       }
     }
   }
@@ -358,12 +357,15 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZ
 template <typename CacheT, int HEAD_SIZE>
 struct Prefill {
   static constexpr int NUM_WARPS = PREFILL_WARPS;
-  static constexpr int NUM_SLICES = HEAD_SIZE > 128 ? 1 : 4;  // of a tile: the logits of more do not fit in registers
+  // Of a tile. Limited by the registers for their logits: all of them with large heads, and half with small ones, where
+  // two blocks share a multiprocessor.
+  static constexpr bool TWO_BLOCKS = HEAD_SIZE <= 64 && sizeof(CacheT) > 1;
+  static constexpr int NUM_SLICES = HEAD_SIZE > 128 ? 1 : TWO_BLOCKS ? 2 : 4;
   static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
   static constexpr int STAGE_BYTES = NUM_SLICES * CacheSlice<CacheT, HEAD_SIZE>::BYTES;
   static constexpr int SHARED_BYTES = NUM_STAGES * STAGE_BYTES;
   static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
-  static constexpr int MIN_BLOCKS = HEAD_SIZE <= 64 && sizeof(CacheT) > 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int MIN_BLOCKS = TWO_BLOCKS ? 2 : 1;
   static constexpr int THREADS_PER_SLICE = NUM_WARPS * WARP_SIZE / NUM_SLICES;
 };
 

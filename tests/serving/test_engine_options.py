@@ -30,29 +30,29 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 NO_CUDA = not (torch.cuda.is_available() and pagedattn_ext.build_info()["cuda_arches"])
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_device_cpu(llama: Checkpoint, device: str) -> None:
-    if device == "auto" and not NO_CUDA:
+@pytest.mark.parametrize("choice", ["auto", "cpu"])
+def test_device_cpu(llama: Checkpoint, choice: str) -> None:
+    if choice == "auto" and not NO_CUDA:
         pytest.skip("auto is CUDA here")
-    engine = LLMEngine(llama.path, device=device)
+    engine = LLMEngine(llama.path, device=choice)
     assert token_ids(run(engine, llama.prompts[:2], GREEDY)) == llama.expected[:2]
     assert engine.model_runner.device == "cpu"
 
 
 @pytest.mark.parametrize(
-    "device", ["tpu", "", "CPU", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:1.0", "cuda 0", "0", "5", 5, None]
+    "choice", ["tpu", "", "CPU", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:1.0", "cuda 0", "0", "5", 5, None]
 )
-def test_a_device_that_is_none(llama: Checkpoint, device: Any) -> None:
+def test_a_device_that_is_none(llama: Checkpoint, choice: Any) -> None:
     with pytest.raises(ValueError) as error:
-        LLMEngine(llama.path, device=device)
-    assert str(error.value) == f"device: expected auto, cpu, cuda or cuda:N, got {device!r}"
+        LLMEngine(llama.path, device=choice)
+    assert str(error.value) == f"device: expected auto, cpu, cuda or cuda:N, got {choice!r}"
 
 
 @pytest.mark.skipif(not NO_CUDA, reason="CUDA works here")
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
-def test_cuda_where_there_is_none(llama: Checkpoint, device: str) -> None:
-    with pytest.raises(ValueError, match=rf"device: expected cpu \(.*CUDA.*\), got {device}$"):
-        LLMEngine(llama.path, device=device)
+@pytest.mark.parametrize("choice", ["cuda", "cuda:0", "cuda:1"])
+def test_cuda_where_there_is_none(llama: Checkpoint, choice: str) -> None:
+    with pytest.raises(ValueError, match=rf"device: expected cpu \(.*CUDA.*\), got {choice}$"):
+        LLMEngine(llama.path, device=choice)
 
 
 @pytest.mark.parametrize(
