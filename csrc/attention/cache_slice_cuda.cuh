@@ -8,7 +8,8 @@
 //   16 bit   keys   [head_size / 8][16 tokens]     units of 8 elements of a token
 //            values [head_size][2]                 units of 8 tokens; the two swapped where d & 4, so that the 8 rows
 //                                                  of a matrix lie in all 32 banks
-//   8 bit    keys   [head_size / 16][16 tokens]    units of 16 elements of a token
+//   8 bit    keys   [head_size / 16][16 tokens]    units of 16 elements of a token; the upper 8 tokens swapped in
+//                                                  pairs, for the same reason
 //            values [head_size]                    units of 16 tokens
 //
 // ldmatrix moves pairs of 16 bits. Of 8-bit elements it gives a lane four neighbours, 4 * (lane % 4)..., where the
@@ -22,8 +23,8 @@ namespace pagedattn::cuda {
 
 // The blocks that the two halves of a slice lie in: one block, unless blocks have 8 tokens.
 struct SliceBlocks {
-  int64_t first;
-  int64_t second;
+  int32_t first;
+  int32_t second;
 
   __device__ int64_t of_half(int half) const { return half == 0 ? first : second; }
 };
@@ -32,13 +33,14 @@ struct SliceBlocks {
 __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Work& work, int token) {
   constexpr int HALF = SLICE_TOKENS / 2;
   const int32_t* table = a.p.block_tables + work.seq * a.p.block_table_stride;
-  const auto block_of = [&](int begin, int num_tokens) -> int64_t {
+  const auto block_of = [&](int begin, int num_tokens) -> int32_t {
     const int first = max(begin, work.begin);
     return first < min(begin + num_tokens, work.end) ? table[first >> a.block_shift] : 0;
   };
-  if ((1 << a.block_shift) == HALF) return {block_of(token, HALF), block_of(token + HALF, HALF)};
-  const int64_t block = block_of(token, SLICE_TOKENS);
-  return {block, block};
+  // Two loads, also of the same block: a copy of the first would wait for it.
+  const bool is_parted = (1 << a.block_shift) == HALF;
+  const int num_tokens = is_parted ? HALF : SLICE_TOKENS;
+  return {block_of(token, num_tokens), block_of(is_parted ? token + HALF : token, num_tokens)};
 }
 
 // Copies BYTES (8 or 16) from the cache to shared memory; zeros if not `valid`. As cp_async: to be waited for.
@@ -72,6 +74,9 @@ struct CacheSlice {
   static constexpr bool IS_FLOAT8 = sizeof(CacheT) == 1;
   static constexpr int HALF = SLICE_TOKENS / 2;
 
+  static __device__ int key_unit(int chunk, int token) {
+    return chunk * SLICE_TOKENS + (IS_FLOAT8 ? token ^ (token >> 3 & 1) << 1 : token);
+  }
   static __device__ int value_unit(int d, int half) { return 2 * d + (half ^ (d >> 2 & 1)); }
 
   // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units of which no row of the work sees
@@ -109,7 +114,7 @@ struct CacheSlice {
       const int chunk = 2 * step + matrix / 2;
       const int token = row / 2 * 4 + row % 2 + matrix % 2 * 2;
       uint32_t matrices[4];
-      ptx::ldmatrix_x4(matrices, slice + (chunk * SLICE_TOKENS + token) * 16);
+      ptx::ldmatrix_x4(matrices, slice + key_unit(chunk, token) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         widen(CacheT{}, matrices[i], operands[i / 2][i % 2 * 2], operands[i / 2][i % 2 * 2 + 1]);
@@ -119,7 +124,7 @@ struct CacheSlice {
       for (int i = 0; i < 2; ++i) {
         const int chunk = 4 * step + 2 * i + matrix % 2;
         const int token = matrix / 2 * 8 + row;
-        ptx::ldmatrix_x4(operands[i], slice + (chunk * SLICE_TOKENS + token) * 16);
+        ptx::ldmatrix_x4(operands[i], slice + key_unit(chunk, token) * 16);
       }
     }
   }
@@ -161,9 +166,10 @@ struct CacheSlice {
                          (key_token & block_mask) * ELEMENTS;
 #pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-      const int unit = thread + i * NUM_THREADS;
-      const int element = unit / SLICE_TOKENS * ELEMENTS;
-      copy_async<16, ALIGNED>(slice + unit * 16, keys + (element << a.block_shift), key_visible && element < head_size);
+      const int chunk = (thread + i * NUM_THREADS) / SLICE_TOKENS;
+      const int element = chunk * ELEMENTS;
+      copy_async<16, ALIGNED>(slice + key_unit(chunk, thread % SLICE_TOKENS) * 16, keys + (element << a.block_shift),
+                              key_visible && element < head_size);
     }
 
     unsigned char* target = slice + UNITS * 16;

@@ -55,11 +55,12 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
   const float* values = split.values + first * head_size;
   for (int begin = 0; begin < head_size; begin += WARP_SIZE) {
     const int d = begin + lane;
+    const float* column = values + min(d, head_size - 1);  // loaded before it is asked for: several at a time
     float value = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
     for (int partition = 0; partition < num_partitions; ++partition) {
-      const float partition_weight = __shfl_sync(ALL_LANES, weight, partition);
-      if (d < head_size) value = fmaf(values[int64_t{partition} * head_size + d], partition_weight, value);
+      const float of_partition = column[int64_t{partition} * head_size];
+      value = fmaf(of_partition, __shfl_sync(ALL_LANES, weight, partition), value);
     }
     if (d < head_size) store_out(a, row, head, d, value * factor);
   }

@@ -126,7 +126,10 @@ struct Partitions {
 __device__ inline Partitions find_partitions(const AttentionArguments& a, const Work& work) {
   Partitions partitions{MIN_PARTITION_TOKENS, 0, 0};
   const int64_t seq_len = a.p.seq_lens[work.seq];
-  while (int64_t{partitions.tokens} * split_of(a, work).num_partitions < seq_len) partitions.tokens *= 2;
+  constexpr int MAX_TOKENS = 1 << 30;  // ends the loop, whatever a length holds
+  while (int64_t{partitions.tokens} * split_of(a, work).num_partitions < seq_len && partitions.tokens < MAX_TOKENS) {
+    partitions.tokens *= 2;
+  }
   partitions.first = work.begin / partitions.tokens;
   partitions.last = max(partitions.first, (work.end - 1) / partitions.tokens);
   return partitions;
@@ -148,24 +151,52 @@ inline unsigned grid_size(int64_t num_blocks) {
   return static_cast<unsigned>(num_blocks);
 }
 
-// A grid over decode sequences: KV heads, which lie side by side in memory, then tiles, then sequences, and
-// the partitions last: those that only the longest sequences have come at the end, when the rest is at work.
-inline dim3 decode_grid(const AttentionArguments& a) {
-  return dim3(grid_size(a.p.num_kv_heads * ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows) *
-                        a.p.num_seqs * a.decode.num_partitions));
+// Decode works, in this order: KV heads, which lie side by side in memory, then tiles, then sequences, and the
+// partitions last: those that only the longest sequences have. There is one for each partition that a sequence could
+// have, and most do not exist where block_tables is wide.
+inline int64_t num_decode_works(const AttentionArguments& a) {
+  return a.p.num_kv_heads * ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows) * a.p.num_seqs *
+         a.decode.num_partitions;
 }
 
-// False: the block has nothing to do.
-__device__ inline bool find_decode_work(const AttentionArguments& a, Work& work) {
+// Blocks that share the decode works: some times as many as fit, so that they end together, and an odd number, so that
+// the partitions of a sequence, which are often a power of two apart, fall to different blocks.
+inline dim3 decode_grid(const AttentionArguments& a) {
+  constexpr int64_t BLOCKS_OF_MULTIPROCESSOR = 16;
+  const int64_t num_blocks = BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors() | 1;
+  return dim3(std::min(grid_size(num_decode_works(a)), grid_size(num_blocks)));
+}
+
+// False: there is no such work.
+__device__ inline bool find_decode_work(const AttentionArguments& a, unsigned index, Work& work) {
   const auto num_kv_heads = static_cast<unsigned>(a.p.num_kv_heads);
   const auto num_tiles = static_cast<unsigned>(ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows));
   const auto num_seqs = static_cast<unsigned>(a.p.num_seqs);
-  work.kv_head = static_cast<int>(blockIdx.x % num_kv_heads);
-  const unsigned tile = blockIdx.x / num_kv_heads % num_tiles;
-  const unsigned seq_and_partition = blockIdx.x / num_kv_heads / num_tiles;
+  work.kv_head = static_cast<int>(index % num_kv_heads);
+  const unsigned tile = index / num_kv_heads % num_tiles;
+  const unsigned seq_and_partition = index / num_kv_heads / num_tiles;
+  if (seq_and_partition >= num_seqs * static_cast<unsigned>(a.decode.num_partitions)) return false;
   set_sequence(a, static_cast<int>(seq_and_partition % num_seqs), work);
   if (work.is_prefill || !set_tile(a, tile, work)) return false;
   return take_partition(a, static_cast<int>(seq_and_partition / num_seqs), work);
+}
+
+// attend(work) for this block's share of the decode works, a barrier after each. The lanes of a warp look for 32 of
+// them at a time, every warp for the same.
+template <typename Attend>
+__device__ void for_each_decode_work(const AttentionArguments& a, int64_t num_works, const Attend& attend) {
+  for (int64_t first = blockIdx.x; first < num_works; first += int64_t{WARP_SIZE} * gridDim.x) {
+    const int64_t of_lane = first + int64_t{threadIdx.x % WARP_SIZE} * gridDim.x;
+    Work work;
+    unsigned found =
+        __ballot_sync(ALL_LANES, of_lane < num_works && find_decode_work(a, static_cast<unsigned>(of_lane), work));
+    for (; found != 0; found &= found - 1) {
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      find_decode_work(a, static_cast<unsigned>(first + int64_t{lane} * gridDim.x), work);
+      attend(work);
+      __syncthreads();  // shared memory is free again
+    }
+  }
 }
 
 // Tiles before those of sequence `seq` in a grid over prefill tiles: at least as many as the sequences before it have.

@@ -195,11 +195,8 @@ class FmaWarp {
   float values_[FMA_ROWS][HEAD_SIZE / WARP_SIZE];  // elements lane, lane + 32, ... of the head
 };
 
-// Grid: decode_grid or prefill_grid.
-template <typename CacheT, int HEAD_SIZE, bool PREFILL>
-__global__ void __launch_bounds__(FMA_THREADS, 2) fma_kernel(const __grid_constant__ AttentionArguments a) {
-  Work work;
-  if (!(PREFILL ? find_prefill_work(a, work) : find_decode_work(a, work))) return;
+template <typename CacheT, int HEAD_SIZE>
+__device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   auto& shared = *reinterpret_cast<FmaShared<HEAD_SIZE>*>(shared_memory);
   const auto head_size = static_cast<int>(a.p.head_size);
   for (int i = threadIdx.x; i < FMA_ROWS * head_size; i += FMA_THREADS) {
@@ -222,12 +219,27 @@ __global__ void __launch_bounds__(FMA_THREADS, 2) fma_kernel(const __grid_consta
   shared.results.store(a, work);
 }
 
+// Grid: decode_grid.
+template <typename CacheT, int HEAD_SIZE>
+__global__ void __launch_bounds__(FMA_THREADS, 2)
+    fma_decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
+  for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE>(a, work); });
+}
+
+// Grid: prefill_grid.
+template <typename CacheT, int HEAD_SIZE>
+__global__ void __launch_bounds__(FMA_THREADS, 2) fma_prefill_kernel(const __grid_constant__ AttentionArguments a) {
+  Work work;
+  if (find_prefill_work(a, work)) attend_with_fma<CacheT, HEAD_SIZE>(a, work);
+}
+
 template <typename CacheT, int HEAD_SIZE>
 void launch_fma(const AttentionArguments& a, cudaStream_t stream) {
   constexpr size_t SHARED_BYTES = sizeof(FmaShared<HEAD_SIZE>);
-  launch(fma_kernel<CacheT, HEAD_SIZE, false>, decode_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
+  launch(fma_decode_kernel<CacheT, HEAD_SIZE>, decode_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a,
+         num_decode_works(a));
   if (!may_have_prefill(a)) return;
-  launch(fma_kernel<CacheT, HEAD_SIZE, true>, prefill_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
+  launch(fma_prefill_kernel<CacheT, HEAD_SIZE>, prefill_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
 }
 
 }  // namespace

@@ -301,21 +301,17 @@ struct Decode {
   static constexpr int NUM_WARPS = HEAD_SIZE > 128 && sizeof(CacheT) > 1 ? 2 : 4;
   static constexpr int NUM_STAGES = NUM_WARPS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
   static constexpr int WARP_BYTES = NUM_STAGES * SLICE_BYTES;
+  static constexpr bool IS_LOOP = HEAD_SIZE <= 128;  // over works; larger heads leave no registers for it
   using Results = WarpResults<NUM_WARPS, MMA_ROWS, HEAD_SIZE>;
   static constexpr int SHARED_BYTES = std::max<int>(NUM_WARPS * WARP_BYTES, sizeof(Results));
   static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
 };
 
-// Grid: decode_grid.
 template <typename T, typename CacheT, int HEAD_SIZE>
-__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
-    decode_kernel(const __grid_constant__ AttentionArguments a) {
+__device__ void attend_decode(const AttentionArguments& a, const Work& work) {
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
   using Shape = Decode<CacheT, HEAD_SIZE>;
   constexpr int STEP = Shape::NUM_WARPS * SLICE_TOKENS;
-  Work work;
-  if (!find_decode_work(a, work)) return;
-
   const int warp = threadIdx.x / WARP_SIZE;
   const int lane = threadIdx.x % WARP_SIZE;
   unsigned char* stages = shared_memory + warp * Shape::WARP_BYTES;
@@ -350,6 +346,18 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZ
   rows.write(results, warp);
   __syncthreads();
   results.store(a, work);
+}
+
+// Grid: decode_grid; num_decode_works where IS_LOOP is false.
+template <typename T, typename CacheT, int HEAD_SIZE>
+__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
+    decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
+  if constexpr (Decode<CacheT, HEAD_SIZE>::IS_LOOP) {
+    for_each_decode_work(a, num_works, [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE>(a, work); });
+  } else {
+    Work work;
+    if (find_decode_work(a, blockIdx.x, work)) attend_decode<T, CacheT, HEAD_SIZE>(a, work);
+  }
 }
 
 // ---- prefill
@@ -416,8 +424,9 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
 template <typename T, typename CacheT, int HEAD_SIZE>
 void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
   using DecodeShape = Decode<CacheT, HEAD_SIZE>;
-  launch(decode_kernel<T, CacheT, HEAD_SIZE>, decode_grid(a), dim3(DecodeShape::NUM_WARPS * WARP_SIZE),
-         DecodeShape::SHARED_BYTES, stream, a);
+  const int64_t num_works = num_decode_works(a);
+  launch(decode_kernel<T, CacheT, HEAD_SIZE>, DecodeShape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)),
+         dim3(DecodeShape::NUM_WARPS * WARP_SIZE), DecodeShape::SHARED_BYTES, stream, a, num_works);
   if (!may_have_prefill(a)) return;
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
   launch(prefill_kernel<T, CacheT, HEAD_SIZE>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),

@@ -67,7 +67,7 @@ void transfer_on_cpu(const BlockTransferParams& params) {
 // The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
 // as the op returns, so it is not that which is copied later.
 Tensor on_gpu(const Door& door, const Tensor& mapping) {
-  if (is_on_cuda(mapping)) return mapping;
+  if (is_on_cuda(mapping) && mapping.get_device_index() == door.device().index()) return mapping;
   return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
