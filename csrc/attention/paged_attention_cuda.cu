@@ -103,7 +103,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const bool on_tensor_cores = p.dtype != DType::FLOAT32;
   const auto group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
   const int prefill_tile_rows = on_tensor_cores ? PREFILL_WARPS * MMA_ROWS : FMA_ROWS;
-  const int64_t prefill_blocks = prefill_tiles(p, prefill_tile_rows) * p.num_kv_heads;
+  const int64_t prefill_blocks = std::max<int64_t>(1, prefill_tiles(p, prefill_tile_rows) * p.num_kv_heads);
   const int max_decode_rows = p.query_start_loc == nullptr ? 1 : std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS);
   const int64_t element_bytes = element_size(p.cache_dtype);
   return {
