@@ -7,12 +7,12 @@ for those that its mark `devices(...)` leaves out; a test without it runs where 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from op_table import DEVICES, OPS, load_simt
+from op_table import DEVICES, OPS, load_simt, num_simt_launches
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
@@ -68,8 +68,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if runs(item)]
 
 
+LAUNCHES_BEFORE = pytest.StashKey[int]()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     OPS.select(item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu")
+    if OPS.namespace == "pagedattn_simt":
+        item.stash[LAUNCHES_BEFORE] = num_simt_launches()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and LAUNCHES_BEFORE in item.stash and "PAGEDATTN_SIMT_SEED" not in os.environ:
+        first, last = item.stash[LAUNCHES_BEFORE] + 1, num_simt_launches()
+        seeds = f"Launches {first} to {last}: PAGEDATTN_SIMT_SEED={last} gives each the schedule of the last one."
+        report.sections.append(("simt", seeds))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The raw ops that a test calls, for the device it runs on."""
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -40,6 +41,11 @@ def load_simt() -> None:
     if not SIMT_LIBRARY.exists():
         pytest.exit(f"--device simt: {SIMT_LIBRARY} is missing: make simt builds it", returncode=4)
     torch.ops.load_library(SIMT_LIBRARY)
+
+
+def num_simt_launches() -> int:
+    """Of this process. Unless PAGEDATTN_SIMT_SEED says otherwise, the n-th has seed n."""
+    return ctypes.CDLL(str(SIMT_LIBRARY)).pagedattn_simt_num_launches()
 
 
 def runs_cuda_kernels(device: torch.device) -> bool:
