@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "ptx.cuh"
 #include "types.h"
@@ -63,8 +64,22 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
+// Blocks along x. Throws std::runtime_error for more than a grid takes.
+inline unsigned grid_size(int64_t num_blocks) {
+  if (num_blocks > INT32_MAX) {
+    throw std::runtime_error("too much work for one CUDA grid: " + std::to_string(num_blocks) + " blocks");
+  }
+  return static_cast<unsigned>(num_blocks);
+}
+
 __device__ inline float warp_sum(float value) {
   for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(ALL_LANES, value, lanes);
+  return value;
+}
+
+// NaN of some lanes is left out.
+__device__ inline float warp_max(float value) {
+  for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, lanes));
   return value;
 }
 

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda_utils.cuh"
+#include "dispatch.h"
 
 namespace pagedattn::cuda {
 
@@ -119,6 +120,18 @@ inline bool is_aligned_16(std::initializer_list<const void*> addresses, std::ini
   return bits % 16 == 0;
 }
 
+// Calls function.operator()<T, N>() with the storage type of `dtype` and the elements of an access.
+template <typename Function>
+inline void dispatch_access(DType dtype, bool is_aligned, const Function& function) {
+  dispatch_dtype(dtype, [&]<typename T>() {
+    if (is_aligned) {
+      function.template operator()<T, ELEMENTS_PER_CHUNK<T>>();
+    } else {
+      function.template operator()<T, 1>();
+    }
+  });
+}
+
 // ---- tiles of [num_rows, num_columns], for kernels in which a thread needs no other. A column is N elements wide
 
 // A block covers blockDim.x columns of num_rows_per_thread * blockDim.y rows; the tiles of a row follow each other.
@@ -150,7 +163,7 @@ inline TileGrid make_tile_grid(int64_t num_rows, int64_t num_columns, int max_ro
   };
   const int64_t enough_blocks = ENOUGH_BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors();
   tiles.num_rows_per_thread = num_blocks(max_rows_per_thread) < enough_blocks ? 1 : max_rows_per_thread;
-  tiles.grid.x = static_cast<unsigned>(num_blocks(tiles.num_rows_per_thread));
+  tiles.grid.x = grid_size(num_blocks(tiles.num_rows_per_thread));
   return tiles;
 }
 

@@ -2,7 +2,6 @@
 // way; the formulas are short enough for the division and the exponential to hide behind them.
 #include "activation/activation.h"
 #include "cuda_vec.cuh"
-#include "dispatch.h"
 
 namespace pagedattn::cuda {
 namespace {
@@ -83,13 +82,7 @@ void run(const ActivationParams& params, int64_t gate, int64_t factor, cudaStrea
   const int64_t bytes = element_size(params.dtype);
   const bool is_aligned = is_aligned_16({params.input, params.out},
                                         {params.width * bytes, params.input_stride * bytes, params.out_stride * bytes});
-  dispatch_dtype(params.dtype, [&]<typename T>() {
-    if (is_aligned) {
-      launch_with.template operator()<T, ELEMENTS_PER_CHUNK<T>>();
-    } else {
-      launch_with.template operator()<T, 1>();
-    }
-  });
+  dispatch_access(params.dtype, is_aligned, launch_with);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 
 #include "attention/merge_attn_states.h"
 #include "cuda_vec.cuh"
-#include "dispatch.h"
 
 namespace pagedattn::cuda {
 namespace {
@@ -63,13 +62,7 @@ void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream)
   };
   const bool is_aligned = is_aligned_16({params.output, params.prefix_output, params.suffix_output},
                                         {params.head_size * element_size(params.dtype)});
-  dispatch_dtype(params.dtype, [&]<typename T>() {
-    if (is_aligned) {
-      launch_with.template operator()<T, ELEMENTS_PER_CHUNK<T>>();
-    } else {
-      launch_with.template operator()<T, 1>();
-    }
-  });
+  dispatch_access(params.dtype, is_aligned, launch_with);
 }
 
 }  // namespace pagedattn::cuda

@@ -2,6 +2,7 @@
 #include <bit>
 
 #include "attention/paged_attention_cuda.cuh"
+#include "cuda_vec.cuh"
 
 namespace pagedattn::cuda {
 namespace {
@@ -43,8 +44,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
   const Split& split = split_of(a, work);
   const int64_t first = partial_index(a, work, packed);
   const float2 softmax = lane < num_partitions ? split.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
-  float max = softmax.x;
-  for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, lanes));
+  const float max = warp_max(softmax.x);
   const float weight = exp_below(softmax.x, max);
   const float sum = warp_sum(softmax.y * weight);
   const int64_t row = row_of(a, work, packed);
@@ -89,10 +89,6 @@ void attend(const AttentionArguments& a, cudaStream_t stream) {
   }
 }
 
-bool blocks_are_aligned(const void* cache, int64_t block_bytes) {
-  return reinterpret_cast<uintptr_t>(cache) % 16 == 0 && block_bytes % 16 == 0;
-}
-
 // A split without its place in the scratch.
 Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
   const int64_t needed = ceil_div<int64_t>(p.max_seq_len, MIN_PARTITION_TOKENS);
@@ -115,8 +111,8 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .decode_tile_rows = on_tensor_cores ? MMA_ROWS : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,
       .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
-      .aligned = blocks_are_aligned(p.key_cache, p.key_block_stride * element_bytes) &&
-                 blocks_are_aligned(p.value_cache, p.value_block_stride * element_bytes),
+      .aligned = is_aligned_16({p.key_cache, p.value_cache},
+                               {p.key_block_stride * element_bytes, p.value_block_stride * element_bytes}),
       .decode_slots_are_rows = p.num_tokens <= p.num_seqs * max_decode_rows,
   };
 }

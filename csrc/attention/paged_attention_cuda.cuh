@@ -146,11 +146,6 @@ __device__ inline bool take_partition(const AttentionArguments& a, int index, Wo
   return true;
 }
 
-inline unsigned grid_size(int64_t num_blocks) {
-  if (num_blocks > INT32_MAX) throw std::runtime_error("paged_attention: too large for one CUDA grid");
-  return static_cast<unsigned>(num_blocks);
-}
-
 // Decode works, in this order: KV heads, which lie side by side in memory, then tiles, then sequences, and the
 // partitions last: those that only the longest sequences have. There is one for each partition that a sequence could
 // have, and most do not exist where block_tables is wide.

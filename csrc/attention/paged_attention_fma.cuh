@@ -136,8 +136,7 @@ class FmaWarp {
 
   // One step of the online softmax of a row.
   __device__ void add_logit(int row, float logit) {
-    float max = fmaxf(max_[row], logit);
-    for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, lanes));
+    const float max = warp_max(fmaxf(max_[row], logit));
     const float weight = exp_below(max_[row], max);
     const float probability = exp_below(logit, max);
     max_[row] = max;

@@ -84,8 +84,7 @@ void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers
       std::min<int64_t>(ceil_div<int64_t>(threads_of_block, WARP_SIZE) * WARP_SIZE, MAX_THREADS);
   pools.pieces_per_block = static_cast<unsigned>(ceil_div<int64_t>(threads_of_block, num_threads));
   launch(transfer_blocks_kernel,
-         dim3(static_cast<unsigned>(transfers[0].num_pairs * pools.pieces_per_block),
-              static_cast<unsigned>(num_transfers)),
+         dim3(grid_size(transfers[0].num_pairs * pools.pieces_per_block), static_cast<unsigned>(num_transfers)),
          dim3(static_cast<unsigned>(num_threads)), 0, stream, pools);
 }
 

@@ -431,7 +431,7 @@ Access make_access(const Params& p, int64_t row_element_size) {
 template <typename CacheT, typename Params>
 void launch_tiles(void (*kernel)(Params, Access), const Params& params, int64_t row_element_size, cudaStream_t stream) {
   const int64_t num_tiles = ceil_div<int64_t>(params.num_tokens, TILE_TOKENS);
-  launch(kernel, dim3(static_cast<unsigned>(2 * num_tiles * params.num_kv_heads)), dim3(NUM_THREADS),
+  launch(kernel, dim3(grid_size(2 * num_tiles * params.num_kv_heads)), dim3(NUM_THREADS),
          SharedValues<CacheT>::num_bytes(params.head_size), stream, params,
          make_access<CacheT>(params, row_element_size));
 }

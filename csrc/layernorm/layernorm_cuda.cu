@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cuda_vec.cuh"
-#include "dispatch.h"
 #include "layernorm/layernorm.h"
 
 namespace pagedattn::cuda {
@@ -111,7 +110,7 @@ dim3 block_shape(int64_t num_rows, int64_t num_vectors) {
 template <typename T, int N>
 void launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
   const dim3 block = block_shape(params.num_rows, ceil_div<int64_t>(params.hidden_size, N));
-  const auto grid = static_cast<unsigned>(ceil_div<int64_t>(params.num_rows, block.y));
+  const unsigned grid = grid_size(ceil_div<int64_t>(params.num_rows, block.y));
   const size_t shared_bytes = block.x / WARP_SIZE * sizeof(float);
   launch(params.residual != nullptr ? rms_norm_kernel<T, N, true> : rms_norm_kernel<T, N, false>, dim3(grid), block,
          shared_bytes, stream, params);
@@ -125,13 +124,7 @@ void rms_norm(const RmsNormParams& params, cudaStream_t stream) {
   const bool is_aligned = is_aligned_16({params.input, params.weight, params.out, params.residual},
                                         {params.hidden_size * bytes, params.input_stride * bytes,
                                          params.out_stride * bytes, params.residual_stride * bytes});
-  dispatch_dtype(params.dtype, [&]<typename T>() {
-    if (is_aligned) {
-      launch_rms_norm<T, ELEMENTS_PER_CHUNK<T>>(params, stream);
-    } else {
-      launch_rms_norm<T, 1>(params, stream);
-    }
-  });
+  dispatch_access(params.dtype, is_aligned, [&]<typename T, int N>() { launch_rms_norm<T, N>(params, stream); });
 }
 
 }  // namespace pagedattn::cuda

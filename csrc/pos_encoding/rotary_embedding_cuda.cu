@@ -107,7 +107,7 @@ void launch_rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t s
   const int64_t num_threads_of_head = std::min<int64_t>(num_columns, MAX_THREADS);
   const int64_t heads_per_pass =
       std::min<int64_t>(ceil_div<int64_t>(num_heads, HEADS_PER_THREAD), MAX_THREADS / num_threads_of_head);
-  launch(rotary_embedding_kernel<T, PAIRS, IS_NEOX>, dim3(static_cast<unsigned>(params.num_tokens)),
+  launch(rotary_embedding_kernel<T, PAIRS, IS_NEOX>, dim3(grid_size(params.num_tokens)),
          dim3(static_cast<unsigned>(num_threads_of_head * heads_per_pass)), 0, stream, params,
          static_cast<int>(heads_per_pass));
 }
