@@ -152,7 +152,10 @@ void run_on_cpu(const PagedAttentionParams& params) {
 
   const auto attend = PAGEDATTN_CPU_KERNEL(attend);
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
-    attend(params, plan.items[i], scratch.get() + worker * plan.scratch_floats, partials.get(), plan.partial_stride);
+    // As a rule, the workers take turns.
+    const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
+    attend(params, plan.items[i], next_item, scratch.get() + worker * plan.scratch_floats, partials.get(),
+           plan.partial_stride);
   });
   const auto merge_partials = PAGEDATTN_CPU_KERNEL(merge_partials);
   const auto num_merges = static_cast<int64_t>(plan.merges.size());

@@ -78,9 +78,10 @@ struct MergeItem {
 // Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
 constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { return num_results * (head_size + 2); }
 
-// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for three sets.
-PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item, float* scratch,
-                             float* partials, int64_t partial_stride)
+// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for three sets. The
+// start of what `next_item` (may be nullptr) reads is fetched towards the end.
+PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item,
+                             const AttentionItem* next_item, float* scratch, float* partials, int64_t partial_stride)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
                              const float* partials, int64_t partial_stride, float* scratch)
 

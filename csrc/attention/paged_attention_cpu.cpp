@@ -34,22 +34,19 @@ constexpr int LOGIT_VECS = NUM_ROWS == 4 ? 1 : (VEC_SIZE == 16 ? 4 : 2) / NUM_RO
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
-// Several rows have more to do with the values than with the keys of 16 bits: for even work, half of the values are
-// fetched already while those of the head before are summed.
+// Several rows have more to do with the values than with the keys of 16 bits: for even work, three quarters of what
+// is next are fetched beside the values, instead of half.
 template <typename T, int NUM_ROWS>
-constexpr bool EARLY_VALUES = NUM_ROWS > 1 && sizeof(T) == 2;
+constexpr bool LIGHT_KEYS = NUM_ROWS > 1 && sizeof(T) == 2;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
 struct HeadTile {
   const PagedAttentionParams& params;
   const Tile<T>& tile;
-  const T* keys;             // key_cache at this KV head
-  const T* values;           // value_cache at this KV head
-  const Tile<T>& next_tile;  // where the walk goes from here: the next head, or the first one in the next tile
-  const T* next_keys;
-  const T* next_values;
-  bool prefetch;  // for the first rows that go over the tile
+  const T* keys;              // key_cache at this KV head
+  const T* values;            // value_cache at this KV head
+  Prefetcher<T>* prefetcher;  // of what is next; nullptr but for the first rows that go over the tile
 };
 
 // One query row of one head.
@@ -64,22 +61,21 @@ struct Row {
 
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
-PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits,
-                                        const Prefetcher<T>& values) {
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
   const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
   const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
   constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
   const T* keys[NUM_VECS * VEC_SIZE / RUN];
   for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
-  const int64_t num_fetches = EARLY_VALUES<T, NUM_ROWS> ? num_chunks / 2 : num_chunks;
+  constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
+  constexpr int64_t CHUNKS_PER_FETCH =
+      (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
   Vec sums[NUM_ROWS][NUM_VECS][4] = {};
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     typename Dot::Chunk query[NUM_ROWS];
     for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
-    if (h.prefetch && first_token % FETCH_TOKENS == 0 && chunk < num_fetches) {
-      for (int i = 0; i < NUM_VECS * VEC_SIZE; i += FETCH_TOKENS) {
-        values.fetch((first_token + i) / FETCH_TOKENS, num_chunks - num_fetches + chunk);
-      }
+    if (h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
+      for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
     }
     PAGEDATTN_UNROLL
     for (int j = 0; j < 4; ++j) {
@@ -103,17 +99,14 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   }
 }
 
-// Prefetch is crossed, so that memory is always at work: values come while their keys are multiplied, and the keys that
-// are next while values are summed.
 template <typename T, typename Dot, int NUM_ROWS>
 void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
   constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
-  const auto values = Prefetcher<T>::of_values(h.params, h.tile, h.values);
   int token = first_vec_token(h.tile);
   for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {
-    compute_logits_at<T, Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits, values);
+    compute_logits_at<T, Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits);
   }
-  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits, values);
+  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits);
 }
 
 // Softcap, ALiBi and the mask, where there are any; returns the greatest logit.
@@ -177,8 +170,7 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
 
 // Elements [d, d + STEP) of the values of NUM_ROWS rows. WHOLE: the head does not end within them.
 template <typename T, int NUM_ROWS, int ELEMENTS, bool WHOLE>
-PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights, int64_t d,
-                                          const Prefetcher<T>& next_keys, const Prefetcher<T>& next_values) {
+PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights, int64_t d) {
   using Strip = ValueStrip<T>;
   constexpr int PARTS = Strip::PARTS;
   constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;  // of a strip
@@ -205,19 +197,11 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       }
     }
   };
-  // As many bytes of the next keys as a step takes of the values, part `i` of `n`; for some rows, half as many of the
-  // next values.
-  const auto prefetch = [&](int i, int n) PAGEDATTN_ALWAYS_INLINE {
-    constexpr int X = ELEMENTS_PER_CHUNK<T>;
-    constexpr int NUM_GROUPS = Prefetcher<T>::NUM_GROUPS;
-    constexpr int NUM_CALLS = NUM_GROUPS * (STEP < X ? 1 : STEP / X);
-    if (!h.prefetch || d / X == (d + STEP) / X) return;
-    for (int call = i * NUM_CALLS / n; call < (i + 1) * NUM_CALLS / n; ++call) {
-      const int group = call % NUM_GROUPS;
-      const int64_t step = d / X + call / NUM_GROUPS;
-      next_keys.fetch(group, step);
-      if (EARLY_VALUES<T, NUM_ROWS> && step % 2 == 0) next_values.fetch(group, step / 2);
-    }
+  const auto prefetch = [&](int64_t i, int64_t n) PAGEDATTN_ALWAYS_INLINE {  // part i of n
+    constexpr int64_t NUM_BYTES = STEP * TILE_TOKENS * sizeof(T);
+    constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
+    if (h.prefetcher == nullptr) return;
+    for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   };
   const auto whole = [](Vec value, int) { return value; };
   if (!h.tile.all_visible(0, TILE_TOKENS)) {
@@ -275,14 +259,12 @@ void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* 
   for (int r = 0; r < NUM_ROWS; ++r) {
     arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS, arranged[r]);
   }
-  const auto next_keys = Prefetcher<T>::of_keys(h.params, h.next_tile, h.next_keys);
-  const auto next_values = Prefetcher<T>::of_values(h.params, h.next_tile, h.next_values);
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], d, next_keys, next_values);
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], d);
   }
   if (d < h.params.head_size) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], d, next_keys, next_values);
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], d);
   }
 }
 
@@ -359,15 +341,16 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
 template <typename T, typename Dot>
 class ItemWalk {
  public:
-  ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, float* queries)
+  ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, const AttentionItem* next_item,
+           float* queries)
       : p_(params),
         item_(item),
+        next_item_(next_item),
         queries_(queries),
-        block_table_(params.block_tables + item.seq * params.block_table_stride),
         group_size_(params.num_heads / params.num_kv_heads),
-        num_rows_(item.row_end - item.row_begin),
-        visible_begin_(params.first_visible(params.position(item.seq, item.row_begin))),
-        visible_end_(params.position(item.seq, item.row_end - 1) + 1) {
+        num_rows_(item.row_end - item.row_begin) {
+    const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
+    heads_fetched_ = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
       const QueryT* rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
@@ -383,44 +366,53 @@ class ItemWalk {
 
   void attend_partition(int64_t partition, const Results& results) const {
     clear(results, num_results(), p_.head_size);
-    const int64_t begin = partition * PARTITION_TOKENS;
-    const int64_t end = begin + PARTITION_TOKENS < visible_end_ ? begin + PARTITION_TOKENS : visible_end_;
-    int64_t tile_begin = begin;
-    while (tile_begin + TILE_TOKENS <= visible_begin_) tile_begin += TILE_TOKENS;
-    if (tile_begin >= end) return;
-    Tile<T> tile = locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end);
-    while (tile_begin < end) {
-      tile_begin += TILE_TOKENS;
-      const Tile<T> next = tile_begin < end ? locate_tile<T>(p_, block_table_, tile_begin, visible_begin_, end) : tile;
-      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) attend_head(tile, next, head, results);
+    Prefetcher<T> prefetcher;
+    Tile<T> tile = locate_first_tile<T>(p_, item_, partition);
+    while (tile.end > 0) {
+      const Tile<T> next =
+          locate_tile<T>(p_, item_.seq, visible_tokens(p_, item_, partition), tile.token + TILE_TOKENS);
+      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
+        if ((head - item_.head_begin) % heads_fetched_ == 0) fetch_next_of(tile, head, next, partition, prefetcher);
+        attend_head(tile, head, prefetcher, results);
+      }
       tile = next;
     }
   }
 
  private:
-  void attend_head(const Tile<T>& tile, const Tile<T>& next, int64_t kv_head, const Results& results) const {
-    const int64_t head_stride = p_.head_size * p_.block_size;
-    const T* key_cache = static_cast<const T*>(p_.key_cache);
-    const T* value_cache = static_cast<const T*>(p_.value_cache);
-    const bool last = kv_head + 1 == item_.head_end;
-    HeadTile<T> head_tile{p_,
-                          tile,
-                          key_cache + kv_head * head_stride,
-                          value_cache + kv_head * head_stride,
-                          last ? next : tile,
-                          key_cache + (last ? item_.head_begin : kv_head + 1) * head_stride,
-                          value_cache + (last ? item_.head_begin : kv_head + 1) * head_stride,
-                          true};
+  // What the walk comes to after the heads of `tile` from `head` on that were fetched together: more heads, the first
+  // ones of the next tile, of the next partition, or of the next item.
+  void fetch_next_of(const Tile<T>& tile, int64_t head, const Tile<T>& next_tile, int64_t partition,
+                     Prefetcher<T>& prefetcher) const {
+    const auto fetch = [&](const AttentionItem& item, const Tile<T>& from, int64_t first_head) {
+      const int64_t heads_left = item.head_end - first_head;
+      prefetcher.start(p_, from, first_head, heads_left < heads_fetched_ ? heads_left : heads_fetched_);
+    };
+    if (head + heads_fetched_ < item_.head_end) {
+      fetch(item_, tile, head + heads_fetched_);
+    } else if (next_tile.end > 0) {
+      fetch(item_, next_tile, item_.head_begin);
+    } else if (partition + 1 < item_.partition_end) {
+      fetch(item_, locate_first_tile<T>(p_, item_, partition + 1), item_.head_begin);
+    } else if (next_item_ != nullptr) {
+      fetch(*next_item_, locate_first_tile<T>(p_, *next_item_, next_item_->partition_begin), next_item_->head_begin);
+    }
+  }
+
+  void attend_head(const Tile<T>& tile, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
+    const int64_t first_element = kv_head * p_.head_size * p_.block_size;
+    HeadTile<T> head_tile{p_, tile, static_cast<const T*>(p_.key_cache) + first_element,
+                          static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;
     for (; i + MAX_ROWS<Dot> <= end; i += MAX_ROWS<Dot>) {
       attend_results<MAX_ROWS<Dot>>(head_tile, i, results);
-      head_tile.prefetch = false;
+      head_tile.prefetcher = nullptr;
     }
     if constexpr (MAX_ROWS<Dot> > 2) {
       for (; i + 2 <= end; i += 2) {
         attend_results<2>(head_tile, i, results);
-        head_tile.prefetch = false;
+        head_tile.prefetcher = nullptr;
       }
     }
     if (i < end) attend_results<1>(head_tile, i, results);
@@ -443,18 +435,17 @@ class ItemWalk {
 
   const PagedAttentionParams& p_;
   const AttentionItem& item_;
+  const AttentionItem* next_item_;
   float* queries_;  // [num_results, head_size], unpacked
-  const int32_t* block_table_;
   int64_t group_size_;
   int64_t num_rows_;
-  int64_t visible_begin_;  // first token that any row sees
-  int64_t visible_end_;    // past the last one
+  int64_t heads_fetched_;  // at a time
 };
 
 template <typename T, typename Dot>
-void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float* scratch, float* partials,
-                 int64_t partial_stride) {
-  const ItemWalk<T, Dot> walk(p, item, scratch);
+void attend_item(const PagedAttentionParams& p, const AttentionItem& item, const AttentionItem* next_item,
+                 float* scratch, float* partials, int64_t partial_stride) {
+  const ItemWalk<T, Dot> walk(p, item, next_item, scratch);
   const int64_t num_results = walk.num_results();
   if (item.partial >= 0) {
     walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
@@ -475,17 +466,17 @@ void attend_item(const PagedAttentionParams& p, const AttentionItem& item, float
 
 }  // namespace
 
-void attend(const PagedAttentionParams& params, const AttentionItem& item, float* scratch, float* partials,
-            int64_t partial_stride) {
+void attend(const PagedAttentionParams& params, const AttentionItem& item, const AttentionItem* next_item,
+            float* scratch, float* partials, int64_t partial_stride) {
   dispatch_cache_dtype(params.cache_dtype, [&]<typename T>() {
 #if defined(__AVX512BF16__)
     if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
       if (params.dtype == DType::BFLOAT16) {
-        return attend_item<T, PairDot<T>>(params, item, scratch, partials, partial_stride);
+        return attend_item<T, PairDot<T>>(params, item, next_item, scratch, partials, partial_stride);
       }
     }
 #endif
-    attend_item<T, KeyDot<T>>(params, item, scratch, partials, partial_stride);
+    attend_item<T, KeyDot<T>>(params, item, next_item, scratch, partials, partial_stride);
   });
 }
 

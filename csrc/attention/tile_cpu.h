@@ -36,14 +36,29 @@ PAGEDATTN_INLINE int first_vec_token(const Tile<T>& tile) {
   return tile.begin / VEC_SIZE * VEC_SIZE;
 }
 
-// The tile at `token`, of which the tokens [visible_begin, visible_end) of the sequence are visible.
+struct TokenRange {
+  int64_t begin, end;
+};
+
+// What the rows of an item see of a partition.
+inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionItem& item, int64_t partition) {
+  const int64_t begin = partition * PARTITION_TOKENS;
+  const int64_t visible_begin = p.first_visible(p.position(item.seq, item.row_begin));
+  const int64_t visible_end = p.position(item.seq, item.row_end - 1) + 1;
+  return {visible_begin > begin ? visible_begin : begin,
+          visible_end < begin + PARTITION_TOKENS ? visible_end : begin + PARTITION_TOKENS};
+}
+
+// The tile at `token`, of which the tokens in `visible` are visible; an empty one if there are none.
 template <typename T>
-Tile<T> locate_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t token, int64_t visible_begin,
-                    int64_t visible_end) {
+Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visible, int64_t token) {
   Tile<T> tile;
   tile.token = token;
-  tile.begin = static_cast<int32_t>(visible_begin > token ? visible_begin - token : 0);
-  tile.end = static_cast<int32_t>(visible_end - token < TILE_TOKENS ? visible_end - token : TILE_TOKENS);
+  tile.begin = tile.end = 0;
+  if (token >= visible.end || visible.begin >= visible.end) return tile;
+  if (visible.begin > token) tile.begin = static_cast<int32_t>(visible.begin - token);
+  tile.end = static_cast<int32_t>(visible.end - token < TILE_TOKENS ? visible.end - token : TILE_TOKENS);
+  const int32_t* block_table = p.block_tables + seq * p.block_table_stride;
   const int block_bits = __builtin_ctzll(p.block_size);
   const int64_t first_block = (token + tile.begin) >> block_bits;
   const int64_t last_block = (token + tile.end - 1) >> block_bits;
@@ -59,64 +74,67 @@ Tile<T> locate_tile(const PagedAttentionParams& p, const int32_t* block_table, i
   return tile;
 }
 
-// Fetches one head's part of a tile into the second-level cache: with the first as target, all the misses that it can
-// have at a time would be in use. The hardware does not foresee the jumps from block to block: without this, a decode
-// step over a large cache takes 1.5 to 1.9 times as long.
+template <typename T>
+Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& item, int64_t partition) {
+  const TokenRange visible = visible_tokens(p, item, partition);
+  return locate_tile<T>(p, item.seq, visible, visible.begin / TILE_TOKENS * TILE_TOKENS);
+}
+
+// Fetches a part of a tile into the second-level cache, while the part before it is computed: the hardware does not
+// foresee the jumps from block to block, and without this a decode step over a large cache takes 1.5 to 1.9 times as
+// long. The first-level cache as target would be slower: all the misses that it can have at a time would be in use.
 //
-// The part is taken in groups, each in head_size / ELEMENTS_PER_CHUNK steps of four cache lines.
-constexpr int FETCH_TOKENS = 2 * LOCATED_TOKENS;  // a group's
+// A part is the keys and values of some adjacent KV heads. Its blocks take turns, FETCH_BYTES each: memory is fastest
+// with many blocks at a time, and long runs in each.
+constexpr int64_t FETCH_BYTES = 256;
+constexpr int64_t FETCH_RUN_BYTES = 16 << 10;  // as many heads of a block as this holds
 
 template <typename T>
 class Prefetcher {
  public:
-  static constexpr int NUM_GROUPS = TILE_TOKENS / FETCH_TOKENS;
-
-  // Of the key cache at a head: a step is a chunk of FETCH_TOKENS tokens.
-  static PAGEDATTN_INLINE Prefetcher of_keys(const PagedAttentionParams& p, const Tile<T>& tile, const T* keys) {
-    Prefetcher fetcher(tile);
-    fetcher.stride_ = p.block_size * ELEMENTS_PER_CHUNK<T>;
-    for (int i = 0; i < NUM_GROUPS; ++i) {
-      fetcher.low_[i] = keys + tile.key_offset[2 * i];
-      fetcher.high_[i] = keys + tile.key_offset[2 * i + 1];
+  // Drops what was left of the part before. A tile without visible tokens is nothing to fetch.
+  void start(const PagedAttentionParams& p, const Tile<T>& tile, int64_t head, int64_t num_heads) {
+    const int64_t head_elements = p.head_size * p.block_size;
+    const T* keys = static_cast<const T*>(p.key_cache) + head * head_elements;
+    const T* values = static_cast<const T*>(p.value_cache) + head * head_elements;
+    const bool whole_blocks = p.block_size <= TILE_TOKENS;
+    const int64_t run_tokens = whole_blocks ? p.block_size : TILE_TOKENS;
+    num_runs_ = 0;
+    for (int64_t token = tile.begin / run_tokens * run_tokens; token < tile.end; token += run_tokens) {
+      const int64_t i = token / LOCATED_TOKENS;
+      runs_[num_runs_++] = {keys + tile.key_offset[i], whole_blocks ? 0 : -run_tokens * ELEMENTS_PER_CHUNK<T>};
+      runs_[num_runs_++] = {values + tile.value_offset[i], whole_blocks ? 0 : -run_tokens};
     }
-    return fetcher;
+    run_ = 0;
+    run_elements_ = num_runs_ > 0 ? num_heads * p.head_size * run_tokens : 0;
+    offset_ = 0;
   }
 
-  // Of the value cache at a head. Blocks are taken as they lie, whatever token or element a line belongs to; of blocks
-  // larger than a tile, the first lines of their rows.
-  static PAGEDATTN_INLINE Prefetcher of_values(const PagedAttentionParams& p, const Tile<T>& tile, const T* values) {
-    Prefetcher fetcher(tile);
-    fetcher.stride_ = p.block_size > TILE_TOKENS ? p.block_size : p.block_size >= FETCH_TOKENS ? 4 * LINE : 2 * LINE;
-    const int64_t spread = p.block_size > TILE_TOKENS ? p.block_size / TILE_TOKENS : 1;
-    for (int i = 0; i < NUM_GROUPS; ++i) {
-      const int64_t slot = i * FETCH_TOKENS % (p.block_size < TILE_TOKENS ? p.block_size : TILE_TOKENS);
-      fetcher.low_[i] = values + tile.value_offset[2 * i] - slot + slot * spread * p.head_size;
-      fetcher.high_[i] =
-          p.block_size >= FETCH_TOKENS ? fetcher.low_[i] + 2 * LINE : values + tile.value_offset[2 * i + 1];
+  // The next FETCH_BYTES, if any are left.
+  PAGEDATTN_INLINE void fetch() {
+    if (offset_ >= run_elements_) return;
+    const Run& run = runs_[run_];
+    const T* from = run.begin + offset_ + (offset_ & run.skipped);
+    PAGEDATTN_UNROLL
+    for (int64_t i = 0; i < FETCH_BYTES; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + i, 0, 2);
+    if (++run_ == num_runs_) {
+      run_ = 0;
+      offset_ += FETCH_BYTES / static_cast<int64_t>(sizeof(T));
     }
-    return fetcher;
-  }
-
-  PAGEDATTN_INLINE void fetch(int64_t group, int64_t step) const {
-    if (group >= num_groups_) return;
-    const T* low = low_[group] + step * stride_;
-    const T* high = high_[group] + step * stride_;
-    __builtin_prefetch(low, 0, 2);
-    __builtin_prefetch(low + LINE, 0, 2);
-    __builtin_prefetch(high, 0, 2);
-    __builtin_prefetch(high + LINE, 0, 2);
   }
 
  private:
-  static constexpr int LINE = 64 / sizeof(T);
-
-  explicit PAGEDATTN_INLINE Prefetcher(const Tile<T>& tile)
-      : num_groups_((tile.end + FETCH_TOKENS - 1) / FETCH_TOKENS) {}
-
-  const T* low_[NUM_GROUPS];   // of each group, the first two lines
-  const T* high_[NUM_GROUPS];  // and the next two: of blocks of 8, they are in the second
-  int64_t stride_;
-  int num_groups_;  // with a visible token
+  // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an
+  // offset that count the rows.
+  struct Run {
+    const T* begin;
+    int64_t skipped;
+  };
+  Run runs_[2 * TILE_TOKENS / LOCATED_TOKENS];
+  int num_runs_ = 0;
+  int run_ = 0;
+  int64_t run_elements_ = 0;
+  int64_t offset_ = 0;  // in every run
 };
 
 }  // namespace
