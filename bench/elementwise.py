@@ -3,10 +3,13 @@
 Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE]
        [--plot FILE.png]
 
-GB/s counts each input and output once; the share is of tensor.copy_. Where there is an output, both allocate it;
-fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so can pass 100%. The
-probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them. How it is
-timed on a GPU: cuda_timing.py.
+On a CPU each row is there twice: with inputs and outputs that are in no cache, and, "in cache", with those of the calls
+just before, as a model's layers leave their activations to each other, as far as the caches hold them.
+
+GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. Where there is an output,
+both allocate it; fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so
+can pass 100%. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch
+puts them. How it is timed on a GPU: cuda_timing.py.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from harness import (
     Probe,
     Row,
     assert_same,
+    cold_bytes,
     copy_probe,
     finish,
     hardware,
@@ -125,14 +129,23 @@ CASES = [
 ]
 
 
-def bench(case: Case, num_tokens: int, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe) -> Row:
+def bench(
+    case: Case,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    num_rounds: int,
+    probe: Probe,
+    in_cache: bool = False,
+) -> Row:
     num_bytes = case.num_elements(num_tokens) * dtype.itemsize
     # Half of the bytes: what is read and what is written is the same memory where an op works in place.
-    inputs = make_inputs(lambda: case.make(num_tokens, dtype), num_bytes // 2, device)
+    bytes_apart = cold_bytes(device) if in_cache else num_bytes // 2
+    inputs = make_inputs(lambda: case.make(num_tokens, dtype), bytes_apart, device)
     functions = {"ours": case.ours, "torch": case.theirs}
     assert_same({name: on_copies(function) for name, function in functions.items()}, inputs[0], tolerance(dtype))
-    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
-    name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}"
+    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds, in_cache=in_cache)
+    name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}{', in cache' * in_cache}"
     return Row("elementwise", name, dtype, num_bytes, probe, seconds)
 
 
@@ -145,12 +158,18 @@ def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     facts = hardware(args.device)
     cases = [(case, num_tokens) for case in CASES for num_tokens in NUM_TOKENS[args.device]]
+    in_cache = [False, True] if args.device == "cpu" else [False]
     with torch.device(args.device):
         probe = copy_probe()
         if args.device == "cuda":
             print_probes(read_probe(), probe)
     num_rounds = 5 if args.quick else 25
-    rows = [bench(*case, dtype, args.device, num_rounds, probe) for dtype in args.dtypes for case in cases]
+    rows = [
+        bench(*case, dtype, args.device, num_rounds, probe, cached)
+        for dtype in args.dtypes
+        for case in cases
+        for cached in in_cache
+    ]
     print_rows(rows)
     finish(args, facts, rows)
 

@@ -35,6 +35,7 @@ COLD_BYTES = 64 << 20  # buffers rotate over this much, beyond the last-level ca
 PROBE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 BATCH_SECONDS = 3e-4  # short calls are timed in batches of about this long
+NUM_WARM_UPS = 4  # calls, before a batch that is to find everything in the caches
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # no longer than the benchmark lives
 
 
@@ -183,14 +184,19 @@ def make_inputs(make: Callable[[], T], num_bytes: int, device: str) -> list[T]:
 
 
 def time_interleaved(
-    functions: Mapping[str, Callable[[T], object]], inputs: Sequence[T], num_rounds: int, use_graphs: bool = True
+    functions: Mapping[str, Callable[[T], object]],
+    inputs: Sequence[T],
+    num_rounds: int,
+    use_graphs: bool = True,
+    in_cache: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each function in each round. The functions take turns, so that noise falls on all alike.
-    use_graphs is for CUDA, see cuda_timing.
+    use_graphs is for CUDA, see cuda_timing; in_cache for CPU.
 
     Every call takes the input that was used longest ago, and its result is kept until that input comes again: neither
-    what it reads nor what it allocates is in a cache, if the inputs are enough for that. With one CPU thread the time
-    is that of the CPU, which other processes disturb less than the wall clock.
+    what it reads nor what it allocates is in a cache, if the inputs are enough for that. in_cache is the opposite, with
+    one input: a function is called some times before each time that counts. With one CPU thread the time is that of the
+    CPU, which other processes disturb less than the wall clock.
     """
     if on_cuda():
         return cuda_timing.time_interleaved(functions, inputs, num_rounds, use_graphs)
@@ -200,6 +206,9 @@ def time_interleaved(
 
     def timed(function: Callable[[T], object], num_calls: int) -> float:
         nonlocal num_done
+        if in_cache:
+            for _ in range(NUM_WARM_UPS):
+                results[0] = function(inputs[0])
         started = clock()
         for i in range(num_done, num_done + num_calls):
             results[i % len(inputs)] = function(inputs[i % len(inputs)])
@@ -355,6 +364,7 @@ class Target:
     measure: Callable[[], float]
     form: str
     at_most: bool = False  # rather than at least
+    note: Callable[[], str] = str  # printed behind it
 
     def is_met(self, measured: float) -> bool:
         return measured <= self.required if self.at_most else measured >= self.required
@@ -364,8 +374,15 @@ def share_target(what: str, required: float, row: Callable[[], Row]) -> Target:
     return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}")
 
 
-def ratio_target(what: str, peer: str, required: float, row: Callable[[], Row], name: str | None = None) -> Target:
-    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x")
+def ratio_target(
+    what: str,
+    peer: str,
+    required: float,
+    row: Callable[[], Row],
+    name: str | None = None,
+    note: Callable[[], str] = str,
+) -> Target:
+    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x", note=note)
 
 
 def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:

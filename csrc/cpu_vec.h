@@ -377,17 +377,17 @@ PAGEDATTN_INLINE void store_two(T* target, Vec a, Vec b) {
 }
 
 // An ordinary store first reads the lines that it overwrites, a third of the traffic of out = f(input). From this size
-// on an output would not stay in a core's own caches, and what reads it next fetches it anyway.
-constexpr int64_t MIN_STREAMED_BYTES = 4 << 20;
+// on an output would hardly stay in the caches until it is read.
+constexpr int64_t MIN_STREAMED_BYTES = 8 << 20;
 
 // Calls body.operator()<STREAM>() for the kernels that write rows of `out`: with true where the rows are to be written
-// past the caches. Those of `input` itself are not, as they have just been read.
+// past the caches: `min_bytes` or more of them. Those of `input` itself are not, as they have just been read.
 template <typename T, typename Body>
-PAGEDATTN_INLINE void choose_stream(const void* input, const T* out, int64_t out_stride, int64_t num_rows,
-                                    int64_t width, Body&& body) {
+PAGEDATTN_INLINE void choose_stream(int64_t min_bytes, const void* input, const T* out, int64_t out_stride,
+                                    int64_t num_rows, int64_t width, Body&& body) {
   constexpr uintptr_t LINE_BYTES = 64;
   const bool is_aligned = (reinterpret_cast<uintptr_t>(out) | out_stride * sizeof(T)) % LINE_BYTES == 0;
-  const bool is_large = num_rows * width * static_cast<int64_t>(sizeof(T)) >= MIN_STREAMED_BYTES;
+  const bool is_large = num_rows * width * static_cast<int64_t>(sizeof(T)) >= min_bytes;
   if (out != input && is_aligned && is_large) {
     body.template operator()<true>();
 #if defined(__x86_64__)
@@ -473,26 +473,39 @@ PAGEDATTN_INLINE Vec polynomial(Vec x, const float (&c)[N]) {
   return sum;
 }
 
-// e^x within 1 ulp; 0 below -87.3, infinity above 88.7. x = n ln 2 + r (ln 2 in two parts, as in Cephes expf), then 2^n
-// times a polynomial in r: of those with constant and slope 1 the one of least relative error, 3e-9.
+// mantissa * 2^n
+struct Exponential {
+  Vec mantissa;
+  Vec n;
+  Vec shifted;  // its last bits are the integer n
+};
+
+// e^x, or e^-x with a SIGN of -1, for |x| up to about 100. SIGN x = n ln 2 + SIGN r (ln 2 in two parts, as in Cephes
+// expf), the mantissa is a polynomial in SIGN r: of those with constant and slope 1 the one of least relative error,
+// 3e-9.
+template <int SIGN = 1>
+PAGEDATTN_INLINE Exponential exponential(Vec x) {
+  const Vec round_to_int = broadcast(0x1.8p23f);
+  const Vec shifted = fma(x, broadcast(SIGN * 1.44269504f), round_to_int);
+  const Vec n = shifted - round_to_int;
+  const Vec r = fma(n, broadcast(SIGN * 2.12194440e-4f), fma(n, broadcast(SIGN * -0.693359375f), x));
+  const Vec mantissa = polynomial(
+      r, {1.0f, SIGN * 1.0f, 4.9999994e-1f, SIGN * 1.6666521e-1f, 4.1668266e-2f, SIGN * 8.368675e-3f, 1.3820662e-3f});
+  return {mantissa, n, shifted};
+}
+
+// e^x within 1 ulp; 0 below -87.3, infinity above 88.7.
 PAGEDATTN_INLINE Vec exp(Vec x) {
 #if defined(__AVX512F__)
   // Large ones must not lose r. In this order, NaN stays NaN.
   x = (Vec)_mm512_maskz_min_ps(0xffff, (__m512)broadcast(90.0f), (__m512)x);
-#endif
-  const Vec round_to_int = broadcast(0x1.8p23f);
-  const Vec shifted = fma(x, broadcast(1.44269504f), round_to_int);
-  const Vec n = shifted - round_to_int;
-  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
-  const Vec mantissa =
-      polynomial(r, {1.0f, 1.0f, 4.9999994e-1f, 1.6666521e-1f, 4.1668266e-2f, 8.368675e-3f, 1.3820662e-3f});
-#if defined(__AVX512F__)
+  const Exponential e = exponential(x);
   const __mmask16 not_small = _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.33654f), _CMP_NLT_UQ);
-  return (Vec)_mm512_maskz_scalef_ps(not_small, (__m512)mantissa, (__m512)n);
+  return (Vec)_mm512_maskz_scalef_ps(not_small, (__m512)e.mantissa, (__m512)e.n);
 #else
-  // The last bits of `shifted` are the integer n. Added to the exponent they multiply by 2^n, up to 2^128: for that n,
-  // the mantissa is below 1.
-  const Vec result = (Vec)((UintVec)mantissa + ((UintVec)shifted << 23));
+  // Added to the exponent, n multiplies by 2^n, up to 2^128: for that n, the mantissa is below 1.
+  const Exponential e = exponential(x);
+  const Vec result = (Vec)((UintVec)e.mantissa + ((UintVec)e.shifted << 23));
   const Vec small_or_nan = max(Vec{}, x);  // in this order, NaN stays NaN
   return select(x > 88.72283f, broadcast(__builtin_inff()), select(x >= -87.33654f, result, small_or_nan));
 #endif
@@ -508,8 +521,18 @@ PAGEDATTN_INLINE Vec erfc(Vec x) {
   return t * exp(fma(-x, x, p));
 }
 
-// x times the logistic function of u.
-PAGEDATTN_INLINE Vec times_sigmoid(Vec x, Vec u) { return x / (1.0f + exp(-u)); }
+// x times the logistic function of u; u is NaN only if x is.
+PAGEDATTN_INLINE Vec times_sigmoid(Vec x, Vec u) {
+#if defined(__AVX512F__)
+  // Beyond 90 on either side the quotient is x or 0: one instruction brings u there, and exp needs no further care.
+  constexpr int LESSER_MAGNITUDE = 2;
+  u = (Vec)_mm512_maskz_range_ps(0xffff, (__m512)u, (__m512)broadcast(90.0f), LESSER_MAGNITUDE);
+  const Exponential e = exponential<-1>(u);
+  return x / (1.0f + (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)e.mantissa, (__m512)e.n));
+#else
+  return x / (1.0f + exp(-u));
+#endif
+}
 
 // Cephes tanhf: near 0, where the quotient would lose digits, a polynomial.
 PAGEDATTN_INLINE Vec tanh(Vec x) {

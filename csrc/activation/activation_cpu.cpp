@@ -27,7 +27,7 @@ PAGEDATTN_INLINE Vec gelu_by_tanh(Vec x) {
 template <typename T, typename Value>
 PAGEDATTN_INLINE void write_rows(const ActivationParams& p, int64_t begin, int64_t end, Value&& value) {
   T* first_out = static_cast<T*>(p.out);
-  choose_stream(p.input, first_out, p.out_stride, p.num_rows, p.width, [&]<bool STREAM>() {
+  choose_stream(MIN_STREAMED_BYTES, p.input, first_out, p.out_stride, p.num_rows, p.width, [&]<bool STREAM>() {
     for (int64_t row = begin; row < end; ++row) {
       const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
       T* out = first_out + row * p.out_stride;

@@ -142,11 +142,12 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
 }
 
 void run_on_cpu(const PagedAttentionParams& params) {
-  const AttentionPlan plan = plan_attention(params);
+  const int64_t num_threads = torch::stable::get_num_threads();
+  const AttentionPlan plan = plan_attention(params, num_threads);
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
-  const int64_t num_workers = std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1,
-                                                  std::min<int64_t>(num_items, torch::stable::get_num_threads()));
+  const int64_t num_workers =
+      std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, std::min(num_items, num_threads));
   const auto partials = std::make_unique_for_overwrite<float[]>(plan.num_partials * plan.partial_stride);
   const auto scratch = std::make_unique_for_overwrite<float[]>(num_workers * plan.scratch_floats);
 

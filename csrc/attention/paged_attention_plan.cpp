@@ -1,7 +1,7 @@
 // Sequences with few rows (decode) read far more than they compute: an item is one partition with all KV heads, so
 // that blocks are read front to back, and long sequences spread over the threads. Sequences with many rows (prefill)
 // compute more than they read: an item is a tile of rows and one KV head with all partitions, so that its state stays
-// in cache and nothing needs merging.
+// in cache and nothing needs merging. On one thread, an item of decode has all partitions as well.
 #include "attention/paged_attention_plan.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ PartitionRange visible_partitions(const PagedAttentionParams& p, int64_t seq, in
 
 }  // namespace
 
-AttentionPlan plan_attention(const PagedAttentionParams& p) {
+AttentionPlan plan_attention(const PagedAttentionParams& p, int64_t num_threads) {
   AttentionPlan plan;
   int64_t max_results = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
@@ -41,7 +41,7 @@ AttentionPlan plan_attention(const PagedAttentionParams& p) {
       max_results = std::max(max_results, num_rows * p.num_heads);
       AttentionItem item{seq, row_begin, row_end, 0, p.num_kv_heads, partitions.begin, partitions.end, -1};
       const int64_t num_partitions = partitions.end - partitions.begin;
-      if (num_partitions <= 1) {
+      if (num_partitions <= 1 || num_threads == 1) {
         plan.items.push_back(item);
         continue;
       }

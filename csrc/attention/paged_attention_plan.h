@@ -16,7 +16,7 @@ struct AttentionPlan {
   int64_t multiply_adds = 0;   // of the whole batch, about
 };
 
-// Needs the lengths of `params`, no tensor data.
-AttentionPlan plan_attention(const PagedAttentionParams& params);
+// Needs the lengths of `params`, no tensor data. The results do not depend on the number of threads.
+AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads);
 
 }  // namespace pagedattn

@@ -10,6 +10,9 @@ namespace {
 // ahead, across blocks. Further is better for blocks of 4 KiB, nearer for those of 64 KiB and more.
 constexpr int64_t BYTES_AHEAD = 3 << 10;
 
+// Less than for the outputs of other ops, which the next op reads: a copied block is read when its sequence runs again.
+constexpr int64_t MIN_STREAMED_BLOCK_BYTES = 4 << 20;
+
 // `dst` is aligned to a cache line; `next_src` is the block after this one.
 void stream_block(char* dst, const char* src, const char* next_src, int64_t num_bytes) {
   constexpr int64_t LINE_BYTES = 64, STEP = 4 * LINE_BYTES;
@@ -35,7 +38,7 @@ void transfer_blocks(const BlockTransferParams& p, int64_t begin, int64_t end) {
   const auto src_of = [&](int64_t pair) { return p.src + p.mapping[2 * pair] * p.src_stride; };
   const auto dst_of = [&](int64_t pair) { return p.dst + p.mapping[2 * pair + 1] * p.dst_stride; };
   // No block is both source and target, so `src` may be the pool of `dst`.
-  choose_stream(nullptr, p.dst, p.dst_stride, p.num_pairs, p.block_bytes, [&]<bool STREAM>() {
+  choose_stream(MIN_STREAMED_BLOCK_BYTES, nullptr, p.dst, p.dst_stride, p.num_pairs, p.block_bytes, [&]<bool STREAM>() {
     for (int64_t i = begin; i < end; ++i) {
       if constexpr (STREAM) {
         stream_block(dst_of(i), src_of(i), src_of(i + 1 < end ? i + 1 : i), p.block_bytes);

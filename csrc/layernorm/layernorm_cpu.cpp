@@ -60,8 +60,8 @@ void rms_norm(const RmsNormParams& params, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, false>(params, row);
       return;
     }
-    choose_stream(params.input, static_cast<const T*>(params.out), params.out_stride, params.num_rows,
-                  params.hidden_size, [&]<bool STREAM>() {
+    choose_stream(MIN_STREAMED_BYTES, params.input, static_cast<const T*>(params.out), params.out_stride,
+                  params.num_rows, params.hidden_size, [&]<bool STREAM>() {
                     for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, STREAM>(params, row);
                   });
   });

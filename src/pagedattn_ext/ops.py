@@ -91,19 +91,18 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _refuse_grad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An op writes behind autograd's back: a tensor that requires grad would silently lose its gradient."""
-    for i, argument in enumerate((*args, *kwargs.values())):
-        if isinstance(argument, Tensor):
-            requires_grad = argument.requires_grad
-        elif isinstance(argument, list):
-            requires_grad = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in argument)
-        else:
-            continue
-        if requires_grad:
-            name = op.default._schema.arguments[i].name if i < len(args) else list(kwargs)[i - len(args)]
+    for argument in (*args, *kwargs.values()):
+        if _requires_grad(argument) or (type(argument) is list and any(map(_requires_grad, argument))):
+            names = [argument.name for argument in op.default._schema.arguments[: len(args)]] + list(kwargs)
+            name = next(name for name, value in zip(names, (*args, *kwargs.values()), strict=True) if value is argument)
             raise RuntimeError(
                 f"{op.__name__}: {name}: requires grad, but the ops have no backward: call them under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _requires_grad(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad
 
 
 def _check_tensors(op: str, **tensors: object) -> None:
@@ -527,6 +526,7 @@ def _activate(op: Callable[..., None], name: str, input: Tensor, out: Tensor | N
 def _activate_and_multiply(op: Callable[..., None], name: str, input: Tensor, out: Tensor | None) -> Tensor:
     _check_tensors(name, input=input)
     if out is None:
-        out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2 if input.dim() else 0))
+        *rows, width = input.shape or [0]
+        out = input.new_empty((*rows, width // 2))
     _call(op, out, input)
     return out
