@@ -204,9 +204,21 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   };
   const auto whole = [](Vec value, int) { return value; };
-  if (!h.tile.all_visible(0, TILE_TOKENS)) {
-    prefetch(0, 1);
+  if (ACROSS_BLOCKS<NUM_ROWS> && h.tile.all_visible(0, TILE_TOKENS)) {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) {
+      prefetch(i, NUM_STRIPS);
+      PAGEDATTN_UNROLL_BY_2
+      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
+    }
+  } else {
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+      prefetch(s, TILE_STRIPS);
+      if (h.tile.all_visible(s * TOKENS, TOKENS)) {
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
+        continue;
+      }
       PAGEDATTN_UNROLL
       for (int i = 0; i < NUM_STRIPS; ++i) {
         // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
@@ -215,19 +227,6 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
           return select((token_idx >= h.tile.begin) & (token_idx < h.tile.end), value, Vec{});
         });
       }
-    }
-  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) {
-      prefetch(i, NUM_STRIPS);
-      PAGEDATTN_UNROLL_BY_2
-      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
-    }
-  } else {
-    for (int s = 0; s < TILE_STRIPS; ++s) {
-      prefetch(s, TILE_STRIPS);
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
     }
   }
   float totals[VEC_SIZE * ELEMENTS];
