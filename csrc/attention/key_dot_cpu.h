@@ -82,6 +82,8 @@ PAGEDATTN_INLINE KeyDot<bfloat16>::Chunk KeyDot<bfloat16>::load_keys(const bfloa
 }
 
 #if defined(__AVX512BF16__)
+constexpr bool HAS_PAIR_DOT = true;
+
 // The same for queries in bfloat16, and keys that are, or that it can hold: the dot product instruction multiplies
 // pairs as they are, and adds in fp32.
 template <typename CacheT>
@@ -123,6 +125,8 @@ struct PairDot {
     for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(bits + d, load(query + d)); });
   }
 };
+#else
+constexpr bool HAS_PAIR_DOT = false;
 #endif
 
 }  // namespace

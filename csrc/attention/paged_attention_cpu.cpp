@@ -34,10 +34,10 @@ constexpr int LOGIT_VECS = NUM_ROWS == 4 ? 1 : (VEC_SIZE == 16 ? 4 : 2) / NUM_RO
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
-// Several rows have more to do with the values than with the keys of 16 bits: for even work, three quarters of what
-// is next are fetched beside the values, instead of half.
+// Where one instruction multiplies pairs of keys, several rows have more to do with the values: for even work, three
+// quarters of what is next are then fetched beside the values, instead of half.
 template <typename T, int NUM_ROWS>
-constexpr bool LIGHT_KEYS = NUM_ROWS > 1 && sizeof(T) == 2;
+constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
@@ -204,14 +204,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   };
   const auto whole = [](Vec value, int) { return value; };
-  if (ACROSS_BLOCKS<NUM_ROWS> && h.tile.all_visible(0, TILE_TOKENS)) {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) {
-      prefetch(i, NUM_STRIPS);
-      PAGEDATTN_UNROLL_BY_2
-      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
-    }
-  } else {
+  if (!h.tile.all_visible(0, TILE_TOKENS)) {
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
       prefetch(s, TILE_STRIPS);
       if (h.tile.all_visible(s * TOKENS, TOKENS)) {
@@ -227,6 +220,19 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
           return select((token_idx >= h.tile.begin) & (token_idx < h.tile.end), value, Vec{});
         });
       }
+    }
+  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) {
+      prefetch(i, NUM_STRIPS);
+      PAGEDATTN_UNROLL_BY_2
+      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
+    }
+  } else {
+    for (int s = 0; s < TILE_STRIPS; ++s) {
+      prefetch(s, TILE_STRIPS);
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
     }
   }
   float totals[VEC_SIZE * ELEMENTS];
