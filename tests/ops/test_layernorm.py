@@ -109,6 +109,18 @@ def test_many_rows(device, several_threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_output_past_the_caches(several_threads, dtype):
+    """Large enough on CPUs for stores that bypass the caches, with rows whose end does not fill a cache line."""
+    input = normal(4500, 1001, dtype=dtype, device=torch.device("cpu"))
+    weight = normal(1001, dtype=dtype, device=input.device, seed=1)
+    out = with_row_gap(torch.full_like(input, math.nan), 23)
+    assert out.stride(0) * out.element_size() % 64 == 0
+    OPS.rms_norm(out, input, weight, EPSILON)
+    assert_same_bits(out.contiguous(), torch.cat([ops.rms_norm(rows, weight, EPSILON) for rows in input.split(100)]))
+    assert_row_gap_untouched(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [4099, 16392, 32776])
 def test_wide_rows(device, dtype, width):
     """More than a kernel may hold in registers."""
