@@ -93,6 +93,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_threshold, 32 << 20)
 
 
+def use_small_pages() -> None:
+    """From now on this process gets no huge pages, whatever asks for them."""
+    pr_set_thp_disable = 41
+    if platform.system() == "Linux" and ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0) != 0:
+        raise OSError("prctl refuses PR_SET_THP_DISABLE")
+
+
 def hardware(device: str) -> dict[str, object]:
     """What a number needs beside it; printed too."""
     info = Path("/proc/cpuinfo")

@@ -5,11 +5,13 @@ Usage: python bench/targets.py [--device cuda] [--only SUBSTRING]
 This file is about CPUs, and prints; the targets on a GPU are in targets_cuda.py.
 
 One thread where not said otherwise. Decode: 8 sequences of 2048 tokens, block size 16, nothing in the CPU's caches;
-paged caches and the probes' memory lie in huge pages where the system grants them. Norms, activations and rotary: with
-what the calls just before left in the caches; behind it stands what is reached without (elementwise.py). A percentage
-is our rate over that of a probe, a factor a peer's time over ours, both timed in the same rounds; the AVX2 path and the
-AVX512 path are timed in different processes, and compared by their shares of the probe. The run takes some minutes and
-is sensitive to noise: near a limit, repeat it. The exit status is 0 whether targets are met or not.
+paged caches and the probes' memory lie in huge pages where the system grants them. One thread's shares of the read
+probe are taken with both in pages of 4 KiB, as torch's own memory has them; behind them stands the share with both in
+huge pages. Norms, activations and rotary: with what the calls just before left in the caches; behind them stands what
+is reached without (elementwise.py). A percentage is our rate over that of a probe, a factor a peer's time over ours,
+both timed in the same rounds; rates of different processes (the AVX2 path and the AVX512 path) are compared by their
+shares of the probe. The run takes some minutes and is sensitive to noise: near a limit, repeat it. The exit status is
+0 whether targets are met or not.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from harness import (
     ratio_target,
     read_probe,
     share_target,
+    use_small_pages,
 )
 
 import pagedattn_ext
@@ -83,6 +86,17 @@ def decode_share(model: Model, dtype: torch.dtype) -> float:
     return decode(model, dtype).share()
 
 
+def in_small_pages() -> None:
+    """In a process of its own, too."""
+    use_small_pages()
+    prepare(num_threads=1)
+
+
+def decode_share_in_small_pages(model: Model, dtype: torch.dtype) -> float:
+    with ProcessPoolExecutor(1, get_context("spawn"), in_small_pages) as pool:
+        return pool.submit(decode_share, model, dtype).result()
+
+
 def avx2_of_avx512(model: Model, dtype: torch.dtype) -> float:
     with ProcessPoolExecutor(1, get_context("spawn"), use_avx2) as pool:
         return pool.submit(decode_share, model, dtype).result() / decode_share(model, dtype)
@@ -116,7 +130,12 @@ def attention_targets() -> Iterator[Target]:
         (GQA8, BF16, 0.65, 20),
     ):
         name, row = f"decode, {model.name}, {dtype_name(dtype)}", partial(decode, model, dtype)
-        yield share_target(name, of_probe, row)
+
+        def in_huge_pages(row: Callable[[], Row] = row) -> str:
+            return f"(huge pages: {row().share():.1%})"
+
+        share = partial(decode_share_in_small_pages, model, dtype)
+        yield Target(f"{name}: share of the probe, 4 KiB pages", of_probe, share, "{:.1%}", note=in_huge_pages)
         yield ratio_target(name, "SDPA", vs_sdpa, row, "SDPA, contiguous KV")
         yield ratio_target(name, "gather + SDPA", 10, partial(decode_beside_gather, model, dtype))
     for model in (MHA, GQA8):
