@@ -77,8 +77,14 @@ def fp8_decode(model: Model, dtype: torch.dtype) -> Row:
 
 
 def use_avx2() -> None:
-    """In a process of its own: the choice holds for its life."""
+    """For a process of its own: the choice holds for its life."""
     os.environ["PAGEDATTN_CPU_CAPABILITY"] = "avx2"
+    prepare(num_threads=1)
+
+
+def use_small_pages_only() -> None:
+    """For a process of its own, too."""
+    use_small_pages()
     prepare(num_threads=1)
 
 
@@ -86,20 +92,13 @@ def decode_share(model: Model, dtype: torch.dtype) -> float:
     return decode(model, dtype).share()
 
 
-def in_small_pages() -> None:
-    """In a process of its own, too."""
-    use_small_pages()
-    prepare(num_threads=1)
-
-
-def decode_share_in_small_pages(model: Model, dtype: torch.dtype) -> float:
-    with ProcessPoolExecutor(1, get_context("spawn"), in_small_pages) as pool:
+def decode_share_after(initializer: Callable[[], None], model: Model, dtype: torch.dtype) -> float:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer) as pool:
         return pool.submit(decode_share, model, dtype).result()
 
 
 def avx2_of_avx512(model: Model, dtype: torch.dtype) -> float:
-    with ProcessPoolExecutor(1, get_context("spawn"), use_avx2) as pool:
-        return pool.submit(decode_share, model, dtype).result() / decode_share(model, dtype)
+    return decode_share_after(use_avx2, model, dtype) / decode_share(model, dtype)
 
 
 @cache
@@ -134,7 +133,7 @@ def attention_targets() -> Iterator[Target]:
         def in_huge_pages(row: Callable[[], Row] = row) -> str:
             return f"(huge pages: {row().share():.1%})"
 
-        share = partial(decode_share_in_small_pages, model, dtype)
+        share = partial(decode_share_after, use_small_pages_only, model, dtype)
         yield Target(f"{name}: share of the probe, 4 KiB pages", of_probe, share, "{:.1%}", note=in_huge_pages)
         yield ratio_target(name, "SDPA", vs_sdpa, row, "SDPA, contiguous KV")
         yield ratio_target(name, "gather + SDPA", 10, partial(decode_beside_gather, model, dtype))

@@ -91,10 +91,9 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _refuse_grad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An op writes behind autograd's back: a tensor that requires grad would silently lose its gradient."""
-    for argument in (*args, *kwargs.values()):
-        if _requires_grad(argument) or (type(argument) is list and any(map(_requires_grad, argument))):
-            names = [argument.name for argument in op.default._schema.arguments[: len(args)]] + list(kwargs)
-            name = next(name for name, value in zip(names, (*args, *kwargs.values()), strict=True) if value is argument)
+    for i, argument in enumerate((*args, *kwargs.values())):
+        if _requires_grad(argument) or (isinstance(argument, list) and any(map(_requires_grad, argument))):
+            name = op.default._schema.arguments[i].name if i < len(args) else list(kwargs)[i - len(args)]
             raise RuntimeError(
                 f"{op.__name__}: {name}: requires grad, but the ops have no backward: call them under "
                 "torch.no_grad() or torch.inference_mode()"
