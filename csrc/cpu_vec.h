@@ -80,6 +80,14 @@ PAGEDATTN_INLINE Vec load_repeated_lane(const float* source) {
 #endif
 }
 
+// For a loaded vector with several uses, where loads are the bottleneck: GCC would make the load an operand of each.
+PAGEDATTN_INLINE Vec in_register(Vec loaded) {
+#if defined(__x86_64__)
+  asm("" : "+v"(loaded));
+#endif
+  return loaded;
+}
+
 template <int... I>
 PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
   return IntVec{I...};

@@ -16,23 +16,18 @@ struct KeyDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 4;
 
-  struct Chunk {
+  struct Keys {
     Vec part[PARTS];
   };
 
-  static PAGEDATTN_INLINE Chunk load_keys(const CacheT* keys);
+  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys);
 
-  // From a row made by unpack_query.
-  static PAGEDATTN_INLINE Chunk load_query(const float* row, int64_t chunk) {
-    Chunk query;
-    for (int i = 0; i < PARTS; ++i) query.part[i] = load_repeated_lane(row + chunk * CHUNK_ELEMENTS + 4 * i);
-    return query;
+  // From a row made by unpack_query, what `part` of that chunk of the keys is multiplied with.
+  static PAGEDATTN_INLINE Vec load_query(const float* row, int64_t chunk, int part) {
+    return load_repeated_lane(row + (chunk * PARTS + part) * 4);
   }
 
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, const Chunk& keys, const Chunk& query) {
-    for (int i = 0; i < PARTS; ++i) sum = fma(keys.part[i], query.part[i], sum);
-    return sum;
-  }
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) { return fma(keys, query, sum); }
 
   // A query row, once, in the order that load_query wants: row is [head_size / CHUNK_ELEMENTS, PARTS, 4].
   template <typename T>
@@ -47,36 +42,36 @@ struct KeyDot {
 };
 
 template <>
-PAGEDATTN_INLINE KeyDot<float>::Chunk KeyDot<float>::load_keys(const float* keys) {
+PAGEDATTN_INLINE KeyDot<float>::Keys KeyDot<float>::load_keys(const float* keys) {
   return {{load(keys)}};
 }
 
 template <>
-PAGEDATTN_INLINE KeyDot<float16>::Chunk KeyDot<float16>::load_keys(const float16* keys) {
+PAGEDATTN_INLINE KeyDot<float16>::Keys KeyDot<float16>::load_keys(const float16* keys) {
   const UintVec pairs = load_as<UintVec>(keys);
   return {{float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))}};
 }
 
 template <typename CacheT>
-PAGEDATTN_INLINE typename KeyDot<CacheT>::Chunk load_float8_keys(const CacheT* keys) {
+PAGEDATTN_INLINE typename KeyDot<CacheT>::Keys load_float8_keys(const CacheT* keys) {
   const UintVec quads = load_as<UintVec>(keys);
-  typename KeyDot<CacheT>::Chunk chunk;
+  typename KeyDot<CacheT>::Keys result;
   for (int i = 0; i < 4; ++i) {
-    chunk.part[i] = float8_to_float(narrow(quads >> (8 * i) & 0xff), CacheT{});
+    result.part[i] = float8_to_float(narrow(quads >> (8 * i) & 0xff), CacheT{});
   }
-  return chunk;
+  return result;
 }
 template <>
-PAGEDATTN_INLINE KeyDot<float8_e4m3>::Chunk KeyDot<float8_e4m3>::load_keys(const float8_e4m3* keys) {
+PAGEDATTN_INLINE KeyDot<float8_e4m3>::Keys KeyDot<float8_e4m3>::load_keys(const float8_e4m3* keys) {
   return load_float8_keys(keys);
 }
 template <>
-PAGEDATTN_INLINE KeyDot<float8_e5m2>::Chunk KeyDot<float8_e5m2>::load_keys(const float8_e5m2* keys) {
+PAGEDATTN_INLINE KeyDot<float8_e5m2>::Keys KeyDot<float8_e5m2>::load_keys(const float8_e5m2* keys) {
   return load_float8_keys(keys);
 }
 
 template <>
-PAGEDATTN_INLINE KeyDot<bfloat16>::Chunk KeyDot<bfloat16>::load_keys(const bfloat16* keys) {
+PAGEDATTN_INLINE KeyDot<bfloat16>::Keys KeyDot<bfloat16>::load_keys(const bfloat16* keys) {
   const UintVec pairs = load_as<UintVec>(keys);
   return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
 }
@@ -91,11 +86,11 @@ struct PairDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 8;
 
-  struct Chunk {
+  struct Keys {
     Bfloat16Vec part[PARTS];
   };
 
-  static PAGEDATTN_INLINE Chunk load_keys(const CacheT* keys) {
+  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
     if constexpr (PARTS == 1) {
       return {{load_as<Bfloat16Vec>(keys)}};
     } else {
@@ -106,17 +101,13 @@ struct PairDot {
     }
   }
 
-  static PAGEDATTN_INLINE Chunk load_query(const float* row, int64_t chunk) {
-    Chunk query;
-    for (int i = 0; i < PARTS; ++i) {
-      query.part[i] = (Bfloat16Vec)load_repeated_lane(row + (chunk * PARTS + i) * 4);  // 8 elements
-    }
-    return query;
+  // 8 elements.
+  static PAGEDATTN_INLINE Bfloat16Vec load_query(const float* row, int64_t chunk, int part) {
+    return (Bfloat16Vec)load_repeated_lane(row + (chunk * PARTS + part) * 4);
   }
 
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, const Chunk& keys, const Chunk& query) {
-    for (int i = 0; i < PARTS; ++i) sum = (Vec)_mm512_dpbf16_ps((__m512)sum, keys.part[i], query.part[i]);
-    return sum;
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec keys, Bfloat16Vec query) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
   }
 
   template <typename T>

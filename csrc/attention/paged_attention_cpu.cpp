@@ -22,16 +22,17 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Query rows that share the loads of a key or value. With AVX2, the registers do not hold all sums of four rows; it is
-// faster to spill some than to convert every key twice.
-template <typename Dot>
-constexpr int MAX_ROWS = (VEC_SIZE >= 8 ? 4 : 2) / (Dot::PARTS == 4 ? 2 : 1);
+// Query rows that share the loads of a key or value.
+constexpr int MAX_ROWS = VEC_SIZE >= 8 ? 4 : 2;
 
-// With fewer rows the registers hold the sums of several vectors of tokens side by side. For one row they are so many
-// that they often lie in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of
-// the values are taken across the blocks as well.
+// Sums of logits that are held in registers at a time: half of these.
+constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
+
+// With fewer rows they are those of several vectors of tokens side by side. For one row they are so many that they
+// often lie in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of the values
+// are taken across the blocks as well.
 template <int NUM_ROWS>
-constexpr int LOGIT_VECS = NUM_ROWS == 4 ? 1 : (VEC_SIZE == 16 ? 4 : 2) / NUM_ROWS;
+constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
@@ -39,6 +40,11 @@ constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 // quarters of what is next are then fetched beside the values, instead of half.
 template <typename T, int NUM_ROWS>
 constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
+
+// Four rows have as many weights as strips, or more: the strips are then held in registers, and every weight is loaded
+// once. Of fp8 the registers would not hold them.
+template <typename T, int NUM_ROWS>
+constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && ValueStrip<T>::PARTS <= 2;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
@@ -69,31 +75,46 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   const T* keys[NUM_VECS * VEC_SIZE / RUN];
   for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
   constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
-  constexpr int64_t CHUNKS_PER_FETCH =
-      (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
-  Vec sums[NUM_ROWS][NUM_VECS][4] = {};
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    typename Dot::Chunk query[NUM_ROWS];
-    for (int r = 0; r < NUM_ROWS; ++r) query[r] = Dot::load_query(rows[r].query, chunk);
-    if (h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
-      for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
-    }
-    PAGEDATTN_UNROLL
-    for (int j = 0; j < 4; ++j) {
+  constexpr int NUM_KEYS = 4 * NUM_VECS;                                                  // vectors of them
+  constexpr int PASS_KEYS = NUM_ROWS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / NUM_ROWS;
+  constexpr int LOADED_KEYS = Dot::PARTS <= 2 && PASS_KEYS >= 4 ? 4 : 2;
+  constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
+                                       (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
+  Vec sums[NUM_ROWS][NUM_KEYS] = {};
+  PAGEDATTN_UNROLL
+  for (int pass = 0; pass < NUM_KEYS; pass += PASS_KEYS) {
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
       PAGEDATTN_UNROLL
-      for (int v = 0; v < NUM_VECS; ++v) {
-        const int token = v * VEC_SIZE + j * NUM_LANES;
-        const T* run = keys[token / RUN] + chunk * chunk_stride;
-        const typename Dot::Chunk key = Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
+      for (int first = pass; first < pass + PASS_KEYS; first += LOADED_KEYS) {
+        typename Dot::Keys loaded[LOADED_KEYS];
         PAGEDATTN_UNROLL
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][v][j] = Dot::multiply_add(sums[r][v][j], key, query[r]);
+        for (int i = 0; i < LOADED_KEYS; ++i) {
+          const int token = (first + i) % NUM_VECS * VEC_SIZE + (first + i) / NUM_VECS * NUM_LANES;
+          const T* run = keys[token / RUN] + chunk * chunk_stride;
+          loaded[i] = Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
+        }
+        if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
+          for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
+        }
+        PAGEDATTN_UNROLL
+        for (int part = 0; part < Dot::PARTS; ++part) {
+          PAGEDATTN_UNROLL
+          for (int r = 0; r < NUM_ROWS; ++r) {
+            const auto query = Dot::load_query(rows[r].query, chunk, part);
+            PAGEDATTN_UNROLL
+            for (int i = 0; i < LOADED_KEYS; ++i) {
+              sums[r][first + i] = Dot::multiply_add(sums[r][first + i], loaded[i].part[part], query);
+            }
+          }
+        }
       }
     }
   }
   for (int r = 0; r < NUM_ROWS; ++r) {
     for (int v = 0; v < NUM_VECS; ++v) {
       // In 128-bit lane l, element j: token j * NUM_LANES + l.
-      const Vec by_lane = sum_lanes(sums[r][v][0], sums[r][v][1], sums[r][v][2], sums[r][v][3]);
+      const Vec* of_v = sums[r] + v;
+      const Vec by_lane = sum_lanes(of_v[0], of_v[NUM_VECS], of_v[2 * NUM_VECS], of_v[3 * NUM_VECS]);
       const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
       store(logits[r].at + first_token + v * VEC_SIZE, by_token * h.params.logit_scale);
     }
@@ -169,9 +190,11 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
   for (int r = 0; r < NUM_ROWS; ++r) *rows[r].sum += reduce_sum(sums[r]);
 }
 
-// Elements [d, d + STEP) of the values of NUM_ROWS rows. WHOLE: the head does not end within them.
+// Elements [d, d + STEP) of the values of NUM_ROWS rows; values[s] is strip s of element 0. WHOLE: the head does not
+// end within them.
 template <typename T, int NUM_ROWS, int ELEMENTS, bool WHOLE>
-PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights, int64_t d) {
+PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
+                                          const T* const* values, int64_t d) {
   using Strip = ValueStrip<T>;
   constexpr int PARTS = Strip::PARTS;
   constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;  // of a strip
@@ -180,27 +203,45 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : STRIP_SIZE<T>;
   const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
   constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
-  const T* values[TILE_STRIPS];
-  for (int s = 0; s < TILE_STRIPS; ++s) {
-    values[s] = h.values + h.tile.value_at(s * TOKENS) + d * h.params.block_size;
-  }
   Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
-  const auto add_strip = [&](int s, int i, auto mask) PAGEDATTN_ALWAYS_INLINE {
+  const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
     // Past the end of the head, its last strip is read again; that sum is dropped.
-    const Strip strip = Strip::load_from(values[s] + (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride);
+    const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
+    return Strip::load_from(values[s] + d * h.params.block_size + below);
+  };
+  const auto load_weight = [&](int s, int part, int r) PAGEDATTN_ALWAYS_INLINE {
+    return load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
+  };
+  const auto add_strip = [&](int s, int i, auto mask) PAGEDATTN_ALWAYS_INLINE {
+    const Strip strip = load_strip(s, i);
     PAGEDATTN_UNROLL
     for (int part = 0; part < PARTS; ++part) {
       const Vec value = mask(strip.part[part], part);
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
-        const Vec weight = load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
-        sums[r * NUM_STRIPS + i] = fma(value, weight, sums[r * NUM_STRIPS + i]);
+        sums[r * NUM_STRIPS + i] = fma(value, load_weight(s, part, r), sums[r * NUM_STRIPS + i]);
       }
     }
   };
+  const auto add_strips = [&](int s) PAGEDATTN_ALWAYS_INLINE {
+    Strip strips[NUM_STRIPS];
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) strips[i] = load_strip(s, i);
+    PAGEDATTN_UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      PAGEDATTN_UNROLL
+      for (int r = 0; r < NUM_ROWS; ++r) {
+        const Vec weight = in_register(load_weight(s, part, r));
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < NUM_STRIPS; ++i) {
+          sums[r * NUM_STRIPS + i] = fma(strips[i].part[part], weight, sums[r * NUM_STRIPS + i]);
+        }
+      }
+    }
+  };
+  constexpr int64_t NUM_BYTES = STEP * TILE_TOKENS * sizeof(T);
+  constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
   const auto prefetch = [&](int64_t i, int64_t n) PAGEDATTN_ALWAYS_INLINE {  // part i of n
-    constexpr int64_t NUM_BYTES = STEP * TILE_TOKENS * sizeof(T);
-    constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
     if (h.prefetcher == nullptr) return;
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   };
@@ -230,10 +271,17 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
     }
   } else {
-    for (int s = 0; s < TILE_STRIPS; ++s) {
-      prefetch(s, TILE_STRIPS);
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
+    constexpr int STRIPS_PER_FETCH = NUM_FETCHES <= TILE_STRIPS / 4 ? 4 : 1;
+    for (int first = 0; first < TILE_STRIPS; first += STRIPS_PER_FETCH) {
+      prefetch(first / STRIPS_PER_FETCH, TILE_STRIPS / STRIPS_PER_FETCH);
+      for (int s = first; s < first + STRIPS_PER_FETCH; ++s) {
+        if constexpr (STRIPS_FIRST<T, NUM_ROWS>) {
+          add_strips(s);
+        } else {
+          PAGEDATTN_UNROLL
+          for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
+        }
+      }
     }
   }
   float totals[VEC_SIZE * ELEMENTS];
@@ -265,12 +313,17 @@ void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* 
   for (int r = 0; r < NUM_ROWS; ++r) {
     arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS, arranged[r]);
   }
+  constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;
+  const T* values[TILE_TOKENS / TOKENS];
+  for (int64_t s = 0; s < TILE_TOKENS / TOKENS; ++s) {
+    values[s] = h.values + h.tile.value_at(static_cast<int>(s) * TOKENS);
+  }
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], d);
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], values, d);
   }
   if (d < h.params.head_size) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], d);
+    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], values, d);
   }
 }
 
@@ -354,11 +407,11 @@ class ItemWalk {
                           static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
     int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
     const int64_t end = i + group_size_ * num_rows_;
-    for (; i + MAX_ROWS<Dot> <= end; i += MAX_ROWS<Dot>) {
-      attend_results<MAX_ROWS<Dot>>(head_tile, i, results);
+    for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
+      attend_results<MAX_ROWS>(head_tile, i, results);
       head_tile.prefetcher = nullptr;
     }
-    if constexpr (MAX_ROWS<Dot> > 2) {
+    if constexpr (MAX_ROWS > 2) {
       for (; i + 2 <= end; i += 2) {
         attend_results<2>(head_tile, i, results);
         head_tile.prefetcher = nullptr;
