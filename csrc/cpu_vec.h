@@ -284,6 +284,19 @@ PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e4m3)
 PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e5m2) {
   return look_up_float8(bytes, E5M2_TABLE);
 }
+
+// Of every 128-bit lane of 16 bytes, the first 8 and the last 8.
+struct Bfloat16Halves {
+  Bfloat16Vec lower;
+  Bfloat16Vec upper;
+};
+
+template <typename Float8>
+PAGEDATTN_INLINE Bfloat16Halves float8_to_bfloat16_halves(UintVec bytes, Float8 type) {
+  const Float8AsBfloat16 apart = float8_to_bfloat16(bytes, type);
+  return {(Bfloat16Vec)_mm512_maskz_unpacklo_epi8(~0ull, apart.low, apart.high),
+          (Bfloat16Vec)_mm512_maskz_unpackhi_epi8(~0ull, apart.low, apart.high)};
+}
 #endif
 
 // Round to nearest even, saturating; NaN gives NaN. The steps are those of float_to_float16.

@@ -94,10 +94,8 @@ struct PairDot {
     if constexpr (PARTS == 1) {
       return {{load_as<Bfloat16Vec>(keys)}};
     } else {
-      // Of every lane, the lower half of the elements, and the upper half.
-      const Float8AsBfloat16 bytes = float8_to_bfloat16(load_as<UintVec>(keys), CacheT{});
-      return {{(Bfloat16Vec)_mm512_maskz_unpacklo_epi8(~0ull, bytes.low, bytes.high),
-               (Bfloat16Vec)_mm512_maskz_unpackhi_epi8(~0ull, bytes.low, bytes.high)}};
+      const Bfloat16Halves halves = float8_to_bfloat16_halves(load_as<UintVec>(keys), CacheT{});
+      return {{halves.lower, halves.upper}};
     }
   }
 

@@ -42,9 +42,9 @@ template <typename T, int NUM_ROWS>
 constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
 // Four rows have as many weights as strips, or more: the strips are then held in registers, and every weight is loaded
-// once. Of fp8 the registers would not hold them.
-template <typename T, int NUM_ROWS>
-constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && ValueStrip<T>::PARTS <= 2;
+// once. Of fp8 as floats the registers would not hold them.
+template <typename Strip, int NUM_ROWS>
+constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && Strip::PARTS <= 2;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
@@ -192,22 +192,21 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
 
 // Elements [d, d + STEP) of the values of NUM_ROWS rows; values[s] is strip s of element 0. WHOLE: the head does not
 // end within them.
-template <typename T, int NUM_ROWS, int ELEMENTS, bool WHOLE>
+template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
                                           const T* const* values, int64_t d) {
-  using Strip = ValueStrip<T>;
   constexpr int PARTS = Strip::PARTS;
-  constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;  // of a strip
-  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;   // one below the other
+  constexpr int TOKENS = Strip::SIZE / ELEMENTS;   // of a strip
+  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // one below the other
   constexpr int STEP = NUM_STRIPS * ELEMENTS;
-  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : STRIP_SIZE<T>;
+  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
   const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
   constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
   Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
   const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
     // Past the end of the head, its last strip is read again; that sum is dropped.
     const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
-    return Strip::load_from(values[s] + d * h.params.block_size + below);
+    return Strip::template load_from<ELEMENTS>(values[s] + d * h.params.block_size + below);
   };
   const auto load_weight = [&](int s, int part, int r) PAGEDATTN_ALWAYS_INLINE {
     return load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
@@ -216,10 +215,11 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     const Strip strip = load_strip(s, i);
     PAGEDATTN_UNROLL
     for (int part = 0; part < PARTS; ++part) {
-      const Vec value = mask(strip.part[part], part);
+      const auto value = mask(strip.part[part], part);
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
-        sums[r * NUM_STRIPS + i] = fma(value, load_weight(s, part, r), sums[r * NUM_STRIPS + i]);
+        Vec& sum = sums[r * NUM_STRIPS + i];
+        sum = Strip::multiply_add(sum, value, load_weight(s, part, r));
       }
     }
   };
@@ -234,7 +234,8 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
         const Vec weight = in_register(load_weight(s, part, r));
         PAGEDATTN_UNROLL
         for (int i = 0; i < NUM_STRIPS; ++i) {
-          sums[r * NUM_STRIPS + i] = fma(strips[i].part[part], weight, sums[r * NUM_STRIPS + i]);
+          Vec& sum = sums[r * NUM_STRIPS + i];
+          sum = Strip::multiply_add(sum, strips[i].part[part], weight);
         }
       }
     }
@@ -245,7 +246,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     if (h.prefetcher == nullptr) return;
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   };
-  const auto whole = [](Vec value, int) { return value; };
+  const auto whole = [](auto value, int) { return value; };
   if (!h.tile.all_visible(0, TILE_TOKENS)) {
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
       prefetch(s, TILE_STRIPS);
@@ -257,9 +258,8 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       PAGEDATTN_UNROLL
       for (int i = 0; i < NUM_STRIPS; ++i) {
         // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
-        add_strip(s, i, [&h, s](Vec value, int part) {
-          const IntVec token_idx = strip_tokens<PARTS, ELEMENTS>(s, part);
-          return select((token_idx >= h.tile.begin) & (token_idx < h.tile.end), value, Vec{});
+        add_strip(s, i, [&h, s](auto value, int part) {
+          return Strip::template mask<ELEMENTS>(value, s, part, h.tile.begin, h.tile.end);
         });
       }
     }
@@ -275,7 +275,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     for (int first = 0; first < TILE_STRIPS; first += STRIPS_PER_FETCH) {
       prefetch(first / STRIPS_PER_FETCH, TILE_STRIPS / STRIPS_PER_FETCH);
       for (int s = first; s < first + STRIPS_PER_FETCH; ++s) {
-        if constexpr (STRIPS_FIRST<T, NUM_ROWS>) {
+        if constexpr (STRIPS_FIRST<Strip, NUM_ROWS>) {
           add_strips(s);
         } else {
           PAGEDATTN_UNROLL
@@ -306,41 +306,57 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   }
 }
 
-template <typename T, int NUM_ROWS, int ELEMENTS>
+template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS>
 void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
   constexpr int STEP = VEC_SIZE / NUM_ROWS * ELEMENTS;
   alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
   for (int r = 0; r < NUM_ROWS; ++r) {
-    arrange_weights<ValueStrip<T>::PARTS, ELEMENTS>(weights[r].at, TILE_TOKENS, arranged[r]);
+    Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
   }
-  constexpr int TOKENS = STRIP_SIZE<T> / ELEMENTS;
+  constexpr int TOKENS = Strip::SIZE / ELEMENTS;
   const T* values[TILE_TOKENS / TOKENS];
   for (int64_t s = 0; s < TILE_TOKENS / TOKENS; ++s) {
     values[s] = h.values + h.tile.value_at(static_cast<int>(s) * TOKENS);
   }
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], values, d);
+    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], values, d);
   }
   if (d < h.params.head_size) {
-    accumulate_elements<T, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], values, d);
+    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], values, d);
   }
 }
 
-template <typename T, typename Dot, int NUM_ROWS>
+template <typename T, typename Arithmetic, int NUM_ROWS>
 void attend_rows(const HeadTile<T>& h, const Row* rows) {
   TileLogits logits[NUM_ROWS];
   if (!h.tile.all_visible(0, TILE_TOKENS)) __builtin_memset(logits, 0, sizeof logits);
-  compute_logits<T, Dot, NUM_ROWS>(h, rows, logits);
+  compute_logits<T, typename Arithmetic::Dot, NUM_ROWS>(h, rows, logits);
   update_softmax<T, NUM_ROWS>(h.params, h.tile, rows, logits);
-  dispatch_strip_elements<T>(h.params.block_size,
-                             [&]<int ELEMENTS>() { accumulate_values<T, NUM_ROWS, ELEMENTS>(h, rows, logits); });
+  using Strip = typename Arithmetic::Strip;
+  dispatch_strip_elements<Strip>(
+      h.params.block_size, [&]<int ELEMENTS>() { accumulate_values<T, Strip, NUM_ROWS, ELEMENTS>(h, rows, logits); });
 }
+
+// How the rows are multiplied with keys and values.
+template <typename T>
+struct FloatArithmetic {
+  using Dot = KeyDot<T>;
+  using Strip = ValueStrip<T>;
+};
+#if defined(__AVX512BF16__)
+// For queries in bfloat16. The weights are rounded to it only where the cache is in 8 bits.
+template <typename T>
+struct PairArithmetic {
+  using Dot = PairDot<T>;
+  using Strip = std::conditional_t<sizeof(T) == 1, PairStrip<T>, ValueStrip<T>>;
+};
+#endif
 
 // ---- items
 
 // One item at work. Its results are ordered by head, then by row, so those of one KV head are adjacent.
-template <typename T, typename Dot>
+template <typename T, typename Arithmetic>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, const AttentionItem* next_item,
@@ -357,7 +373,7 @@ class ItemWalk {
       const QueryT* rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
         const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
-        Dot::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
+        Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
       }
     });
   }
@@ -432,7 +448,7 @@ class ItemWalk {
       rows[r].sum = results.sum + i;
       rows[r].values = results.values + i * p_.head_size;
     }
-    attend_rows<T, Dot, NUM_ROWS>(head_tile, rows);
+    attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
   }
 
   const PagedAttentionParams& p_;
@@ -444,10 +460,10 @@ class ItemWalk {
   int64_t heads_fetched_;  // at a time
 };
 
-template <typename T, typename Dot>
+template <typename T, typename Arithmetic>
 void attend_item(const PagedAttentionParams& p, const AttentionItem& item, const AttentionItem* next_item,
                  float* scratch, float* partials, int64_t partial_stride) {
-  const ItemWalk<T, Dot> walk(p, item, next_item, scratch);
+  const ItemWalk<T, Arithmetic> walk(p, item, next_item, scratch);
   const int64_t num_results = walk.num_results();
   if (item.partial >= 0) {
     walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
@@ -474,11 +490,11 @@ void attend(const PagedAttentionParams& params, const AttentionItem& item, const
 #if defined(__AVX512BF16__)
     if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
       if (params.dtype == DType::BFLOAT16) {
-        return attend_item<T, PairDot<T>>(params, item, next_item, scratch, partials, partial_stride);
+        return attend_item<T, PairArithmetic<T>>(params, item, next_item, scratch, partials, partial_stride);
       }
     }
 #endif
-    attend_item<T, KeyDot<T>>(params, item, next_item, scratch, partials, partial_stride);
+    attend_item<T, FloatArithmetic<T>>(params, item, next_item, scratch, partials, partial_stride);
   });
 }
 

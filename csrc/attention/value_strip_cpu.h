@@ -5,35 +5,89 @@
 // that are laid out alike, and added up lane by lane over a tile; only then the lanes of an element are added.
 #pragma once
 
+#include "attention/paged_attention.h"
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Value i of a strip is in lane i / PARTS of vector i % PARTS.
-template <typename CacheT>
-struct ValueStrip {
-  static constexpr int PARTS = 1;
+// Values as floats: value i of a strip is in lane i / PARTS of vector i % PARTS.
+//
+// ELEMENTS: how many elements the strip holds, which depends on the block size.
+template <int NUM_PARTS>
+struct FloatStrip {
+  static constexpr int PARTS = NUM_PARTS;
+  static constexpr int SIZE = PARTS * VEC_SIZE;
   Vec part[PARTS];
-  static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) { return {{load(values)}}; }
+
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) { return fma(values, weights, sum); }
+
+  // Part `part_idx` of strip `strip` of a tile, with zeros for the tokens outside [begin, end).
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE Vec mask(Vec values, int strip, int part_idx, int begin, int end) {
+    constexpr int TOKENS = SIZE / ELEMENTS;
+    const IntVec token_idx = strip * TOKENS + ((iota() * PARTS + part_idx) & (TOKENS - 1));
+    return select((token_idx >= begin) & (token_idx < end), values, Vec{});
+  }
+
+  // The weights of a tile as its strips want them: [strips, PARTS, VEC_SIZE].
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
+    constexpr int TOKENS = SIZE / ELEMENTS;
+    for (int first = 0; first < TILE_TOKENS; first += TOKENS) {
+      Vec v[PARTS];  // as value i of the strip would be in lane i % VEC_SIZE of vector i / VEC_SIZE
+      for (int i = 0; i < PARTS; ++i) {
+        if constexpr (TOKENS >= VEC_SIZE) {
+          v[i] = load(by_token + first + i * VEC_SIZE % TOKENS);
+        } else {
+          static_assert(TOKENS == VEC_SIZE / 2);
+          const Vec two_strips = load(by_token + first / VEC_SIZE * VEC_SIZE);
+          v[i] = first % VEC_SIZE == 0 ? shuffle(two_strips, two_strips, [](int t) { return t % (VEC_SIZE / 2); })
+                                       : shuffle(two_strips, two_strips, [](int t) { return t | (VEC_SIZE / 2); });
+        }
+      }
+      const auto even = [](Vec a, Vec b) { return shuffle(a, b, [](int t) { return 2 * t; }); };
+      const auto odd = [](Vec a, Vec b) { return shuffle(a, b, [](int t) { return 2 * t + 1; }); };
+      if constexpr (PARTS == 1) {
+        store(arranged, v[0]);
+      } else if constexpr (PARTS == 2) {
+        store(arranged, even(v[0], v[1]));
+        store(arranged + VEC_SIZE, odd(v[0], v[1]));
+      } else {
+        const Vec evens[] = {even(v[0], v[1]), even(v[2], v[3])};
+        const Vec odds[] = {odd(v[0], v[1]), odd(v[2], v[3])};
+        store(arranged, even(evens[0], evens[1]));
+        store(arranged + VEC_SIZE, even(odds[0], odds[1]));
+        store(arranged + 2 * VEC_SIZE, odd(evens[0], evens[1]));
+        store(arranged + 3 * VEC_SIZE, odd(odds[0], odds[1]));
+      }
+      arranged += SIZE;
+    }
+  }
+};
+
+template <typename CacheT>
+struct ValueStrip : FloatStrip<1> {
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
+    return {{{load(values)}}};
+  }
 };
 
 template <>
-struct ValueStrip<bfloat16> {
-  static constexpr int PARTS = 2;
-  Vec part[PARTS];
+struct ValueStrip<bfloat16> : FloatStrip<2> {
+  template <int ELEMENTS>
   static PAGEDATTN_INLINE ValueStrip load_from(const bfloat16* values) {
     const UintVec pairs = load_as<UintVec>(values);
-    return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
+    return {{{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}}};
   }
 };
 
 #if defined(__AVX512BF16__)
 template <typename CacheT>
   requires(sizeof(CacheT) == 1)
-struct ValueStrip<CacheT> {
-  static constexpr int PARTS = 4;
-  Vec part[PARTS];
+struct ValueStrip<CacheT> : FloatStrip<4> {
+  template <int ELEMENTS>
   static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
     const Float8AsBfloat16 bytes = float8_to_bfloat16(load_as<UintVec>(values), CacheT{});
     // From a low and a high byte each, the bfloat16 of the even values and of the odd ones.
@@ -41,65 +95,85 @@ struct ValueStrip<CacheT> {
     const UintVec high = (UintVec)bytes.high;
     const UintVec even = (low & 0x00ff00ff) | (high << 8 & 0xff00ff00);
     const UintVec odd = (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00);
-    return {{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}};
+    return {{{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}}};
+  }
+};
+
+// 8-bit values as bfloat16, which holds them, for weights that are rounded to bfloat16: an error of up to a 256th of a
+// weight, where a value has one of up to a 16th or an 8th.
+template <typename CacheT>
+struct PairStrip {
+  static constexpr int PARTS = 2;
+  static constexpr int SIZE = 2 * PARTS * VEC_SIZE;
+  Bfloat16Vec part[PARTS];
+
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE PairStrip load_from(const CacheT* values) {
+    __m512i bytes = load_as<__m512i>(values);
+    if constexpr (RUN<ELEMENTS> == 4) {
+      // In every 128-bit lane the first two of four, then the last two of four.
+      bytes = _mm512_shuffle_epi8(bytes, _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100));
+    }
+    const Bfloat16Halves halves = float8_to_bfloat16_halves((UintVec)bytes, CacheT{});
+    return {{halves.lower, halves.upper}};
+  }
+
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, values, (Bfloat16Vec)weights);
+  }
+
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE Bfloat16Vec mask(Bfloat16Vec values, int strip, int part_idx, int begin, int end) {
+    constexpr int TOKENS = SIZE / ELEMENTS;
+    const auto is_visible = [&](IntVec token_idx) { return (token_idx >= begin) & (token_idx < end); };
+    const IntVec token_idx = strip * TOKENS + (first_of_pair<ELEMENTS>(iota(), part_idx) & (TOKENS - 1));
+    const IntVec visible = (is_visible(token_idx) & 0xffff) | (is_visible(token_idx + 1) & ~0xffff);
+    return (Bfloat16Vec)((IntVec)values & visible);
+  }
+
+  // [strips, PARTS, 2 * VEC_SIZE] in bfloat16.
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
+    constexpr int TOKENS = SIZE / ELEMENTS;
+    constexpr int AT_ONCE = 2 * VEC_SIZE;
+    bfloat16 rounded[TILE_TOKENS + AT_ONCE] = {};  // the rest is read with short strips, but not used
+    for (int i = 0; i < TILE_TOKENS; i += AT_ONCE) {
+      store_two<false>(rounded + i, load(by_token + i), load(by_token + i + VEC_SIZE));
+    }
+    for (int token = 0; token < TILE_TOKENS; token += TOKENS) {
+      const Vec first = load_as<Vec>(rounded + token);
+      const Vec last = load_as<Vec>(rounded + token + (TOKENS > AT_ONCE ? AT_ONCE : 0));
+      store(arranged, shuffle(first, last, [](int t) { return first_of_pair<ELEMENTS>(t, 0) % TOKENS / 2; }));
+      store(arranged + VEC_SIZE,
+            shuffle(first, last, [](int t) { return first_of_pair<ELEMENTS>(t, 1) % TOKENS / 2; }));
+      arranged += PARTS * VEC_SIZE;
+    }
+  }
+
+ private:
+  // Of so many values, the first half is in part 0 and the second in part 1. They must be of one element: its lanes are
+  // the same in both.
+  template <int ELEMENTS>
+  static constexpr int RUN = SIZE / ELEMENTS >= 16 ? 16 : 4;
+
+  // Which values a 32-bit lane of a part holds: this and the next.
+  template <int ELEMENTS, typename Int>
+  static constexpr PAGEDATTN_INLINE Int first_of_pair(Int lane, int part_idx) {
+    constexpr int LANES = RUN<ELEMENTS> / 4;  // of a part
+    return lane / LANES * RUN<ELEMENTS> + part_idx * (RUN<ELEMENTS> / 2) + lane % LANES * 2;
   }
 };
 #endif
 
-template <typename CacheT>
-constexpr int STRIP_SIZE = VEC_SIZE * ValueStrip<CacheT>::PARTS;
-
 // Calls function.operator()<ELEMENTS>() with the number of elements that a strip holds for this block size.
-template <typename CacheT, int ELEMENTS = 1, typename Function>
+template <typename Strip, int ELEMENTS = 1, typename Function>
 PAGEDATTN_INLINE void dispatch_strip_elements(int64_t block_size, const Function& function) {
-  if constexpr (STRIP_SIZE<CacheT> / ELEMENTS > 8) {
-    if (block_size < STRIP_SIZE<CacheT> / ELEMENTS) {
-      return dispatch_strip_elements<CacheT, 2 * ELEMENTS>(block_size, function);
+  if constexpr (Strip::SIZE / ELEMENTS > 8) {
+    if (block_size < Strip::SIZE / ELEMENTS) {
+      return dispatch_strip_elements<Strip, 2 * ELEMENTS>(block_size, function);
     }
   }
   function.template operator()<ELEMENTS>();
-}
-
-// The tokens of strip `strip` of a tile, as they lie in the vector `part`.
-template <int PARTS, int ELEMENTS>
-PAGEDATTN_INLINE IntVec strip_tokens(int strip, int part) {
-  constexpr int TOKENS = VEC_SIZE * PARTS / ELEMENTS;
-  return strip * TOKENS + ((iota() * PARTS + part) & (TOKENS - 1));
-}
-
-// The weights of `num_tokens` tokens as their strips want them: [strips, PARTS, VEC_SIZE].
-template <int PARTS, int ELEMENTS>
-PAGEDATTN_INLINE void arrange_weights(const float* by_token, int num_tokens, float* arranged) {
-  constexpr int TOKENS = VEC_SIZE * PARTS / ELEMENTS;
-  for (int first = 0; first < num_tokens; first += TOKENS) {
-    Vec v[PARTS];  // as value i of the strip would be in lane i % VEC_SIZE of vector i / VEC_SIZE
-    for (int i = 0; i < PARTS; ++i) {
-      if constexpr (TOKENS >= VEC_SIZE) {
-        v[i] = load(by_token + first + i * VEC_SIZE % TOKENS);
-      } else {
-        static_assert(TOKENS == VEC_SIZE / 2);
-        const Vec two_strips = load(by_token + first / VEC_SIZE * VEC_SIZE);
-        v[i] = first % VEC_SIZE == 0 ? shuffle(two_strips, two_strips, [](int t) { return t % (VEC_SIZE / 2); })
-                                     : shuffle(two_strips, two_strips, [](int t) { return t | (VEC_SIZE / 2); });
-      }
-    }
-    const auto even = [](Vec a, Vec b) { return shuffle(a, b, [](int t) { return 2 * t; }); };
-    const auto odd = [](Vec a, Vec b) { return shuffle(a, b, [](int t) { return 2 * t + 1; }); };
-    if constexpr (PARTS == 1) {
-      store(arranged, v[0]);
-    } else if constexpr (PARTS == 2) {
-      store(arranged, even(v[0], v[1]));
-      store(arranged + VEC_SIZE, odd(v[0], v[1]));
-    } else {
-      const Vec evens[] = {even(v[0], v[1]), even(v[2], v[3])};
-      const Vec odds[] = {odd(v[0], v[1]), odd(v[2], v[3])};
-      store(arranged, even(evens[0], evens[1]));
-      store(arranged + VEC_SIZE, even(odds[0], odds[1]));
-      store(arranged + 2 * VEC_SIZE, odd(evens[0], evens[1]));
-      store(arranged + 3 * VEC_SIZE, odd(odds[0], odds[1]));
-    }
-    arranged += VEC_SIZE * PARTS;
-  }
 }
 
 // Adds up the lanes of every element: v[i] has ELEMENTS runs of lanes, `sums` gets [VEC_SIZE, ELEMENTS]. Every sum adds

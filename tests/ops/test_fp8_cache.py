@@ -11,6 +11,8 @@ import torch
 from attention_cases import FP8_CACHES, FP8_IDS, OPS, Case, make_arguments, make_v1_arguments, run_v1
 from checks import (
     DTYPES,
+    NOISE,
+    ROUNDING,
     assert_close_to_reference,
     assert_rejected,
     assert_row_gap_untouched,
@@ -220,6 +222,22 @@ def test_attention_reads_every_byte(device, out_dtype, dtype):
     )
     assert_close_to_reference(lse[:, 0].cpu(), reference.dequantise(stored, dtype, k_scale))
     assert_close_to_reference(out[:, 0, 3].cpu(), reference.dequantise(stored, dtype, v_scale))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("cache", FP8_CACHES, ids=FP8_IDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probabilities_are_rounded_no_further_than_to_the_dtype_of_the_query(device, dtype, cache, block_size):
+    case = Case(((1, 300), (5, 77), (1, 1)), dtype, cache=cache, block_size=block_size)
+    arguments = make_arguments(case, device)
+    out, _ = OPS.paged_attention(**arguments)
+    expected, _ = reference.paged_attention(**arguments)
+    values = arguments["value_cache"]
+    magnitudes = (values.view(torch.uint8) & 0x7F).view(values.dtype)
+    sums_of_magnitudes, _ = reference.paged_attention(**arguments | {"value_cache": magnitudes})
+    allowed = torch.finfo(dtype).eps / 2 * sums_of_magnitudes
+    allowed += ROUNDING[dtype] * expected.abs() + NOISE * expected.abs().max()
+    assert ((out.double() - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
