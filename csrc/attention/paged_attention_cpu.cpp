@@ -25,12 +25,12 @@ namespace {
 // Query rows that share the loads of a key or value.
 constexpr int MAX_ROWS = VEC_SIZE >= 8 ? 4 : 2;
 
-// Sums of logits that are held in registers at a time: half of these.
+// Half of the registers hold sums of logits.
 constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
 
-// With fewer rows they are those of several vectors of tokens side by side. For one row they are so many that they
-// often lie in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of the values
-// are taken across the blocks as well.
+// With fewer rows these are of several vectors of tokens side by side. For one row they are so many that they often lie
+// in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of the values are taken
+// across the blocks as well.
 template <int NUM_ROWS>
 constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
 template <int NUM_ROWS>
@@ -74,10 +74,18 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
   const T* keys[NUM_VECS * VEC_SIZE / RUN];
   for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
-  constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
-  constexpr int NUM_KEYS = 4 * NUM_VECS;                                                  // vectors of them
+  // A vector has keys of NUM_LANES tokens; vectors next to each other are of different vectors of tokens. In a pass
+  // over the chunks are as many as have sums in registers. LOADED_KEYS are loaded before any is multiplied, so that
+  // each part of the query is loaded once for them.
+  constexpr int NUM_KEYS = 4 * NUM_VECS;
   constexpr int PASS_KEYS = NUM_ROWS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / NUM_ROWS;
   constexpr int LOADED_KEYS = Dot::PARTS <= 2 && PASS_KEYS >= 4 ? 4 : 2;
+  const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+    const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
+    const T* run = keys[token / RUN] + chunk * chunk_stride;
+    return Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
+  };
+  constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
   constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
                                        (NUM_BYTES < FETCH_BYTES<T> ? FETCH_BYTES<T> / NUM_BYTES : 1);
   Vec sums[NUM_ROWS][NUM_KEYS] = {};
@@ -88,11 +96,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
       for (int first = pass; first < pass + PASS_KEYS; first += LOADED_KEYS) {
         typename Dot::Keys loaded[LOADED_KEYS];
         PAGEDATTN_UNROLL
-        for (int i = 0; i < LOADED_KEYS; ++i) {
-          const int token = (first + i) % NUM_VECS * VEC_SIZE + (first + i) / NUM_VECS * NUM_LANES;
-          const T* run = keys[token / RUN] + chunk * chunk_stride;
-          loaded[i] = Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
-        }
+        for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
         if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
           for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES<T>) h.prefetcher->fetch();
         }
@@ -113,8 +117,8 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   for (int r = 0; r < NUM_ROWS; ++r) {
     for (int v = 0; v < NUM_VECS; ++v) {
       // In 128-bit lane l, element j: token j * NUM_LANES + l.
-      const Vec* of_v = sums[r] + v;
-      const Vec by_lane = sum_lanes(of_v[0], of_v[NUM_VECS], of_v[2 * NUM_VECS], of_v[3 * NUM_VECS]);
+      const Vec* of_vec = sums[r] + v;
+      const Vec by_lane = sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
       const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
       store(logits[r].at + first_token + v * VEC_SIZE, by_token * h.params.logit_scale);
     }
