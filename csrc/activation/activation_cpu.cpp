@@ -1,6 +1,7 @@
 // One pass over each row in fp32, rounded once at the store.
 #include "activation/activation.h"
 
+#include "cpu_math.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

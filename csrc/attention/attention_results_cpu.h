@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/paged_attention.h"
+#include "cpu_math.h"
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

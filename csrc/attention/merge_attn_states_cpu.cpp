@@ -1,6 +1,7 @@
 // A weighted mean of two outputs; the weights are the shares of their sums of exponentials.
 #include "attention/merge_attn_states.h"
 
+#include "cpu_math.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

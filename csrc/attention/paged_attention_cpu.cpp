@@ -16,6 +16,7 @@
 #include "attention/key_dot_cpu.h"
 #include "attention/tile_cpu.h"
 #include "attention/value_strip_cpu.h"
+#include "cpu_math.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 
