@@ -55,6 +55,10 @@ PAGEDATTN_INLINE Vec exp(Vec x) {
 
 PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
+// What a softmax's exponentials are relative to: its greatest logit. Where nothing is visible, relative to 0, so that
+// every exponential is 0.
+PAGEDATTN_INLINE float softmax_base(float max_logit) { return max_logit == -__builtin_inff() ? 0.0f : max_logit; }
+
 // 1 - erf(x) for x >= 0, to 2e-7 of itself: the Chebyshev fit in Press et al., Numerical Recipes, section 6.2.
 PAGEDATTN_INLINE Vec erfc(Vec x) {
   const Vec t = 1.0f / fma(x, broadcast(0.5f), broadcast(1.0f));

@@ -29,7 +29,7 @@ inline void merge(const Results& results, int64_t index, const Results& from, in
   const float old_max = results.max[index];
   const float from_max = from.max[from_index];
   const float new_max = from_max > old_max ? from_max : old_max;
-  const float base = new_max == -__builtin_inff() ? 0.0f : new_max;
+  const float base = softmax_base(new_max);
   const float weight = exp(old_max - base);
   const float from_weight = exp(from_max - base);
   results.max[index] = new_max;

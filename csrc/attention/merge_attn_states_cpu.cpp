@@ -13,8 +13,7 @@ void merge_row(const MergeAttnStatesParams& p, int64_t row) {
   const float prefix_lse = p.prefix_lse[row];
   const float suffix_lse = p.suffix_lse[row];
   const float largest = prefix_lse > suffix_lse ? prefix_lse : suffix_lse;
-  // Both saw nothing: relative to 0, both weights are 0.
-  const float base = largest == -__builtin_inff() ? 0.0f : largest;
+  const float base = softmax_base(largest);
   const float prefix_sum = exp(prefix_lse - base);
   const float suffix_sum = exp(suffix_lse - base);
   const float sum = prefix_sum + suffix_sum;

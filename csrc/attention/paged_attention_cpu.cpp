@@ -183,8 +183,7 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
   }
   Vec sums[NUM_ROWS];
   for (int r = 0; r < NUM_ROWS; ++r) {
-    // Nothing visible yet: relative to 0, every exponential is 0.
-    const float base = *rows[r].max == -__builtin_inff() ? 0.0f : *rows[r].max;
+    const float base = softmax_base(*rows[r].max);
     sums[r] = Vec{};
     for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
       const Vec weight = exp(load(logits[r].at + token) - base);
