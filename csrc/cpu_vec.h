@@ -440,17 +440,23 @@ struct Vecs {
 };
 
 // Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
-// ..., `load` as in for_each_vector. Two steps at a time, as some conversions are cheaper for two vectors; an output
-// may be an input of the same step. With STREAM the stores go past the caches.
+// ..., `load` as in for_each_vector; an output may be an input of the same step. With STREAM the stores go past the
+// caches. Four steps are computed before any is stored: a load whose address ends in the same 12 bits as that of a
+// store under way waits for it, which an unlucky distance of input and output makes happen in every step.
 template <bool STREAM, typename T, int N, typename Values>
 PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& values) {
+  constexpr int AT_ONCE = 4;
   const auto load_whole = [](const auto* source) { return load(source); };
   int64_t i = 0;
-  for (; i + 2 * VEC_SIZE <= size; i += 2 * VEC_SIZE) {
-    const Vecs<N> first = values(i, load_whole);
-    const Vecs<N> second = values(i + VEC_SIZE, load_whole);
+  for (; i + AT_ONCE * VEC_SIZE <= size; i += AT_ONCE * VEC_SIZE) {
+    Vecs<N> v[AT_ONCE];
     PAGEDATTN_UNROLL
-    for (int k = 0; k < N; ++k) store_two<STREAM>(outs[k] + i, first.of[k], second.of[k]);
+    for (int j = 0; j < AT_ONCE; ++j) v[j] = values(i + j * VEC_SIZE, load_whole);
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < AT_ONCE; j += 2) {
+      PAGEDATTN_UNROLL
+      for (int k = 0; k < N; ++k) store_two<STREAM>(outs[k] + i + j * VEC_SIZE, v[j].of[k], v[j + 1].of[k]);
+    }
   }
   for_each_vector(size - i, [&](int64_t j, auto load, auto store) {
     const Vecs<N> last = values(i + j, load);
