@@ -83,7 +83,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   };
   constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
   constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
-                                       (NUM_BYTES < FETCH_BYTES<T> ? FETCH_BYTES<T> / NUM_BYTES : 1);
+                                       (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
   Vec sums[NUM_ROWS][NUM_KEYS] = {};
   PAGEDATTN_UNROLL
   for (int pass = 0; pass < NUM_KEYS; pass += PASS_KEYS) {
@@ -94,7 +94,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
         PAGEDATTN_UNROLL
         for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
         if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
-          for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES<T>) h.prefetcher->fetch();
+          for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
         }
         PAGEDATTN_UNROLL
         for (int part = 0; part < Dot::PARTS; ++part) {
@@ -240,7 +240,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
     }
   };
   constexpr int64_t NUM_BYTES = STEP * TILE_TOKENS * sizeof(T);
-  constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES<T> * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
+  constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
   const auto prefetch = [&](int64_t i, int64_t n) PAGEDATTN_ALWAYS_INLINE {  // part i of n
     if (h.prefetcher == nullptr) return;
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();

@@ -85,10 +85,12 @@ Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& it
 // long. The first-level cache as target would be slower: all the misses that it can have at a time would be in use.
 //
 // A part is the keys and values of some adjacent KV heads. Its blocks take turns, FETCH_BYTES each: memory is fastest
-// with many blocks at a time, and long runs in each. (fp32: 128 bytes are 6% faster than 256 with four rows, and 3%
-// slower with one.)
-template <typename T>
-constexpr int64_t FETCH_BYTES = sizeof(T) == 4 ? 128 : 256;
+// with many blocks at a time, and long runs in each.
+//
+// Each turn is fetched again with the next ones: beside the kernel's own loads the CPU drops a part of what it is asked
+// to fetch, and a line that it dropped is waited for later. How often that pays depends on how long the arithmetic
+// takes for a byte.
+constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t FETCH_RUN_BYTES = 16 << 10;  // as many heads of a block as this holds
 
 template <typename T>
@@ -107,6 +109,7 @@ class Prefetcher {
       runs_[num_runs_++] = {keys + tile.key_offset[i], whole_blocks ? 0 : -run_tokens * ELEMENTS_PER_CHUNK<T>};
       runs_[num_runs_++] = {values + tile.value_offset[i], whole_blocks ? 0 : -run_tokens};
     }
+    for (const T*& turn : recent_turns_) turn = keys;
     run_ = 0;
     run_elements_ = num_runs_ > 0 ? num_heads * p.head_size * run_tokens : 0;
     offset_ = 0;
@@ -116,16 +119,24 @@ class Prefetcher {
   PAGEDATTN_INLINE void fetch() {
     if (offset_ >= run_elements_) return;
     const Run& run = runs_[run_];
-    const T* from = run.begin + offset_ + (offset_ & run.skipped);
+    const T* turn = run.begin + offset_ + (offset_ & run.skipped);
+    fetch_lines(turn);
     PAGEDATTN_UNROLL
-    for (int64_t i = 0; i < FETCH_BYTES<T>; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + i, 0, 2);
+    for (int i = 0; i < NUM_RECENT; ++i) fetch_lines(recent_turns_[i]);
+    for (int i = NUM_RECENT - 1; i > 0; --i) recent_turns_[i] = recent_turns_[i - 1];
+    recent_turns_[0] = turn;
     if (++run_ == num_runs_) {
       run_ = 0;
-      offset_ += FETCH_BYTES<T> / static_cast<int64_t>(sizeof(T));
+      offset_ += FETCH_BYTES / static_cast<int64_t>(sizeof(T));
     }
   }
 
  private:
+  static PAGEDATTN_INLINE void fetch_lines(const T* turn) {
+    PAGEDATTN_UNROLL
+    for (int64_t i = 0; i < FETCH_BYTES; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(turn) + i, 0, 2);
+  }
+
   // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an
   // offset that count the rows.
   struct Run {
@@ -133,6 +144,8 @@ class Prefetcher {
     int64_t skipped;
   };
   Run runs_[2 * TILE_TOKENS / LOCATED_TOKENS];
+  static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
+  const T* recent_turns_[NUM_RECENT];
   int num_runs_ = 0;
   int run_ = 0;
   int64_t run_elements_ = 0;
