@@ -7,8 +7,9 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Blocks lie in any order: the hardware would find the start of each one late, so what comes next is fetched this far
-// ahead, across blocks. Further is better for blocks of 4 KiB, nearer for those of 64 KiB and more.
-constexpr int64_t BYTES_AHEAD = 3 << 10;
+// ahead, across blocks. Four times: beside loads and stores the CPU drops a part of what it is asked to fetch.
+constexpr int64_t BYTES_AHEAD = 4 << 10;
+constexpr int FETCH_TRIES = 4;
 
 // Less than for the outputs of other ops, which the next op reads: a copied block is read when its sequence runs again.
 constexpr int64_t MIN_STREAMED_BLOCK_BYTES = 4 << 20;
@@ -22,7 +23,9 @@ void stream_block(char* dst, const char* src, const char* next_src, int64_t num_
     const int64_t ahead = i + BYTES_AHEAD;
     const char* fetched = ahead < num_bytes ? src + ahead : next_src + (ahead - num_bytes);
     PAGEDATTN_UNROLL
-    for (int64_t line = 0; line < STEP; line += LINE_BYTES) __builtin_prefetch(fetched + line, 0, 2);
+    for (int64_t line = 0; line < FETCH_TRIES * STEP; line += LINE_BYTES) {
+      __builtin_prefetch(fetched + line % STEP, 0, 2);
+    }
     UintVec vecs[NUM_VECS];
     PAGEDATTN_UNROLL
     for (int k = 0; k < NUM_VECS; ++k) vecs[k] = load_as<UintVec>(src + i + k * VEC_BYTES);

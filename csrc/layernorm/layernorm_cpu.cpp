@@ -26,6 +26,11 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   const auto prefetch = [&](const T* line) PAGEDATTN_ALWAYS_INLINE {
     if constexpr (sizeof(T) == 4) __builtin_prefetch(line, 0, 2);
   };
+  // Three times, as beside loads and stores the CPU drops a part of what it is asked to fetch.
+  const auto prefetch_next = [&](const T* line) PAGEDATTN_ALWAYS_INLINE {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < 3; ++i) prefetch(line);
+  };
   const Vec sums = sum_vectors(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
     if constexpr (!HAS_RESIDUAL && !STREAM) prefetch(out + i);
     const Vec x = sum_at(i, load);
@@ -37,8 +42,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
 
   // The residual is added again, in fp32, rather than read back rounded.
   const auto norm = [&](Vec x, int64_t i, auto load) {
-    prefetch(input + p.input_stride + i);
-    if constexpr (HAS_RESIDUAL) prefetch(residual + p.residual_stride + i);
+    prefetch_next(input + p.input_stride + i);
+    if constexpr (HAS_RESIDUAL) prefetch_next(residual + p.residual_stride + i);
     return x * inverse_rms * load(weight + i);
   };
   if constexpr (HAS_RESIDUAL) {
