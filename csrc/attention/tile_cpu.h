@@ -132,6 +132,9 @@ class Prefetcher {
   }
 
  private:
+  // With so many of the next turns: with fewer where the arithmetic takes longer for a byte.
+  static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
+
   static PAGEDATTN_INLINE void fetch_lines(const T* turn) {
     PAGEDATTN_UNROLL
     for (int64_t i = 0; i < FETCH_BYTES; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(turn) + i, 0, 2);
@@ -144,7 +147,6 @@ class Prefetcher {
     int64_t skipped;
   };
   Run runs_[2 * TILE_TOKENS / LOCATED_TOKENS];
-  static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
   const T* recent_turns_[NUM_RECENT];
   int num_runs_ = 0;
   int run_ = 0;
