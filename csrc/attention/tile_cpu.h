@@ -88,8 +88,7 @@ Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& it
 // with many blocks at a time, and long runs in each.
 //
 // Each turn is fetched again with the next ones: beside the kernel's own loads the CPU drops a part of what it is asked
-// to fetch, and a line that it dropped is waited for later. How often that pays depends on how long the arithmetic
-// takes for a byte.
+// to fetch, and a line that it dropped is waited for later.
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t FETCH_RUN_BYTES = 16 << 10;  // as many heads of a block as this holds
 
@@ -132,7 +131,7 @@ class Prefetcher {
   }
 
  private:
-  // With so many of the next turns: with fewer where the arithmetic takes longer for a byte.
+  // With how many of the next turns: fewer where the arithmetic takes longer for a byte.
   static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
 
   static PAGEDATTN_INLINE void fetch_lines(const T* turn) {
