@@ -47,6 +47,11 @@ typedef uint32_t UintVec __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t ShortVec __attribute__((vector_size(VEC_BYTES / 2)));
 typedef uint8_t ByteVec __attribute__((vector_size(VEC_BYTES / 4)));
 
+template <int N>
+struct Vecs {
+  Vec of[N];
+};
+
 // ---- building vectors
 
 PAGEDATTN_INLINE Vec broadcast(float value) { return Vec{} + value; }
@@ -69,15 +74,21 @@ PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf index_of) {
   return shuffle(a, b, index_of, std::make_integer_sequence<int, VEC_SIZE>{});
 }
 
-// Four floats, repeated in every 128-bit lane. Intrinsics: GCC 12 would go through memory, and stall on it.
-PAGEDATTN_INLINE Vec load_repeated_lane(const float* source) {
+// N floats, 4 or 8, repeated. Intrinsics: GCC 12 would go through memory, and stall on it.
+template <int N>
+PAGEDATTN_INLINE Vec load_repeated(const float* source) {
+  if constexpr (N == VEC_SIZE) {
+    return load_as<Vec>(source);
 #if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(source));
+  } else if constexpr (N == 8) {
+    return (Vec)_mm512_maskz_broadcast_f32x8(0xffff, _mm256_loadu_ps(source));
+  } else {
+    return (Vec)_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(source));
 #elif defined(__AVX2__)
-  return (Vec)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(source));
-#else
-  return load_as<Vec>(source);
+  } else {
+    return (Vec)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(source));
 #endif
+  }
 }
 
 // For a loaded vector with several uses, where loads are the bottleneck: GCC would make the load an operand of each.
@@ -237,7 +248,15 @@ PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e4m3) {
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
 }
 
-#if defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__)
+// Of every 4 bytes the first, the second, the third and the last.
+template <typename Float8>
+PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
+  Vecs<4> result;
+  for (int i = 0; i < 4; ++i) result.of[i] = float8_to_float(narrow(bytes >> (8 * i) & 0xff), type);
+  return result;
+}
+#else
 typedef __m512bh Bfloat16Vec;
 
 // The bytes of the bfloat16 of every 8-bit float without its sign; each is exact.
@@ -283,6 +302,16 @@ PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e4m3)
 }
 PAGEDATTN_INLINE Float8AsBfloat16 float8_to_bfloat16(UintVec bytes, float8_e5m2) {
   return look_up_float8(bytes, E5M2_TABLE);
+}
+
+template <typename Float8>
+PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
+  const Float8AsBfloat16 apart = float8_to_bfloat16(bytes, type);
+  const UintVec low = (UintVec)apart.low;
+  const UintVec high = (UintVec)apart.high;
+  const UintVec even = (low & 0x00ff00ff) | (high << 8 & 0xff00ff00);
+  const UintVec odd = (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00);
+  return {{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}};
 }
 
 // Of every 128-bit lane of 16 bytes, the first 8 and the last 8.
@@ -433,11 +462,6 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
         [rest](auto* target, Vec value) { store_first(target, value, rest); });
   }
 }
-
-template <int N>
-struct Vecs {
-  Vec of[N];
-};
 
 // Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
 // ..., `load` as in for_each_vector; an output may be an input of the same step. With STREAM the stores go past the

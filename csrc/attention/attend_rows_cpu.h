@@ -74,8 +74,9 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   // over the chunks are as many as have sums in registers. LOADED_KEYS are loaded before any is multiplied, so that
   // each part of the query is loaded once for them.
   constexpr int NUM_KEYS = 4 * NUM_VECS;
-  constexpr int PASS_KEYS = NUM_ROWS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / NUM_ROWS;
-  constexpr int LOADED_KEYS = Dot::PARTS <= 2 && PASS_KEYS >= 4 ? 4 : 2;
+  constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
+  constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
+  constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
   const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
     const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
     const T* run = keys[token / RUN] + chunk * chunk_stride;
@@ -84,7 +85,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
   constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
                                        (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
-  Vec sums[NUM_ROWS][NUM_KEYS] = {};
+  Vec sums[NUM_ROWS][Dot::SUMS][NUM_KEYS] = {};
   PAGEDATTN_UNROLL
   for (int pass = 0; pass < NUM_KEYS; pass += PASS_KEYS) {
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
@@ -103,26 +104,31 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
             const auto query = Dot::load_query(rows[r].query, chunk, part);
             PAGEDATTN_UNROLL
             for (int i = 0; i < LOADED_KEYS; ++i) {
-              sums[r][first + i] = Dot::multiply_add(sums[r][first + i], loaded[i].part[part], query);
+              Vec& sum = sums[r][part % Dot::SUMS][first + i];
+              sum = Dot::multiply_add(sum, loaded[i].part[part], query);
             }
           }
         }
       }
     }
   }
+  const auto sum_keys = [](const Vec* of_vec) PAGEDATTN_ALWAYS_INLINE {
+    return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
+  };
   for (int r = 0; r < NUM_ROWS; ++r) {
     for (int v = 0; v < NUM_VECS; ++v) {
       // In 128-bit lane l, element j: token j * NUM_LANES + l.
-      const Vec* of_vec = sums[r] + v;
-      const Vec by_lane = sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
+      Vec by_lane = sum_keys(sums[r][0] + v);
+      if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
       const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
       store(logits[r].at + first_token + v * VEC_SIZE, by_token * h.params.logit_scale);
     }
   }
 }
 
+// Not inlined: GCC 12 would then load the constants of the keys' conversion again for every chunk.
 template <typename T, typename Dot, int NUM_ROWS>
-void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
+__attribute__((noinline)) void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
   constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
   int token = first_vec_token(h.tile);
   for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {

@@ -5,29 +5,52 @@
 // every lane; each token ends up with four partial sums.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// A lane holds PARTS elements of the cache; they are taken apart into as many vectors of floats.
+// The elements of a vector of keys become PARTS vectors of floats.
 template <typename CacheT>
 struct KeyDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 4;
 
+  // Of a token, a part has a RUN of floats. fp16 is converted in order, as taking pairs apart would cost as much again:
+  // a token's chunk is in one part, half of the tokens are in each, and each has a sum of its own. Of the others, a
+  // part has every PARTS-th element of all tokens.
+  static constexpr bool IN_ORDER = std::is_same_v<CacheT, float> || std::is_same_v<CacheT, float16>;
+  static constexpr int RUN = IN_ORDER && CHUNK_ELEMENTS <= VEC_SIZE ? CHUNK_ELEMENTS : 4;
+  static constexpr int SUMS = RUN / 4;
+
   struct Keys {
     Vec part[PARTS];
   };
 
-  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys);
+  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
+    Keys result;
+    if constexpr (IN_ORDER) {
+      for (int i = 0; i < PARTS; ++i) result.part[i] = load(keys + i * VEC_SIZE);
+    } else if constexpr (std::is_same_v<CacheT, bfloat16>) {
+      const UintVec pairs = load_as<UintVec>(keys);
+      result = {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
+    } else {
+      const Vecs<4> parts = float8_to_floats(load_as<UintVec>(keys), CacheT{});
+      result = {{parts.of[0], parts.of[1], parts.of[2], parts.of[3]}};
+    }
+    return result;
+  }
 
   // From a row made by unpack_query, what `part` of that chunk of the keys is multiplied with.
   static PAGEDATTN_INLINE Vec load_query(const float* row, int64_t chunk, int part) {
-    return load_repeated_lane(row + (chunk * PARTS + part) * 4);
+    return load_repeated<RUN>(row + chunk * CHUNK_ELEMENTS + part / SUMS * RUN);
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) { return fma(keys, query, sum); }
+
+  static constexpr int64_t row_floats(int64_t head_size) { return head_size; }
 
   // A query row, once, in the order that load_query wants: row is [head_size / CHUNK_ELEMENTS, PARTS, 4].
   template <typename T>
@@ -36,45 +59,10 @@ struct KeyDot {
     for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(in_order + d, load(query + d)); });
     for (int64_t d = 0; d < head_size; ++d) {
       const int64_t within = d % CHUNK_ELEMENTS;
-      row[d - within + within % PARTS * 4 + within / PARTS] = in_order[d];
+      row[IN_ORDER ? d : d - within + within % PARTS * 4 + within / PARTS] = in_order[d];
     }
   }
 };
-
-template <>
-PAGEDATTN_INLINE KeyDot<float>::Keys KeyDot<float>::load_keys(const float* keys) {
-  return {{load(keys)}};
-}
-
-template <>
-PAGEDATTN_INLINE KeyDot<float16>::Keys KeyDot<float16>::load_keys(const float16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {{float16_to_float(narrow(pairs & 0xffff)), float16_to_float(narrow(pairs >> 16))}};
-}
-
-template <typename CacheT>
-PAGEDATTN_INLINE typename KeyDot<CacheT>::Keys load_float8_keys(const CacheT* keys) {
-  const UintVec quads = load_as<UintVec>(keys);
-  typename KeyDot<CacheT>::Keys result;
-  for (int i = 0; i < 4; ++i) {
-    result.part[i] = float8_to_float(narrow(quads >> (8 * i) & 0xff), CacheT{});
-  }
-  return result;
-}
-template <>
-PAGEDATTN_INLINE KeyDot<float8_e4m3>::Keys KeyDot<float8_e4m3>::load_keys(const float8_e4m3* keys) {
-  return load_float8_keys(keys);
-}
-template <>
-PAGEDATTN_INLINE KeyDot<float8_e5m2>::Keys KeyDot<float8_e5m2>::load_keys(const float8_e5m2* keys) {
-  return load_float8_keys(keys);
-}
-
-template <>
-PAGEDATTN_INLINE KeyDot<bfloat16>::Keys KeyDot<bfloat16>::load_keys(const bfloat16* keys) {
-  const UintVec pairs = load_as<UintVec>(keys);
-  return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
-}
 
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIR_DOT = true;
@@ -85,6 +73,11 @@ template <typename CacheT>
 struct PairDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 8;
+  static constexpr int SUMS = 1;
+
+  // Rows for 8-bit keys hold every 8 elements as often as a vector needs them. A load that repeats them is a shuffle as
+  // well, and the conversion of the keys keeps the pipes for shuffles busy.
+  static constexpr int COPIES = PARTS == 2 ? NUM_LANES : 1;
 
   struct Keys {
     Bfloat16Vec part[PARTS];
@@ -101,17 +94,22 @@ struct PairDot {
 
   // 8 elements.
   static PAGEDATTN_INLINE Bfloat16Vec load_query(const float* row, int64_t chunk, int part) {
-    return (Bfloat16Vec)load_repeated_lane(row + (chunk * PARTS + part) * 4);
+    return (Bfloat16Vec)load_repeated<4 * COPIES>(row + (chunk * PARTS + part) * 4 * COPIES);
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec keys, Bfloat16Vec query) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
   }
 
+  static constexpr int64_t row_floats(int64_t head_size) { return head_size / 2 * COPIES; }
+
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
-    bfloat16* bits = reinterpret_cast<bfloat16*>(row);
-    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(bits + d, load(query + d)); });
+    bfloat16 in_order[MAX_HEAD_SIZE];
+    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(in_order + d, load(query + d)); });
+    for (int64_t d = 0; d < head_size; d += 8) {
+      for (int i = 0; i < COPIES; ++i) __builtin_memcpy(row + (d / 2 * COPIES + i * 4), in_order + d, 16);
+    }
   }
 };
 #else

@@ -78,8 +78,11 @@ struct MergeItem {
 // Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
 constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { return num_results * (head_size + 2); }
 
-// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for three sets. The
-// start of what `next_item` (may be nullptr) reads is fetched towards the end.
+// Floats that the queries of as many pairs take at most, in the order in which keys are multiplied with them.
+constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
+
+// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for the queries and for
+// two sets. The start of what `next_item` (may be nullptr) reads is fetched towards the end.
 PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item,
                              const AttentionItem* next_item, float* scratch, float* partials, int64_t partial_stride)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,

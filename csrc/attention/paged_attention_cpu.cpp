@@ -27,14 +27,15 @@ class ItemWalk {
         next_item_(next_item),
         queries_(queries),
         group_size_(params.num_heads / params.num_kv_heads),
-        num_rows_(item.row_end - item.row_begin) {
+        num_rows_(item.row_end - item.row_begin),
+        row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
     heads_fetched_ = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
       const QueryT* rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
         const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
-        Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * p_.head_size);
+        Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * row_floats_);
       }
     });
   }
@@ -104,7 +105,7 @@ class ItemWalk {
       const int64_t i = first + r;
       rows[r].position = p_.position(item_.seq, row_of(i));
       rows[r].alibi_slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(i)];
-      rows[r].query = queries_ + i * p_.head_size;
+      rows[r].query = queries_ + i * row_floats_;
       rows[r].max = results.max + i;
       rows[r].sum = results.sum + i;
       rows[r].values = results.values + i * p_.head_size;
@@ -115,9 +116,10 @@ class ItemWalk {
   const PagedAttentionParams& p_;
   const AttentionItem& item_;
   const AttentionItem* next_item_;
-  float* queries_;  // [num_results, head_size], unpacked
+  float* queries_;  // [num_results, row_floats], unpacked
   int64_t group_size_;
   int64_t num_rows_;
+  int64_t row_floats_;
   int64_t heads_fetched_;  // at a time
 };
 
@@ -130,9 +132,9 @@ void attend_item(const PagedAttentionParams& p, const AttentionItem& item, const
     walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
     return;
   }
-  const int64_t result_floats = partial_floats(num_results, p.head_size);
-  const Results partition_results(scratch + result_floats, num_results);
-  const Results results(scratch + 2 * result_floats, num_results);
+  float* const memory = scratch + query_floats(num_results, p.head_size);
+  const Results partition_results(memory, num_results);
+  const Results results(memory + partial_floats(num_results, p.head_size), num_results);
   clear(results, num_results, p.head_size);
   for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
     walk.attend_partition(partition, partition_results);

@@ -66,7 +66,7 @@ AttentionPlan plan_attention(const PagedAttentionParams& p, int64_t num_threads)
     }
   }
   plan.partial_stride = partial_floats(max_results, p.head_size);
-  plan.scratch_floats = 3 * plan.partial_stride;
+  plan.scratch_floats = query_floats(max_results, p.head_size) + 2 * plan.partial_stride;
   return plan;
 }
 

@@ -89,13 +89,8 @@ template <typename CacheT>
 struct ValueStrip<CacheT> : FloatStrip<4> {
   template <int ELEMENTS>
   static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
-    const Float8AsBfloat16 bytes = float8_to_bfloat16(load_as<UintVec>(values), CacheT{});
-    // From a low and a high byte each, the bfloat16 of the even values and of the odd ones.
-    const UintVec low = (UintVec)bytes.low;
-    const UintVec high = (UintVec)bytes.high;
-    const UintVec even = (low & 0x00ff00ff) | (high << 8 & 0xff00ff00);
-    const UintVec odd = (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00);
-    return {{{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}}};
+    const Vecs<4> parts = float8_to_floats(load_as<UintVec>(values), CacheT{});
+    return {{{parts.of[0], parts.of[1], parts.of[2], parts.of[3]}}};
   }
 };
 
