@@ -134,7 +134,7 @@ def is_torch_free(path: str) -> bool:
         return True
     if path.split("/")[0] in ROOMS:
         return name.endswith(".h")
-    return path in {"cpu_vec.h", "cpu_math.h", "types.h", "dispatch.h"}
+    return path in {"cpu_vec.h", "cpu_rows.h", "cpu_math.h", "types.h", "dispatch.h"}
 
 
 def includes(path: str, files: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 #include "activation/activation.h"
 
 #include "cpu_math.h"
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

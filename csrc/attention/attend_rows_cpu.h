@@ -13,6 +13,7 @@
 #include "attention/tile_cpu.h"
 #include "attention/value_strip_cpu.h"
 #include "cpu_math.h"
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

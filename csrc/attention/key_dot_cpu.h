@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

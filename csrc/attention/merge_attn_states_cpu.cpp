@@ -2,6 +2,7 @@
 #include "attention/merge_attn_states.h"
 
 #include "cpu_math.h"
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

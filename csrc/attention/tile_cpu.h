@@ -87,8 +87,7 @@ Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& it
 // A part is the keys and values of some adjacent KV heads. Its blocks take turns, FETCH_BYTES each: memory is fastest
 // with many blocks at a time, and long runs in each.
 //
-// Each turn is fetched again with the next ones: beside the kernel's own loads the CPU drops a part of what it is asked
-// to fetch, and a line that it dropped is waited for later.
+// Each turn is fetched again with the next ones, as the CPU drops a part of it (prefetch_line).
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t FETCH_RUN_BYTES = 16 << 10;  // as many heads of a block as this holds
 
@@ -136,7 +135,7 @@ class Prefetcher {
 
   static PAGEDATTN_INLINE void fetch_lines(const T* turn) {
     PAGEDATTN_UNROLL
-    for (int64_t i = 0; i < FETCH_BYTES; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(turn) + i, 0, 2);
+    for (int64_t i = 0; i < FETCH_BYTES; i += 64) prefetch_line(reinterpret_cast<const char*>(turn) + i);
   }
 
   // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an

@@ -1,13 +1,14 @@
 // One memcpy a block: blocks are whole in memory. Many of them are copied past the caches instead.
 #include "cache/block_transfer.h"
 
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Blocks lie in any order: the hardware would find the start of each one late, so what comes next is fetched this far
-// ahead, across blocks. Four times: beside loads and stores the CPU drops a part of what it is asked to fetch.
+// ahead, across blocks.
 constexpr int64_t BYTES_AHEAD = 4 << 10;
 constexpr int FETCH_TRIES = 4;
 
@@ -23,9 +24,7 @@ void stream_block(char* dst, const char* src, const char* next_src, int64_t num_
     const int64_t ahead = i + BYTES_AHEAD;
     const char* fetched = ahead < num_bytes ? src + ahead : next_src + (ahead - num_bytes);
     PAGEDATTN_UNROLL
-    for (int64_t line = 0; line < FETCH_TRIES * STEP; line += LINE_BYTES) {
-      __builtin_prefetch(fetched + line % STEP, 0, 2);
-    }
+    for (int64_t line = 0; line < STEP; line += LINE_BYTES) prefetch_line<FETCH_TRIES>(fetched + line);
     UintVec vecs[NUM_VECS];
     PAGEDATTN_UNROLL
     for (int k = 0; k < NUM_VECS; ++k) vecs[k] = load_as<UintVec>(src + i + k * VEC_BYTES);

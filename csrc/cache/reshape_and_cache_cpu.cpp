@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

@@ -2,6 +2,7 @@
 // nearest cache between the two, so memory is read and written once.
 #include "layernorm/layernorm.h"
 
+#include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 
@@ -21,18 +22,10 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
     return x;
   };
   // The hardware fetches ahead within a page of 4 KiB only. The second pass reads nothing new, so the next row is
-  // fetched meanwhile, and the first fetches the lines that the second will write. (Not for 16 bits: too little to
-  // gain.)
-  const auto prefetch = [&](const T* line) PAGEDATTN_ALWAYS_INLINE {
-    if constexpr (sizeof(T) == 4) __builtin_prefetch(line, 0, 2);
-  };
-  // Three times, as beside loads and stores the CPU drops a part of what it is asked to fetch.
-  const auto prefetch_next = [&](const T* line) PAGEDATTN_ALWAYS_INLINE {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < 3; ++i) prefetch(line);
-  };
+  // fetched meanwhile, and the first fetches the lines that the second will write. Not for 16 bits: too little to gain.
+  constexpr bool FETCHES = sizeof(T) == 4;
   const Vec sums = sum_vectors(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
-    if constexpr (!HAS_RESIDUAL && !STREAM) prefetch(out + i);
+    if constexpr (FETCHES && !HAS_RESIDUAL && !STREAM) prefetch_line(out + i);
     const Vec x = sum_at(i, load);
     return fma(x, x, squares);
   });
@@ -42,8 +35,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
 
   // The residual is added again, in fp32, rather than read back rounded.
   const auto norm = [&](Vec x, int64_t i, auto load) {
-    prefetch_next(input + p.input_stride + i);
-    if constexpr (HAS_RESIDUAL) prefetch_next(residual + p.residual_stride + i);
+    if constexpr (FETCHES) prefetch_line<3>(input + p.input_stride + i);
+    if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<3>(residual + p.residual_stride + i);
     return x * inverse_rms * load(weight + i);
   };
   if constexpr (HAS_RESIDUAL) {

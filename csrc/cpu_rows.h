@@ -1,0 +1,95 @@
+// Loops over the vectors of rows of fp32, fp16 and bf16, for the CPU kernels.
+#pragma once
+
+#include "cpu_vec.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+// An ordinary store first reads the lines that it overwrites, a third of the traffic of out = f(input). From this size
+// on an output would hardly stay in the caches until it is read.
+constexpr int64_t MIN_STREAMED_BYTES = 8 << 20;
+
+// Calls body.operator()<STREAM>() for the kernels that write rows of `out`: with true where the rows are to be written
+// past the caches: `min_bytes` or more of them. Those of `input` itself are not, as they have just been read.
+template <typename T, typename Body>
+PAGEDATTN_INLINE void choose_stream(int64_t min_bytes, const void* input, const T* out, int64_t out_stride,
+                                    int64_t num_rows, int64_t width, Body&& body) {
+  constexpr uintptr_t LINE_BYTES = 64;
+  const bool is_aligned = (reinterpret_cast<uintptr_t>(out) | out_stride * sizeof(T)) % LINE_BYTES == 0;
+  const bool is_large = num_rows * width * static_cast<int64_t>(sizeof(T)) >= min_bytes;
+  if (out != input && is_aligned && is_large) {
+    body.template operator()<true>();
+    finish_streams();
+  } else {
+    body.template operator()<false>();
+  }
+}
+
+// Calls body(i, load, store) over [0, size) in steps of VEC_SIZE: `load(pointer)` and `store(pointer, vector)` touch a
+// whole vector, or, in the last step, only what is left of the row.
+template <typename Body>
+PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
+  int64_t i = 0;
+  for (; i + VEC_SIZE <= size; i += VEC_SIZE) {
+    body(i, [](const auto* source) { return load(source); }, [](auto* target, Vec value) { store(target, value); });
+  }
+  if (const int64_t rest = size - i; rest > 0) {
+    body(
+        i, [rest](const auto* source) { return load_first(source, rest); },
+        [rest](auto* target, Vec value) { store_first(target, value, rest); });
+  }
+}
+
+// Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
+// ..., `load` as in for_each_vector; an output may be an input of the same step. With STREAM the stores go past the
+// caches. Four steps are computed before any is stored: a load whose address ends in the same 12 bits as that of a
+// store under way waits for it, which an unlucky distance of input and output makes happen in every step.
+template <bool STREAM, typename T, int N, typename Values>
+PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& values) {
+  constexpr int AT_ONCE = 4;
+  const auto load_whole = [](const auto* source) { return load(source); };
+  int64_t i = 0;
+  for (; i + AT_ONCE * VEC_SIZE <= size; i += AT_ONCE * VEC_SIZE) {
+    Vecs<N> v[AT_ONCE];
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < AT_ONCE; ++j) v[j] = values(i + j * VEC_SIZE, load_whole);
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < AT_ONCE; j += 2) {
+      PAGEDATTN_UNROLL
+      for (int k = 0; k < N; ++k) store_two<STREAM>(outs[k] + i + j * VEC_SIZE, v[j].of[k], v[j + 1].of[k]);
+    }
+  }
+  for_each_vector(size - i, [&](int64_t j, auto load, auto store) {
+    const Vecs<N> last = values(i + j, load);
+    PAGEDATTN_UNROLL
+    for (int k = 0; k < N; ++k) store(outs[k] + i + j, last.of[k]);
+  });
+}
+
+// Folds [0, size) with sum = add(sum, i, load), `load` as in for_each_vector. Four sums hide the latency of the
+// additions; a step over all four keeps them in registers.
+template <typename Add>
+PAGEDATTN_INLINE Vec sum_vectors(int64_t size, Add&& add) {
+  constexpr int NUM_SUMS = 4;
+  const auto load_whole = [](const auto* source) { return load(source); };
+  Vec sums[NUM_SUMS] = {};
+  int64_t i = 0;
+  for (; i + NUM_SUMS * VEC_SIZE <= size; i += NUM_SUMS * VEC_SIZE) {
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < NUM_SUMS; ++j) sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+  }
+  PAGEDATTN_UNROLL
+  for (int j = 0; j < NUM_SUMS; ++j) {
+    const int64_t rest = size - i - j * VEC_SIZE;
+    if (rest >= VEC_SIZE) {
+      sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+    } else if (rest > 0) {
+      sums[j] = add(sums[j], i + j * VEC_SIZE, [rest](const auto* source) { return load_first(source, rest); });
+    }
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
