@@ -88,8 +88,12 @@ Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& it
 // with many blocks at a time, and long runs in each.
 //
 // Each turn is fetched again with the next ones, as the CPU drops a part of it (prefetch_line).
+//
+// A line of each page is fetched at the start. Addresses in a page are translated when it is first used, and until then
+// nothing that comes later can retire; many such waits together are shorter than one at each page's turn.
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t FETCH_RUN_BYTES = 16 << 10;  // as many heads of a block as this holds
+constexpr int64_t PAGE_BYTES = 4 << 10;
 
 template <typename T>
 class Prefetcher {
@@ -107,17 +111,23 @@ class Prefetcher {
       runs_[num_runs_++] = {keys + tile.key_offset[i], whole_blocks ? 0 : -run_tokens * ELEMENTS_PER_CHUNK<T>};
       runs_[num_runs_++] = {values + tile.value_offset[i], whole_blocks ? 0 : -run_tokens};
     }
-    for (const T*& turn : recent_turns_) turn = keys;
+    for (Turn& turn : recent_turns_) {
+      for (const T*& piece : turn.pieces) piece = keys;
+    }
     run_ = 0;
     run_elements_ = num_runs_ > 0 ? num_heads * p.head_size * run_tokens : 0;
     offset_ = 0;
+    for (int64_t offset = 0; offset < run_elements_; offset += PAGE_BYTES / static_cast<int64_t>(sizeof(T))) {
+      for (int i = 0; i < num_runs_; ++i) prefetch_line(runs_[i].at(offset));
+    }
   }
 
   // The next FETCH_BYTES, if any are left.
   PAGEDATTN_INLINE void fetch() {
     if (offset_ >= run_elements_) return;
-    const Run& run = runs_[run_];
-    const T* turn = run.begin + offset_ + (offset_ & run.skipped);
+    Turn turn;
+    PAGEDATTN_UNROLL
+    for (int64_t i = 0; i < NUM_PIECES; ++i) turn.pieces[i] = runs_[run_].at(offset_ + i * PIECE);
     fetch_lines(turn);
     PAGEDATTN_UNROLL
     for (int i = 0; i < NUM_RECENT; ++i) fetch_lines(recent_turns_[i]);
@@ -125,7 +135,7 @@ class Prefetcher {
     recent_turns_[0] = turn;
     if (++run_ == num_runs_) {
       run_ = 0;
-      offset_ += FETCH_BYTES / static_cast<int64_t>(sizeof(T));
+      offset_ += TURN;
     }
   }
 
@@ -133,9 +143,18 @@ class Prefetcher {
   // With how many of the next turns: fewer where the arithmetic takes longer for a byte.
   static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
 
-  static PAGEDATTN_INLINE void fetch_lines(const T* turn) {
+  // A turn, in pieces no longer than a row of a tile.
+  static constexpr int64_t TURN = FETCH_BYTES / sizeof(T);
+  static constexpr int64_t PIECE = TURN < TILE_TOKENS ? TURN : TILE_TOKENS;
+  static constexpr int64_t NUM_PIECES = TURN / PIECE;
+  struct Turn {
+    const T* pieces[NUM_PIECES];
+  };
+
+  static PAGEDATTN_INLINE void fetch_lines(const Turn& turn) {
+    constexpr int64_t LINE = 64 / sizeof(T);
     PAGEDATTN_UNROLL
-    for (int64_t i = 0; i < FETCH_BYTES; i += 64) prefetch_line(reinterpret_cast<const char*>(turn) + i);
+    for (int64_t i = 0; i < TURN; i += LINE) prefetch_line(turn.pieces[i / PIECE] + i % PIECE);
   }
 
   // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an
@@ -143,9 +162,11 @@ class Prefetcher {
   struct Run {
     const T* begin;
     int64_t skipped;
+
+    const T* at(int64_t offset) const { return begin + offset + (offset & skipped); }
   };
   Run runs_[2 * TILE_TOKENS / LOCATED_TOKENS];
-  const T* recent_turns_[NUM_RECENT];
+  Turn recent_turns_[NUM_RECENT];
   int num_runs_ = 0;
   int run_ = 0;
   int64_t run_elements_ = 0;
