@@ -30,7 +30,10 @@ class ItemWalk {
         num_rows_(item.row_end - item.row_begin),
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
-    heads_fetched_ = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    const int64_t num_heads = item.head_end - item.head_begin;
+    const int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
+    heads_fetched_ = (num_heads + num_parts - 1) / num_parts;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
       const QueryT* rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
@@ -120,7 +123,7 @@ class ItemWalk {
   int64_t group_size_;
   int64_t num_rows_;
   int64_t row_floats_;
-  int64_t heads_fetched_;  // at a time
+  int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
 };
 
 template <typename T, typename Arithmetic>
