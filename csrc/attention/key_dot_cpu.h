@@ -53,7 +53,7 @@ struct KeyDot {
 
   static constexpr int64_t row_floats(int64_t head_size) { return head_size; }
 
-  // A query row, once, in the order that load_query wants: row is [head_size / CHUNK_ELEMENTS, PARTS, 4].
+  // A query row, once, as load_query wants it: in order, or [head_size / CHUNK_ELEMENTS, PARTS, 4].
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
     float in_order[MAX_HEAD_SIZE];
