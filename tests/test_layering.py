@@ -20,47 +20,66 @@ CSRC = ROOT / "csrc"
 
 # Module of pagedattn_serve -> the next ones to the right. "__init__" is the package itself, its lazy exports.
 ARROWS: dict[str, set[str]] = {
+    # the doors
     "__init__": {"llm"},
     "cli": {"llm"},
     "llm": {"engine"},
-    "engine": {"scheduler", "cache_memory", "packed_linear", "tokenizer", "detokenizer", "outputs"},
-    # the scheduler's branch: counts
-    "scheduler": {"block_manager", "batch"},
-    "block_manager": {"block_allocator", "sequence", "config"},
-    "block_allocator": set(),
-    # the runner's branch: computes
-    "cache_memory": {"model_runner"},
-    "model_runner": {"models", "sampler", "cache_engine", "block_tables"},
+    "engine": {"scheduling.scheduler", "execution.cache_memory", "models.packed_linear", "text.tokenizer"}
+    | {"text.detokenizer", "outputs"},
+    # which sequences run, on which blocks
+    "scheduling": set(),
+    "scheduling.scheduler": {"scheduling.block_manager", "scheduling.batch"},
+    "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
+    "scheduling.block_allocator": set(),
+    "scheduling.batch": {"scheduling.sequence"},  # the runner reads it, too
+    "scheduling.sequence": {"sampling_params"},
+    # a batch through the model
+    "execution": set(),
+    "execution.cache_memory": {"execution.model_runner"},
+    "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
+    "execution.sampler": {"scheduling.sequence", "pagedattn_ext"},
+    "execution.block_tables": {"scheduling.batch"},
+    "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
+    # the families and what they share
     "models": {"models.loader"},
     "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt"},
     "models.bloom": {"models.causal_lm"},
     "models.gpt2": {"models.causal_lm"},
     "models.llama": {"models.causal_lm"},
     "models.opt": {"models.causal_lm"},
-    "models.causal_lm": {"layers"},
-    "layers": {"metadata", "rope", "pagedattn_ext"},
-    "rope": set(),
-    "packed_linear": set(),
-    "metadata": set(),
-    "sampler": {"sequence", "pagedattn_ext"},
-    "block_tables": {"batch"},
-    "cache_engine": {"config", "metadata", "pagedattn_ext"},
-    # plain data that both branches read
-    "outputs": {"sequence"},
-    "detokenizer": set(),
-    "tokenizer": set(),
-    "batch": {"sequence"},
-    "sequence": {"sampling_params"},
+    "models.causal_lm": {"models.layers"},
+    "models.layers": {"models.metadata", "models.rope", "pagedattn_ext"},
+    "models.rope": set(),
+    "models.packed_linear": set(),
+    "models.metadata": set(),
+    # between text and token ids
+    "text": set(),
+    "text.detokenizer": set(),
+    "text.tokenizer": set(),
+    # plain data that users hold and any room may read
+    "outputs": {"scheduling.sequence"},
     "sampling_params": {"config"},
     "config": set(),
     # the op package: nothing of ours to its right
     "pagedattn_ext": set(),
 }
-SCHEDULER_BRANCH = {"scheduler", "block_manager", "block_allocator"}
-MODELS = {module for module in ARROWS if module.split(".")[0] == "models"}
-RUNNER_BRANCH = MODELS | {"cache_memory", "model_runner", "sampler", "block_tables", "cache_engine"}
-RUNNER_BRANCH |= {"layers", "rope", "packed_linear", "metadata", "pagedattn_ext"}
-TORCH_FREE = SCHEDULER_BRANCH | {"batch", "sequence", "sampling_params", "config"}
+
+
+def room(name: str) -> set[str]:
+    """The modules of a room of pagedattn_serve, its __init__ among them."""
+    return {module for module in ARROWS if module.split(".")[0] == name}
+
+
+# What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
+PLAIN_DATA = {"config", "sampling_params"}
+DOORS = {"__init__", "cli", "llm", "engine"}
+WALLS: dict[str, set[str]] = {
+    "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
+    "execution": DOORS | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
+    "models": DOORS | room("execution") | room("scheduling") | room("text"),
+    "text": DOORS | room("execution") | room("models") | room("scheduling") | {"pagedattn_ext"},
+}
+TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA
 
 ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding"}
 
@@ -180,7 +199,7 @@ def test_imports_of_pagedattn_serve() -> None:
         module = ".".join(parts[:-1] if is_package and len(parts) > 1 else parts)
         errors += serve_errors(module, path.read_text(), is_package=is_package)
     assert not errors, "\n".join(errors)
-    assert (SERVE / "scheduler.py").exists()
+    assert (SERVE / "scheduling" / "scheduler.py").exists()
 
 
 def test_imports_of_pagedattn_ext() -> None:
@@ -198,9 +217,10 @@ def test_includes_of_csrc() -> None:
 
 
 def test_scheduling_loads_without_torch() -> None:
+    modules = sorted(room("scheduling") | PLAIN_DATA)
     program = (
         f"import importlib, sys; sys.path.insert(0, {str(SERVE.parent)!r}); sys.modules['torch'] = None\n"
-        f"for module in {sorted(TORCH_FREE)}: importlib.import_module('pagedattn_serve.' + module)\n"
+        f"for module in {modules}: importlib.import_module('pagedattn_serve.' + module)\n"
         "assert 'pagedattn_ext' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -210,32 +230,40 @@ def test_scheduling_loads_without_torch() -> None:
 def test_arrows_never_go_back() -> None:
     for module in ARROWS:
         assert module not in reachable(module), f"{module} can reach itself"
-    for module in SCHEDULER_BRANCH:
-        assert not reachable(module) & RUNNER_BRANCH
-    for module in RUNNER_BRANCH:
-        assert not reachable(module) & SCHEDULER_BRANCH
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_a_room_knows_nothing_behind_its_walls(name: str) -> None:
+    assert room(name)
+    for module in room(name):
+        assert not reachable(module) & WALLS[name], module
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("scheduler", "import torch"),
-        ("batch", "from torch.nn import Module"),
-        ("scheduler", "from pagedattn_serve.model_runner import ModelRunner"),
-        ("scheduler", "from pagedattn_serve import model_runner"),
-        ("scheduler", "from . import sampler"),
-        ("scheduler", "from .sampler import sample"),
-        ("scheduler", "import pagedattn_serve.engine"),
-        ("scheduler", "from pagedattn_serve import LLM"),
-        ("scheduler", "def f():\n    from pagedattn_serve.cache_engine import CacheEngine"),
-        ("block_manager", "import pagedattn_ext"),
-        ("block_allocator", "from pagedattn_serve.block_manager import BlockManager"),
-        ("model_runner", "if TYPE_CHECKING:\n    from pagedattn_serve.scheduler import Scheduler"),
-        ("cache_engine", "from pagedattn_serve.block_manager import BlockManager"),
-        ("layers", "from pagedattn_serve.models.llama import Llama"),
-        ("models.llama", "from ..model_runner import ModelRunner"),
+        ("scheduling.scheduler", "import torch"),
+        ("scheduling.batch", "from torch.nn import Module"),
+        ("scheduling.scheduler", "from pagedattn_serve.execution.model_runner import ModelRunner"),
+        ("scheduling.scheduler", "from pagedattn_serve.execution import model_runner"),
+        ("scheduling.scheduler", "from pagedattn_serve import execution"),
+        ("scheduling.scheduler", "from ..execution import sampler"),
+        ("scheduling.scheduler", "from ..execution.sampler import sample"),
+        ("scheduling.scheduler", "import pagedattn_serve.engine"),
+        ("scheduling.scheduler", "from pagedattn_serve import LLM"),
+        ("scheduling.scheduler", "def f():\n    from pagedattn_serve.execution.cache_engine import CacheEngine"),
+        ("scheduling.block_manager", "import pagedattn_ext"),
+        ("scheduling.block_allocator", "from pagedattn_serve.scheduling.block_manager import BlockManager"),
+        ("execution.model_runner", "if TYPE_CHECKING:\n    from pagedattn_serve.scheduling.scheduler import Scheduler"),
+        ("execution.cache_engine", "from pagedattn_serve.scheduling.block_manager import BlockManager"),
+        ("execution.sampler", "from pagedattn_serve.text.tokenizer import load_tokenizer"),
+        ("models.layers", "from pagedattn_serve.models.llama import Llama"),
+        ("models.llama", "from ..execution.model_runner import ModelRunner"),
         ("models.llama", "from .gpt2 import Block"),
+        ("text.detokenizer", "import torch"),
+        ("text.detokenizer", "from pagedattn_serve.scheduling.sequence import Sequence"),
         ("planted", ""),
+        ("text.planted", ""),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:
@@ -245,10 +273,14 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine", "import torch\nfrom pagedattn_serve.scheduler import Scheduler\nfrom .sequence import Sequence"),
-        ("models.llama", "from ..layers import Linear\nfrom pagedattn_ext import ops"),
-        ("model_runner", "from pagedattn_serve.models.loader import load_model"),
-        ("scheduler", "from collections import deque\nfrom pagedattn_serve import batch"),
+        (
+            "engine",
+            "import torch\nfrom pagedattn_serve.scheduling.scheduler import Scheduler\n"
+            "from .scheduling.sequence import Sequence",
+        ),
+        ("models.llama", "from .layers import Linear\nfrom pagedattn_ext import ops"),
+        ("execution.model_runner", "from pagedattn_serve.models.loader import load_model"),
+        ("scheduling.scheduler", "from collections import deque\nfrom pagedattn_serve.scheduling import batch"),
     ],
 )
 def test_a_right_import_passes(module: str, source: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
-    from pagedattn_serve.sequence import Logprob as Logprob
+    from pagedattn_serve.scheduling.sequence import Logprob as Logprob
 
 _PUBLIC = {
     "DEMO_MODEL": "config",

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
 from pagedattn_serve.config import DEMO_MODEL, CacheConfig
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
 from pagedattn_serve.models.loader import build_model
 from pagedattn_serve.sampling_params import SamplingParams
 

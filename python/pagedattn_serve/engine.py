@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 
 import pagedattn_ext
-from pagedattn_serve.batch import ScheduledBatch
-from pagedattn_serve.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory, num_useful_blocks
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, check_int
-from pagedattn_serve.detokenizer import IncrementalDetokenizer
-from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory, num_useful_blocks
+from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.models.loader import load_model
+from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-from pagedattn_serve.packed_linear import pack_linear_layers
-from pagedattn_serve.sampler import SamplerOutput
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduler import Scheduler
-from pagedattn_serve.sequence import Sequence, SequenceStatus
-from pagedattn_serve.tokenizer import eos_token_ids, load_tokenizer
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.text.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.sequence import Logprob
+from pagedattn_serve.scheduling.sequence import Logprob
 
 
 @dataclass(slots=True)  # frozen ones take twice as long to make, one a token

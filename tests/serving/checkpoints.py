@@ -31,10 +31,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagedattn_serve.detokenizer import REPLACEMENT
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.text.detokenizer import REPLACEMENT
 
 MAX_LEN = 128  # positions of every checkpoint here
 VOCAB_SIZE = 97  # of the random ones

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from pagedattn_serve.block_allocator import BlockAllocator, OutOfBlocksError
+from pagedattn_serve.scheduling.block_allocator import BlockAllocator, OutOfBlocksError
 
 
 def test_every_block_once_then_out_of_blocks() -> None:

@@ -8,11 +8,11 @@ from fake_cache import FakeCache
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from pagedattn_serve.block_allocator import OutOfBlocksError
-from pagedattn_serve.block_manager import BlockManager
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.sequence import Sequence
+from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.sequence import Sequence
 
 
 def make_manager(num_blocks: int, watermark: float = 0.0) -> BlockManager:

@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedattn_serve.batch import ScheduledSequence
-from pagedattn_serve.block_allocator import OutOfBlocksError
-from pagedattn_serve.block_manager import BlockManager
-from pagedattn_serve.block_tables import BlockTables
 from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledSequence
+from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 BLOCK_SIZE = 8
 MAX_LEN = 5 * BLOCK_SIZE

@@ -9,9 +9,9 @@ from checkpoints import Checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.cache_memory import choose_num_blocks, cuda_memory, largest_batch, num_useful_blocks
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
-from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.execution.cache_memory import choose_num_blocks, cuda_memory, largest_batch, num_useful_blocks
+from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.loader import build_model, load_model
 

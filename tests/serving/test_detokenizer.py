@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pagedattn_serve.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from pagedattn_serve.detokenizer import Tokenizer as DecodingTokenizer
+from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from pagedattn_serve.text.detokenizer import Tokenizer as DecodingTokenizer
 
 TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
 TEXT = st.text(max_size=12) | st.text(alphabet="the cat, 🙂é한\u200d👩", max_size=12)

@@ -27,10 +27,10 @@ from checkpoints import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn_serve.detokenizer import REPLACEMENT
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.text.detokenizer import REPLACEMENT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.sampler import Sampler, SamplingRow
+from pagedattn_serve.execution.sampler import Sampler, SamplingRow
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

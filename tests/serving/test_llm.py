@@ -7,7 +7,7 @@ import pytest
 from checkpoints import Checkpoint, completions, token_ids
 
 from pagedattn_serve import LLM, LLMEngine, SamplingParams
-from pagedattn_serve.sampler import SamplerOutput
+from pagedattn_serve.execution.sampler import SamplerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 

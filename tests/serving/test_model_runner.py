@@ -8,16 +8,16 @@ from checkpoints import VOCAB_SIZE, Checkpoint, greedy_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.block_manager import BlockManager
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.loader import load_model
-from pagedattn_serve.sampler import SamplerOutput
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduler import Scheduler
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 GREEDY = SamplingParams(temperature=0)
 MAX_LEN = 40

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pagedattn_serve.rope import cos_sin_cache
+from pagedattn_serve.models.rope import cos_sin_cache
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": dict(),

@@ -11,11 +11,11 @@ from fake_cache import FakeCache
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagedattn_serve.batch import ScheduledBatch
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduler import Scheduler
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class FakeEngine:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 def make_sequence(prompt: list[int], output: list[int]) -> Sequence:

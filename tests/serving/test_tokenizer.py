@@ -9,7 +9,7 @@ import pytest
 from checkpoints import Checkpoint
 from transformers import PreTrainedTokenizerBase
 
-from pagedattn_serve.tokenizer import eos_token_ids, load_tokenizer
+from pagedattn_serve.text.tokenizer import eos_token_ids, load_tokenizer
 
 TEXT = "the cat sat 🙂 é"
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.layers import InterleavedQKVLinear, attention
-from pagedattn_serve.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.layers import InterleavedQKVLinear, attention
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
 DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no end
 

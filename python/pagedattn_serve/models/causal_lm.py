@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
 
 class CausalLM(nn.Module):

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.layers import (
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.layers import (
     GATED_ACTIVATIONS,
     FusedLinear,
     RMSNorm,
@@ -16,9 +17,8 @@ from pagedattn_serve.layers import (
     attention,
     choose_activation,
 )
-from pagedattn_serve.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.rope import max_position
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.rope import max_position
 
 
 class LlamaAttention(nn.Module):

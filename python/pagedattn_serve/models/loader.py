@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from pagedattn_serve.layers import ConvertedLinear
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
+from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 

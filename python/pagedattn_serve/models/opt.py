@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
-from pagedattn_serve.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
 POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
 

@@ -14,11 +14,11 @@ cut between them to the right, preemption to the left. From this follows what ke
 
 from collections import deque
 
-from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.block_allocator import OutOfBlocksError
-from pagedattn_serve.block_manager import BlockManager
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Scheduler:

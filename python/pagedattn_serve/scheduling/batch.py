@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.sequence import Sequence
+from pagedattn_serve.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.rope import cos_sin_cache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.rope import cos_sin_cache
 
 
 def attention(

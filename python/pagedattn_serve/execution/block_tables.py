@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from pagedattn_serve.batch import ScheduledSequence
-from pagedattn_serve.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledSequence
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class BlockTables:

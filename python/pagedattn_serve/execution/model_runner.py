@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn_serve.batch import ScheduledBatch
-from pagedattn_serve.block_tables import BlockTables
-from pagedattn_serve.cache_engine import CacheEngine
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.metadata import AttentionMetadata
+from pagedattn_serve.execution.block_tables import BlockTables
+from pagedattn_serve.execution.cache_engine import CacheEngine
+from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.sampler import Sampler, SamplerOutput, SamplingRow
+from pagedattn_serve.models.metadata import AttentionMetadata
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 
 class ModelRunner:

@@ -8,9 +8,9 @@ copied when one of them is about to write to it.
 import math
 from collections import Counter
 
-from pagedattn_serve.block_allocator import BlockAllocator, OutOfBlocksError
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.sequence import Sequence
+from pagedattn_serve.scheduling.block_allocator import BlockAllocator, OutOfBlocksError
+from pagedattn_serve.scheduling.sequence import Sequence
 
 
 class BlockManager:

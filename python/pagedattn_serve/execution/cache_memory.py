@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from pagedattn_serve.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.cache_engine import bytes_per_block
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig, check_int
-from pagedattn_serve.model_runner import ModelRunner
+from pagedattn_serve.execution.cache_engine import bytes_per_block
+from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.sequence import Sequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.sequence import Sequence
 
 DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of all memory would be taken from whatever else runs
 

@@ -3,7 +3,7 @@
 import torch
 
 from pagedattn_ext import allocate_kv_cache, ops
-from pagedattn_serve.metadata import KVCache
+from pagedattn_serve.models.metadata import KVCache
 
 
 class CacheEngine:

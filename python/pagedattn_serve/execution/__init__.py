@@ -1,0 +1,1 @@
+"""A scheduled batch through the model: cache tensors, flat inputs, sampled tokens."""

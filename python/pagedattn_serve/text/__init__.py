@@ -1,0 +1,1 @@
+"""Between text and token ids: the tokenizer, and text from tokens as they come."""
