@@ -24,8 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm"},
     "cli": {"llm"},
     "llm": {"engine"},
-    "engine": {"scheduling.scheduler", "execution.cache_memory", "models.packed_linear", "text.tokenizer"}
-    | {"text.detokenizer", "outputs"},
+    "engine": {"scheduling.scheduler", "execution.cache_memory", "models.packed_linear", "text.tokenizer", "request"},
+    "request": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {"scheduling.block_manager", "scheduling.batch"},
@@ -55,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
     # between text and token ids
     "text": set(),
     "text.detokenizer": set(),
+    "text.stop_strings": set(),
     "text.tokenizer": set(),
     # plain data that users hold and any room may read
     "outputs": {"scheduling.sequence"},
@@ -72,7 +73,7 @@ def room(name: str) -> set[str]:
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
 PLAIN_DATA = {"config", "sampling_params"}
-DOORS = {"__init__", "cli", "llm", "engine"}
+DOORS = {"__init__", "cli", "llm", "engine", "request"}
 WALLS: dict[str, set[str]] = {
     "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
     "execution": DOORS | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,23 +14,15 @@ from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.models.loader import load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
-from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.text.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Request:
-    prompt: str | None
-    sequence: Sequence
-    detokenizer: IncrementalDetokenizer | None
-    metrics: RequestMetrics
 
 
 class LLMEngine:
@@ -110,7 +102,7 @@ class LLMEngine:
         self.scheduler = Scheduler(scheduler_config, cache_config)
         self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
         self._eos_token_ids = eos_token_ids(model)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -150,8 +142,7 @@ class LLMEngine:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
         sequence = Sequence(request_id, token_ids, params, arrival_time)
         self.scheduler.add(sequence)
-        detokenizer = None if self.tokenizer is None else IncrementalDetokenizer(self.tokenizer, token_ids)
-        self._requests[request_id] = _Request(prompt, sequence, detokenizer, RequestMetrics(arrival_time))
+        self._requests[request_id] = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, self.max_model_len)
         self._num_prompt_tokens += len(token_ids)
 
     def step(self) -> list[RequestOutput]:
@@ -169,7 +160,7 @@ class LLMEngine:
             return None
         request = self._requests.pop(request_id)
         request.metrics.finished_time = time.monotonic()
-        return self._output(request)
+        return request.output()
 
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
@@ -220,7 +211,7 @@ class LLMEngine:
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             try:
-                status = self._add_text(request)
+                status = request.add_text()
             except Exception:  # whatever a tokenizer raises: it ends this request, the others go on
                 logger.exception("request %r is aborted: its text cannot be decoded", sequence.request_id)
                 status = SequenceStatus.FINISHED_ABORTED
@@ -228,70 +219,9 @@ class LLMEngine:
                 request.metrics.finished_time = now
                 self.scheduler.finish(sequence, status)
                 del self._requests[sequence.request_id]
-            outputs.append(self._output(request))
+            outputs.append(request.output())
         self._num_output_tokens += len(outputs)
         return outputs
-
-    def _add_text(self, request: _Request) -> SequenceStatus | None:
-        """Add the newest token's text; returns the status that the token ends the request with, if it does."""
-        sequence, detokenizer, params = request.sequence, request.detokenizer, request.sequence.sampling_params
-        token_id = sequence.output_token_ids[-1]
-        if self.tokenizer is not None and sequence.logprobs:
-            for each, logprob in sequence.logprobs[-1].items():
-                logprob.decoded_token = self.tokenizer.decode([each], clean_up_tokenization_spaces=False)
-        status = None
-        if (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_ids:
-            status = SequenceStatus.FINISHED_STOPPED
-        elif len(sequence.output_token_ids) == params.max_tokens or sequence.num_tokens >= self.max_model_len:
-            status = SequenceStatus.FINISHED_LENGTH
-        if detokenizer is None:
-            return status
-        if status is not SequenceStatus.FINISHED_STOPPED:
-            detokenizer.add(token_id)
-        if status is not None:
-            detokenizer.finish()
-        if params.stop_strings:
-            stop_at = first_stop(detokenizer.text, params.stop_strings)
-            if stop_at is not None:
-                detokenizer.text = detokenizer.text[:stop_at]
-                status = SequenceStatus.FINISHED_STOPPED
-        return status
-
-    def _output(self, request: _Request) -> RequestOutput:
-        sequence = request.sequence
-        finish_reason = sequence.status.finish_reason
-        text = "" if request.detokenizer is None else request.detokenizer.text
-        if finish_reason is None and sequence.sampling_params.stop_strings:
-            text = text[: len(text) - longest_stop_prefix(text, sequence.sampling_params.stop_strings)]
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(sequence.output_token_ids),
-            cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=None if sequence.sampling_params.logprobs is None else list(sequence.logprobs),
-            finish_reason=finish_reason,
-        )
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=sequence.prompt_token_ids,
-            outputs=[completion],
-            finished=finish_reason is not None,
-            metrics=request.metrics,
-        )
-
-
-def first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
-    """Where the earliest stop string begins in `text`; None if there is none."""
-    return min((at for stop in stop_strings if (at := text.find(stop)) >= 0), default=None)
-
-
-def longest_stop_prefix(text: str, stop_strings: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that begin a stop string, which the next token may complete."""
-    for length in range(max(map(len, stop_strings)) - 1, 0, -1):
-        if any(text.endswith(stop[:length]) for stop in stop_strings if len(stop) > length):
-            return length
-    return 0
 
 
 def choose_device(name: str) -> str:

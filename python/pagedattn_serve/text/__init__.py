@@ -1,1 +1,1 @@
-"""Between text and token ids: the tokenizer, and text from tokens as they come."""
+"""Between text and token ids: the tokenizer, text from tokens as they come, stop strings."""

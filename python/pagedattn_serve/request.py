@@ -1,0 +1,83 @@
+"""A request as the engine holds it: its sequence, the text of its output, and what its user is told."""
+
+from typing import Any
+
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.text.stop_strings import first_stop, longest_stop_prefix
+
+
+class Request:
+    """One prompt and its output.
+
+    prompt: None if it came as token ids. tokenizer: None where there is none; the output has no text then.
+    max_model_len: most tokens of the sequence, prompt and output together.
+    """
+
+    def __init__(
+        self,
+        prompt: str | None,
+        sequence: Sequence,
+        tokenizer: Any | None,
+        eos_token_ids: set[int],
+        max_model_len: int,
+    ) -> None:
+        self.sequence = sequence
+        self.metrics = RequestMetrics(sequence.arrival_time)
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.prompt_token_ids)
+        params = sequence.sampling_params
+        self._stop_ids = set(params.stop_ids) if params.ignore_eos else {*params.stop_ids, *eos_token_ids}
+        room = max_model_len - len(sequence.prompt_token_ids)
+        self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def add_text(self) -> SequenceStatus | None:
+        """Add the newest token's text; returns the status that the token ends the request with, if it does."""
+        token_ids, logprobs = self.sequence.output_token_ids, self.sequence.logprobs
+        if self._tokenizer is not None and logprobs:
+            for token_id, logprob in logprobs[-1].items():
+                logprob.decoded_token = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        status = None
+        if token_ids[-1] in self._stop_ids:
+            status = SequenceStatus.FINISHED_STOPPED
+        elif len(token_ids) == self._max_tokens:
+            status = SequenceStatus.FINISHED_LENGTH
+        if self._detokenizer is None:
+            return status
+        if status is not SequenceStatus.FINISHED_STOPPED:
+            self._detokenizer.add(token_ids[-1])
+        if status is not None:
+            self._detokenizer.finish()
+        stop_at = first_stop(self._detokenizer.text, self.sequence.sampling_params.stop_strings)
+        if stop_at is not None:
+            self._detokenizer.text = self._detokenizer.text[:stop_at]
+            status = SequenceStatus.FINISHED_STOPPED
+        return status
+
+    def output(self) -> RequestOutput:
+        """The request as it stands. Text that may be the beginning of a stop string is held back until it is done."""
+        sequence = self.sequence
+        params, finish_reason = sequence.sampling_params, sequence.status.finish_reason
+        text = "" if self._detokenizer is None else self._detokenizer.text
+        if finish_reason is None:
+            text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(sequence.output_token_ids),
+            cumulative_logprob=sequence.cumulative_logprob,
+            logprobs=None if params.logprobs is None else list(sequence.logprobs),
+            finish_reason=finish_reason,
+        )
+        return RequestOutput(
+            request_id=sequence.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=sequence.prompt_token_ids,
+            outputs=[completion],
+            finished=finish_reason is not None,
+            metrics=self.metrics,
+        )
