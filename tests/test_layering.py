@@ -32,12 +32,12 @@ ARROWS: dict[str, set[str]] = {
     "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
     "scheduling.batch": {"scheduling.sequence"},  # the runner reads it, too
-    "scheduling.sequence": {"sampling_params"},
+    "scheduling.sequence": {"sampling_params", "outputs"},
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
     "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
-    "execution.sampler": {"scheduling.sequence", "pagedattn_ext"},
+    "execution.sampler": {"outputs", "sampling_params", "pagedattn_ext"},
     "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # the families and what they share
@@ -58,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
     "text.stop_strings": set(),
     "text.tokenizer": set(),
     # plain data that users hold and any room may read
-    "outputs": {"scheduling.sequence"},
+    "outputs": set(),
     "sampling_params": {"config"},
     "config": set(),
     # the op package: nothing of ours to its right
@@ -72,7 +72,7 @@ def room(name: str) -> set[str]:
 
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
-PLAIN_DATA = {"config", "sampling_params"}
+PLAIN_DATA = {"config", "sampling_params", "outputs"}
 DOORS = {"__init__", "cli", "llm", "engine", "request"}
 WALLS: dict[str, set[str]] = {
     "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from pagedattn_serve.llm import LLM as LLM
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
     from pagedattn_serve.outputs import EngineStats as EngineStats
+    from pagedattn_serve.outputs import Logprob as Logprob
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
-    from pagedattn_serve.scheduling.sequence import Logprob as Logprob
 
 _PUBLIC = {
     "DEMO_MODEL": "config",
@@ -23,7 +23,7 @@ _PUBLIC = {
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",
     "LLMEngine": "engine",
-    "Logprob": "sequence",
+    "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.scheduling.sequence import Logprob
+
+@dataclass(slots=True)
+class Logprob:
+    """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)  # frozen ones take twice as long to make, one a token

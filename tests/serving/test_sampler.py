@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_serve.execution import sampler as sampler_module
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, SamplingRow, restrict
+from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.sequence import Logprob
 
 PROBABILITIES = torch.tensor([0.05, 0.3, 0.15, 0.4, 0.02, 0.08])  # in order of size: 3, 1, 2, 5, 0, 4
 LOGITS = PROBABILITIES.log() + 3

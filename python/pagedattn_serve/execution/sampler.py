@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.sequence import Logprob
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
 _SMALLEST = torch.finfo(torch.float32).tiny

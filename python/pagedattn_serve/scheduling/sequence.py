@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
 
 
@@ -24,15 +25,6 @@ class SequenceStatus(Enum):
     def finish_reason(self) -> str | None:
         """The reason in a word, "stop", "length" or "abort"; None while not finished."""
         return self.value if self.is_finished else None
-
-
-@dataclass(slots=True)
-class Logprob:
-    """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
