@@ -147,13 +147,20 @@ def ext_errors(module: str, source: str) -> list[str]:
     return [f"pagedattn_ext/{module} imports {name}" for name in names if name.split(".")[0] == "pagedattn_serve"]
 
 
+def folder_of(path: str) -> str | None:
+    """The folder of a room (attention/cpu) that a file of csrc/ lies in; None for one that lies in the room itself."""
+    folder = posixpath.dirname(path)
+    return folder if folder.split("/")[0] in ROOMS and "/" in folder else None
+
+
 def is_torch_free(path: str) -> bool:
-    """Whether a file of csrc/ belongs to the kernels: kernel sources, the headers of a room, and what they share."""
+    """Whether a file of csrc/ belongs to the kernels: kernel sources, the headers of a room, all that lies in its
+    folders, and what they share."""
     name = posixpath.basename(path)
     if name.endswith(("_cpu.cpp", ".cu", ".cuh")):
         return True
     if path.split("/")[0] in ROOMS:
-        return name.endswith(".h")
+        return name.endswith(".h") or folder_of(path) is not None
     return path in {"cpu_vec.h", "cpu_rows.h", "cpu_math.h", "types.h", "dispatch.h"}
 
 
@@ -177,16 +184,23 @@ def torch_chains(path: str, files: dict[str, str], seen: set[str]) -> Iterator[s
             yield from (f"{path} -> {chain}" for chain in torch_chains(target, files, seen))
 
 
+def wall_between(path: str, target: str) -> str | None:
+    """Why a file of csrc/ may not include `target`; None if it may."""
+    room, folder = target.split("/")[0], folder_of(target)
+    if path.split("/")[0] in ROOMS and room in ROOMS - {path.split("/")[0]}:
+        return "of another room"
+    if folder is not None and folder != folder_of(path):
+        return f"which is for {folder} alone"
+    return None
+
+
 def csrc_errors(files: dict[str, str]) -> list[str]:
     """Wrong includes in csrc/, given as path -> text."""
     errors = []
     for path in sorted(files):
-        room = path.split("/")[0]
-        if room in ROOMS:
-            others = ROOMS - {room}
-            errors += [
-                f"{path} includes {t}, of another room" for t in includes(path, files) if t.split("/")[0] in others
-            ]
+        for target in includes(path, files):
+            if wall := wall_between(path, target):
+                errors.append(f"{path} includes {target}, {wall}")
         if is_torch_free(path):
             errors += [f"a kernel file must not see torch: {chain}" for chain in torch_chains(path, files, set())]
     return errors
@@ -303,6 +317,15 @@ def test_the_op_package_must_not_import_serving() -> None:
         {"cpu_vec.h": '#include "more.h"', "more.h": '#include "torch_utils.h"'},
         {"cache/cache.cpp": '#include "attention/attention.h"'},
         {"cache/cache.cpp": '#include "../attention/attention.h"'},
+        {"cache/cpu/tile.h": '#include "attention/attention.h"'},
+        {"cache/cpu/tile.h": '#include "../../attention/attention.h"'},
+        {"cache/cpu/tile.h": '#include "attention/cpu/tile.h"'},
+        {"cache/cpu/tile.h": '#include "torch_utils.h"'},
+        {"cache/cuda/plan.cpp": "#include <torch/csrc/stable/tensor.h>"},
+        {"cache/cpu/tile.h": '#include "cache/cuda/tile.cuh"', "cache/cuda/tile.cuh": ""},
+        {"cache/cuda/cache_cuda.cu": '#include "../cpu/tile.h"', "cache/cpu/tile.h": ""},
+        {"cache/cache.cpp": '#include "cache/cpu/tile.h"', "cache/cpu/tile.h": ""},
+        {"ops.h": '#include "cache/cpu/tile.h"', "cache/cpu/tile.h": ""},
     ],
 )
 def test_a_wrong_include_is_found(planted: dict[str, str]) -> None:
@@ -317,6 +340,8 @@ def test_right_includes_pass() -> None:
         "ops.h": '#include "torch_utils.h"',
         "cache/cache.cpp": '#include "cache.h"\n#include "ops.h"\n#include "../torch_utils.h"',
         "cache/cache_cpu.cpp": '#include "cache/cache.h"\n// #include <torch/all.h>',
+        "cache/cpu/cache_cpu.cpp": '#include "cache/cache.h"\n#include "cache/cpu/tile.h"\n#include "types.h"',
+        "cache/cpu/tile.h": '#include "../cache.h"',
         "torch_bindings.cpp": '#include "cache/cache.h"\n#include "ops.h"',
     }
     assert csrc_errors(files) == []

@@ -1,17 +1,17 @@
 // The query rows that share one KV head, over one tile of tokens; for paged_attention_cpu.cpp.
 //
-// Logits. A vector covers NUM_LANES tokens with four partial sums each (key_dot_cpu.h). Four such vectors make VEC_SIZE
+// Logits. A vector covers NUM_LANES tokens with four partial sums each (key_dot.h). Four such vectors make VEC_SIZE
 // tokens, and one transposing reduction turns their partial sums into VEC_SIZE logits.
 //
-// Values. The sums of VEC_SIZE strips (value_strip_cpu.h) stay in registers over a tile; then their lanes are added.
+// Values. The sums of VEC_SIZE strips (value_strip.h) stay in registers over a tile; then their lanes are added.
 #pragma once
 
 #include <type_traits>
 
-#include "attention/key_dot_cpu.h"
+#include "attention/cpu/key_dot.h"
+#include "attention/cpu/tile.h"
+#include "attention/cpu/value_strip.h"
 #include "attention/paged_attention.h"
-#include "attention/tile_cpu.h"
-#include "attention/value_strip_cpu.h"
 #include "cpu_math.h"
 #include "cpu_rows.h"
 #include "cpu_vec.h"

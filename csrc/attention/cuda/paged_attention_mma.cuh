@@ -1,5 +1,5 @@
 // Attention on tensor cores, for queries of 16 bits: mma.m16n8k16 with fp32 accumulation, online softmax
-// (Dao et al., "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice_cuda.cuh).
+// (Dao et al., "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh).
 //
 // A warp holds 16 packed rows: their queries as operands, the weighted values as accumulators. With
 //   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + NUM_WARPS, ..., each
@@ -10,7 +10,7 @@
 // Bytes: decode reads K and V once for each tile of 16 packed rows; prefill once for each tile of 128.
 #pragma once
 
-#include "attention/cache_slice_cuda.cuh"
+#include "attention/cuda/cache_slice.cuh"
 
 namespace pagedattn::cuda {
 namespace {

@@ -1,5 +1,5 @@
 // Attention of 16-bit queries over a cache of float8_e5m2, in float16.
-#include "attention/paged_attention_mma.cuh"
+#include "attention/cuda/paged_attention_mma.cuh"
 
 namespace pagedattn::cuda {
 

@@ -17,7 +17,7 @@
 // arranged the same way (`element_of`, `token_of`).
 #pragma once
 
-#include "attention/paged_attention_cuda.cuh"
+#include "attention/cuda/paged_attention.cuh"
 
 namespace pagedattn::cuda {
 

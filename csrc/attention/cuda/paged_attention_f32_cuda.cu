@@ -1,5 +1,5 @@
 // Attention of fp32 queries over a cache of fp32 or 8 bits.
-#include "attention/paged_attention_fma.cuh"
+#include "attention/cuda/paged_attention_fma.cuh"
 
 namespace pagedattn::cuda {
 

@@ -1,15 +1,15 @@
 // The walk (docs/cpu-kernels.md draws it). An item's tokens are taken in tiles, and for each tile its KV heads one
 // after the other: the part of one head in a physical block is contiguous, and the next head's follows it, so every
-// block is read front to back, once for all query heads that share a KV head (attend_rows_cpu.h).
+// block is read front to back, once for all query heads that share a KV head (attend_rows.h).
 //
 // T is the type of the cache; queries and outputs are read and written once, by their own.
 #include "attention/paged_attention.h"
 
 #include <type_traits>
 
-#include "attention/attend_rows_cpu.h"
-#include "attention/attention_results_cpu.h"
-#include "attention/tile_cpu.h"
+#include "attention/cpu/attend_rows.h"
+#include "attention/cpu/attention_results.h"
+#include "attention/cpu/tile.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
 

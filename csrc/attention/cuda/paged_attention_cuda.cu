@@ -1,7 +1,7 @@
 // paged_attention on CUDA: scratch, the choice of the kernels, and the merge of partial results.
 #include <bit>
 
-#include "attention/paged_attention_cuda.cuh"
+#include "attention/cuda/paged_attention.cuh"
 #include "cuda_vec.cuh"
 
 namespace pagedattn::cuda {

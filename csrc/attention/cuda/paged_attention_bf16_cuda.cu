@@ -1,5 +1,5 @@
 // Attention of bfloat16 queries over a cache of the same.
-#include "attention/paged_attention_mma.cuh"
+#include "attention/cuda/paged_attention_mma.cuh"
 
 namespace pagedattn::cuda {
 

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "attention/paged_attention_cuda.cuh"
+#include "attention/cuda/paged_attention.cuh"
 #include "cuda_vec.cuh"
 
 namespace pagedattn::cuda {
