@@ -69,7 +69,7 @@ sanitize: build
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF
 	$(BIN)/cmake --build $(SANITIZED) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
-	cp src/pagedattn_ext/*.py $(SANITIZED)/package/pagedattn_ext/
+	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
 	$(call for_each_capability,$(SANITIZED_PYTEST))
 	$(SANITIZED_PYTEST) --device simt
 
