@@ -1,4 +1,4 @@
-// The ops as torch calls them. Schemas and documentation: torch_bindings.cpp and pagedattn_ext/ops.py.
+// The ops as torch calls them. Schemas and documentation: torch_bindings.cpp and pagedattn_ext/ops.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,5 +1,4 @@
-// Table of contents: every op's schema, by family, and the device keys that have it. Documentation:
-// pagedattn_ext/ops.py.
+// Table of contents: every op's schema, by family, and the device keys that have it. Documentation: pagedattn_ext/ops.
 #include <torch/csrc/stable/library.h>
 
 #include "ops.h"

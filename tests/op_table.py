@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import pagedattn_ext.ops
+import pagedattn_ext.ops._call
 
 ROOT = Path(__file__).resolve().parent.parent
 SIMT_LIBRARY = Path(
@@ -31,7 +31,7 @@ class OpTable:
     def select(self, device: str) -> None:
         """For the raw ops and for their wrappers."""
         self.namespace = "pagedattn_simt" if device == "simt" else "pagedattn_ext"
-        pagedattn_ext.ops._ops = getattr(torch.ops, self.namespace)
+        pagedattn_ext.ops._call.raw_ops = getattr(torch.ops, self.namespace)
 
 
 OPS = OpTable()

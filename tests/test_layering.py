@@ -142,9 +142,14 @@ def serve_errors(module: str, source: str, *, is_package: bool = False) -> list[
 
 
 def ext_errors(module: str, source: str) -> list[str]:
-    """Wrong imports of one module of pagedattn_ext."""
-    names = imported_names(source, "pagedattn_ext")
-    return [f"pagedattn_ext/{module} imports {name}" for name in names if name.split(".")[0] == "pagedattn_serve"]
+    """Wrong imports of one module of pagedattn_ext; in pagedattn_ext.ops, a family is a room as in csrc/."""
+    others = ROOMS - {room} if (room := module.removeprefix("pagedattn_ext.ops.")) in ROOMS else set()
+    closed = ["pagedattn_serve", *(f"pagedattn_ext.ops.{other}" for other in others)]
+    return [
+        f"{module} imports {name}"
+        for name in imported_names(source, module.rpartition(".")[0])
+        if any(f"{name}.".startswith(f"{prefix}.") for prefix in closed)
+    ]
 
 
 def folder_of(path: str) -> str | None:
@@ -219,8 +224,9 @@ def test_imports_of_pagedattn_serve() -> None:
 
 def test_imports_of_pagedattn_ext() -> None:
     paths = sorted(EXT.rglob("*.py"))
-    assert paths
-    errors = [error for path in paths for error in ext_errors(path.name, path.read_text())]
+    assert {path.stem for path in paths} >= ROOMS
+    modules = {".".join(path.relative_to(EXT.parent).with_suffix("").parts): path for path in paths}
+    errors = [error for module, path in modules.items() for error in ext_errors(module, path.read_text())]
     assert not errors, "\n".join(errors)
 
 
@@ -302,8 +308,23 @@ def test_a_right_import_passes(module: str, source: str) -> None:
     assert serve_errors(module, source) == []
 
 
-def test_the_op_package_must_not_import_serving() -> None:
-    assert ext_errors("ops.py", "from pagedattn_serve import LLM") and not ext_errors("ops.py", "from . import _C")
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("pagedattn_ext.kv_cache", "from pagedattn_serve import LLM"),
+        ("pagedattn_ext.ops.cache", "import pagedattn_serve.engine"),
+        ("pagedattn_ext.ops.cache", "from .attention import paged_attention"),
+        ("pagedattn_ext.ops.cache", "from . import attention"),
+        ("pagedattn_ext.ops.cache", "from pagedattn_ext.ops.attention import paged_attention"),
+    ],
+)
+def test_a_wrong_import_of_the_op_package_is_found(module: str, source: str) -> None:
+    assert len(ext_errors(module, source)) == 1
+
+
+@pytest.mark.parametrize("module", ["pagedattn_ext.ops.__init__", "pagedattn_ext.ops.cache"])
+def test_a_right_import_of_the_op_package_passes(module: str) -> None:
+    assert ext_errors(module, "import torch\nfrom ._call import call\nfrom .cache import swap_blocks") == []
 
 
 @pytest.mark.parametrize(

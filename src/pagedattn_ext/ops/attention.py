@@ -1,0 +1,213 @@
+"""Attention over the paged cache, and the merge of two of its results."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._call import SEVERAL_DEVICES, call, check_tensors
+
+
+def paged_attention_v1(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence over its cached tokens (decode).
+
+    out[s, h] = softmax(scale * query[s, h] . keys + alibi_slopes[h] * (t - (seq_lens[s] - 1))) values, over the tokens
+    t < seq_lens[s], with the keys and values of KV head h // (num_heads // num_kv_heads). A sequence of length 0 gives
+    zeros. Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    SOSP 2023.
+
+    Args:
+        query: [num_seqs, num_heads, head_size], any stride in dimension 0.
+        key_cache, value_cache: see the module; slots past a sequence's end may hold anything, NaN included.
+        block_tables: int32 [num_seqs, max_num_blocks_per_seq].
+        seq_lens: int32 [num_seqs], tokens in the cache, the new one included.
+        scale: default head_size ** -0.5.
+        max_seq_len: bound of seq_lens; default the slots of a row of block_tables.
+        alibi_slopes: fp32 [num_heads].
+        kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
+        out: like query; allocated by default.
+
+    Returns:
+        out, [num_seqs, num_heads, head_size].
+    """
+    out, arguments = _decode_arguments(
+        "paged_attention_v1",
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        scale,
+        max_seq_len,
+        alibi_slopes,
+        out,
+    )
+    call("paged_attention_v1", out, *arguments, kv_cache_dtype, k_scale, v_scale)
+    return out
+
+
+def paged_attention_v2(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention_v1` with its arguments and its result, bit for bit, and scratch from the caller.
+
+    The raw op takes exp_sums, max_logits (fp32 [num_seqs, num_heads, max_num_partitions]) and tmp_out ([num_seqs,
+    num_heads, max_num_partitions, head_size]) after out, for partitions of 512 tokens; this function allocates them.
+    What they hold afterwards is unspecified. Both split long sequences.
+    """
+    out, arguments = _decode_arguments(
+        "paged_attention_v2",
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        scale,
+        max_seq_len,
+        alibi_slopes,
+        out,
+    )
+    max_num_partitions = -(-arguments[-2] // 512)
+    exp_sums = query.new_empty((*query.shape[:2], max_num_partitions), dtype=torch.float32)
+    tmp_out = query.new_empty((*query.shape[:2], max_num_partitions, query.shape[-1]))
+    call(
+        "paged_attention_v2", out, exp_sums, torch.empty_like(exp_sums), tmp_out, *arguments,
+        kv_cache_dtype, k_scale, v_scale,
+    )  # fmt: skip
+    return out
+
+
+def _decode_arguments(
+    op: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float | None,
+    max_seq_len: int | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """`out` and what follows it in the raw decode ops, up to alibi_slopes; what was left out is filled in."""
+    check_tensors(op, query=query, value_cache=value_cache, block_tables=block_tables)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    num_kv_heads, block_size = (value_cache.shape[1], value_cache.shape[3]) if value_cache.dim() == 4 else (0, 0)
+    if max_seq_len is None:
+        max_seq_len = block_tables.shape[-1] * block_size
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, (
+        query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes,
+    )  # fmt: skip
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
+
+    The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s, whose keys and values
+    are already in the cache: row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
+    p - sliding_window < t <= p. Its logits are scale * query . key, then softcap * tanh(logit / softcap) if softcap is
+    not 0, then + alibi_slopes[h] * (t - p). A row that sees nothing gives zeros and an lse of -inf. The result of a row
+    depends on its own sequence alone, bit for bit, however the batch is put together or a prompt cut into chunks (on
+    CUDA the latter may change the last bits).
+
+    Args:
+        query: [num_tokens, num_heads, head_size], any stride in dimension 0.
+        key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
+            sliding window) may have any id.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
+        scale: default head_size ** -0.5.
+        alibi_slopes: fp32 [num_heads].
+        sliding_window: tokens that a row sees, its own included; default all.
+        softcap: default 0, none.
+        sinks: fp32 [num_heads], a logit more in the softmax's denominator, without a value (counted in lse).
+        kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
+
+    Returns:
+        out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
+        the exponentials of a row's logits.
+    """
+    check_tensors("paged_attention", query=query)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return call(
+        "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
+        query_start_loc=query_start_loc, scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+        softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("pagedattn_ext::paged_attention")
+def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    # A meta tensor among real ones brings torch here, too. The scales alone may be elsewhere.
+    others = [*args, *(value for name, value in kwargs.items() if name not in ("k_scale", "v_scale"))]
+    if any(isinstance(other, Tensor) and other.device != query.device for other in others):
+        raise RuntimeError(f"paged_attention: {SEVERAL_DEVICES}")
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+def merge_attn_states(
+    prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of tokens from the attention over each: two results of `paged_attention`, merged.
+
+    lse = log(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix_output +
+    exp(suffix_lse - lse) * suffix_output. Where both lse are -inf, zeros and -inf.
+
+    Args:
+        prefix_output, suffix_output: [num_tokens, num_heads, head_size], contiguous.
+        prefix_lse, suffix_lse: fp32 [num_tokens, num_heads], contiguous.
+
+    Returns:
+        (output, lse).
+    """
+    check_tensors("merge_attn_states", prefix_output=prefix_output, prefix_lse=prefix_lse)
+    output, output_lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
+    call("merge_attn_states", output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    return output, output_lse

@@ -1,0 +1,39 @@
+"""Rotary position embedding."""
+
+from torch import Tensor
+
+from ._call import call
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding, in place (Su et al., "RoFormer", 2021).
+
+    (x, y) -> (x cos - y sin, y cos + x sin) within a head's first rot_dim elements: with is_neox, x is element i of
+    their first half and y element i of the second (GPT-NeoX, LLaMA); without, they are elements 2i and 2i + 1 (GPT-J).
+
+    Args:
+        positions: int64 [num_tokens].
+        query: [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size], any stride in dimension 0.
+        key: likewise, with num_kv_heads; or None.
+        cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
+
+    Returns:
+        (query, key).
+    """
+    call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox)
+    return query, key
+
+
+def rotary_embedding_neox(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`rotary_embedding` with is_neox, and a key."""
+    call("rotary_embedding_neox", positions, query, key, head_size, cos_sin_cache)
+    return query, key
