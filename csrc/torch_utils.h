@@ -9,9 +9,11 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -235,6 +237,13 @@ class Door {
     check(tensor.numel() == 0 || tensor.size(0) == 1 || tensor.stride(0) >= tensor.numel() / tensor.size(0), argument,
           "expected parts along dimension 0 that do not overlap, got shape ", tensor.sizes(), " with strides ",
           tensor.strides());
+  }
+
+  // Kernels compute in float: what is finite as a double alone would be infinite to them.
+  float finite(const char* argument, double value) const {
+    check(std::abs(value) <= std::numeric_limits<float>::max(), argument, "expected a finite number of float32, got ",
+          value);
+    return static_cast<float>(value);
   }
 
  private:

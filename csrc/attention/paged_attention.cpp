@@ -1,6 +1,5 @@
 #include "attention/paged_attention.h"
 
-#include <cmath>
 #include <memory>
 
 #include "attention/paged_attention_plan.h"
@@ -107,8 +106,7 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
              params.num_heads);
   params.query = query.const_data_ptr();
   params.query_stride = query.stride(0);
-  door.check(std::isfinite(scale), "scale", "expected a finite number, got ", scale);
-  params.logit_scale = static_cast<float>(scale) * cache.key_scale.on_host;
+  params.logit_scale = door.finite("scale", scale) * cache.key_scale.on_host;
   params.value_scale = cache.value_scale.on_host;
   params.key_scale_on_device = cache.key_scale.on_device;
   params.value_scale_on_device = cache.value_scale.on_device;
@@ -251,12 +249,12 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   const Door door("paged_attention", query);
   const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
   door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
-  door.check(std::isfinite(softcap) && softcap >= 0, "softcap", "expected a finite number that is not negative, got ",
-             softcap);
+  const float float_softcap = door.finite("softcap", softcap);
+  door.check(float_softcap > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
                       NO_MAX_SEQ_LEN, alibi_slopes, window, kv_cache_dtype, k_scale, v_scale);
-  params.softcap = static_cast<float>(softcap);
+  params.softcap = float_softcap;
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 
   const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};

@@ -16,7 +16,7 @@ RmsNormParams check_rms_norm(const Door& door, const Tensor& input, const Tensor
   door.check(epsilon >= 0, "epsilon", "expected a number that is not negative, got ", epsilon);
   params.num_rows = rows.num_rows;
   params.hidden_size = rows.width;
-  params.epsilon = static_cast<float>(epsilon);
+  params.epsilon = door.finite("epsilon", epsilon);
   params.input = input.const_data_ptr();
   params.input_stride = rows.stride;
   params.weight = weight.const_data_ptr();

@@ -55,6 +55,7 @@ ERRORS = {
         lambda a: {"key_cache": a["key_cache"].half().reshape(7, 2, 2, 8, 8)},
     ),
     "scale": ("scale", ValueError, lambda a: {"scale": math.nan}),
+    "scale infinite as float32": ("scale", ValueError, lambda a: {"scale": -1e60}),
     "key_cache float64": ("key_cache", TypeError, lambda a: {"key_cache": a["key_cache"].double()}),
     "key_cache uint8 but auto": ("key_cache", TypeError, lambda a: fp8_caches(torch.uint8, "auto")),
     "key_cache fp32 but fp8": ("(key_cache|kv_cache_dtype)", TypeError, lambda a: {"kv_cache_dtype": "fp8"}),
@@ -154,6 +155,9 @@ RAGGED_ERRORS = {
     "no query_start_loc, rows": ("query", ValueError, lambda a: with_query(a, 3, 4, 16) | {"query_start_loc": None}),
     "sliding_window": ("sliding_window", ValueError, lambda a: {"sliding_window": 0}),
     "softcap": ("softcap", ValueError, lambda a: {"softcap": -1.0}),
+    "softcap NaN": ("softcap", ValueError, lambda a: {"softcap": math.nan}),
+    "softcap infinite as float32": ("softcap", ValueError, lambda a: {"softcap": 1e60}),
+    "softcap 0 as float32": ("softcap", ValueError, lambda a: {"softcap": 1e-60}),
     "sinks shape": ("sinks", ValueError, lambda a: {"sinks": torch.ones(2)}),
     "sinks dtype": ("sinks", TypeError, lambda a: {"sinks": torch.ones(4).half()}),
 }

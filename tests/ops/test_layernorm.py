@@ -211,6 +211,14 @@ FUSED_ERRORS = {
 }
 
 
+EPSILON_ERRORS = {
+    f"epsilon {value}": ("epsilon", ValueError, lambda a, value=value: {"epsilon": value})
+    for value in (-1e-6, math.nan, math.inf, 1e60)
+}
+RMS_NORM_ERRORS |= EPSILON_ERRORS
+FUSED_ERRORS |= EPSILON_ERRORS
+
+
 @pytest.mark.parametrize("what", RMS_NORM_ERRORS)
 def test_rms_norm_rejects(device, what):
     argument, error, change = RMS_NORM_ERRORS[what]
