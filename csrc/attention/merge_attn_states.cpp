@@ -31,6 +31,7 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   check_lse("suffix_lse", suffix_lse);
   if (output_lse.has_value()) {
     check_lse("output_lse", *output_lse);
+    door.other_memory("output_lse", *output_lse, "output", output);
     params.output_lse = output_lse->mutable_data_ptr<float>();
   }
   params.output = output.mutable_data_ptr();

@@ -58,6 +58,7 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache
   check_rows(door, "value", value, params.num_tokens, cache);
   door.written_from_1("key_cache", key_cache);
   door.written_from_1("value_cache", value_cache);
+  door.other_memory("value_cache", value_cache, "key_cache", key_cache);
   params.cache_dtype = cache.dtype;
   set_sizes(params, cache, key, value);
   params.key = key.const_data_ptr();
@@ -86,6 +87,7 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   check_rows(door, "value", value, params.num_tokens, cache);
   door.written_from_1("key", key);
   door.written_from_1("value", value);
+  door.other_memory("value", value, "key", key);
   params.dtype = cache.dtype;
   set_sizes(params, cache, key, value);
   params.key = key.mutable_data_ptr();

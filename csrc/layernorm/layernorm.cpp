@@ -48,6 +48,7 @@ void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, d
   const Door door("fused_add_rms_norm", input);
   RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
   params.residual_stride = check_like(door, "residual", residual, input);
+  door.other_memory("residual", residual, "input", input);
   params.residual = residual.mutable_data_ptr();
   params.out_stride = door.written_rows("input", input).stride;
   params.out = input.mutable_data_ptr();

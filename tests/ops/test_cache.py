@@ -352,6 +352,11 @@ RESHAPE_ERRORS = {
     "slot_mapping rank": ("slot_mapping", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][None]}),
     "slot past the cache": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 1, 2, 48])}),
     "slot of 2^40": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 1, 2, 2**40])}),
+    "one memory for both caches": (
+        "value_cache",
+        ValueError,
+        lambda a: {"value_cache": a["key_cache"].view(a["value_cache"].shape)},
+    ),
 }
 
 
@@ -368,12 +373,14 @@ def test_bad_slot_names_its_token(device):
     assert_raises_and_writes_nothing(OPS.reshape_and_cache, arguments, RuntimeError, match)
 
 
-# gather_cached_kv only reads the caches, which may overlap themselves; and
+# gather_cached_kv only reads the caches, which may overlap themselves and each other; and
 # what reshape_and_cache's wrapper has as arguments and gather_cached_kv's returns is a matter for the raw op alone.
+CACHE_MEMORY_ERRORS = {"blocks overlap", "one memory for both caches"}
 ROWS_ERRORS = {"key dtype", "key float64", "key heads", "slot_mapping shape"}
 GATHER_ERRORS = {
-    **{what: error for what, error in RESHAPE_ERRORS.items() if what not in {"blocks overlap", *ROWS_ERRORS}},
+    **{what: error for what, error in RESHAPE_ERRORS.items() if what not in {*CACHE_MEMORY_ERRORS, *ROWS_ERRORS}},
     **{what: ("key", *RESHAPE_ERRORS[what][1:]) for what in ROWS_ERRORS},
+    "one memory for both results": ("value", ValueError, lambda a: {"value": a["key"]}),
     "key_cache float8": (
         "key_cache",
         TypeError,

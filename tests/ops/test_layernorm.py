@@ -197,6 +197,7 @@ RMS_NORM_ERRORS = {
     "out not dense in a row": ("out", ValueError, lambda a: {"out": a["out"].T.contiguous().T}),
 }
 FUSED_ERRORS = {
+    "residual is input": ("residual", ValueError, lambda a: {"residual": a["input"]}),
     "input dtype": ("input", TypeError, lambda a: {"input": a["input"].double(), "residual": a["residual"].double()}),
     "residual shape": ("residual", ValueError, lambda a: {"residual": a["residual"][:2]}),
     "residual dtype": ("residual", TypeError, lambda a: {"residual": a["residual"].half()}),

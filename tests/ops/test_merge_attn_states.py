@@ -178,6 +178,11 @@ ERRORS = {
     "output dtype": ("output", TypeError, lambda a: {"output": a["output"].half()}),
     "output_lse shape": ("output_lse", ValueError, lambda a: {"output_lse": a["output_lse"][:2]}),
     "output_lse dtype": ("output_lse", TypeError, lambda a: {"output_lse": a["output_lse"].double()}),
+    "output_lse in output": (
+        "output_lse",
+        ValueError,
+        lambda a: {"output_lse": a["output"].flatten()[: a["output_lse"].numel()].view(a["output_lse"].shape)},
+    ),
 }
 
 
