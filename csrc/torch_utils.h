@@ -202,33 +202,41 @@ class Door {
 
   void contiguous(const char* argument, const Tensor& tensor) const { contiguous_from(argument, tensor, 0); }
 
-  // At least one dimension; the last is contiguous, the leading ones collapse into rows of one stride.
+  // At least one dimension; the last is a row and contiguous, the leading ones collapse into rows of one stride.
   RowView rows(const char* argument, const Tensor& tensor) const {
     check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
-    const int64_t last = tensor.dim() - 1;
-    RowView view{1, tensor.size(last), tensor.size(last)};
+    return rows_from(argument, tensor, tensor.dim() - 1);
+  }
+
+  // The same where the dimensions from `first_dim` on are a row.
+  RowView rows_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
+    contiguous_from(argument, tensor, first_dim);
+    RowView view{1, 1, 1};
+    for (int64_t dim = first_dim; dim < tensor.dim(); ++dim) view.width *= tensor.size(dim);
+    view.stride = view.width;
     if (tensor.numel() == 0) {
       view.num_rows = 0;
       return view;
     }
-    bool collapses = view.width == 1 || tensor.stride(last) == 1;
-    for (int64_t dim = last - 1; dim >= 0; --dim) {
+    bool collapses = true;
+    for (int64_t dim = first_dim - 1; dim >= 0; --dim) {
       if (tensor.size(dim) == 1) continue;
       if (view.num_rows == 1) view.stride = tensor.stride(dim);
       collapses = collapses && tensor.stride(dim) == view.stride * view.num_rows;
       view.num_rows *= tensor.size(dim);
     }
-    check(collapses, argument, "expected a contiguous last dimension and evenly spaced rows, got shape ",
-          tensor.sizes(), " with strides ", tensor.strides());
+    check(collapses, argument, "expected evenly spaced rows (one stride for all dimensions before ", first_dim,
+          "), got shape ", tensor.sizes(), " with strides ", tensor.strides());
     return view;
   }
 
   // Rows that are written must not share memory, as those of an expanded tensor do.
   RowView written_rows(const char* argument, const Tensor& tensor) const {
-    const RowView view = rows(argument, tensor);
-    check(view.num_rows <= 1 || view.stride >= view.width, argument, "expected rows that do not overlap, got shape ",
-          tensor.sizes(), " with strides ", tensor.strides());
-    return view;
+    return apart(argument, tensor, rows(argument, tensor));
+  }
+
+  RowView written_rows_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
+    return apart(argument, tensor, rows_from(argument, tensor, first_dim));
   }
 
   // Contiguous from dimension 1 on; in dimension 0 any stride that keeps the parts apart.
@@ -253,6 +261,12 @@ class Door {
   }
 
  private:
+  RowView apart(const char* argument, const Tensor& tensor, const RowView& view) const {
+    check(view.num_rows <= 1 || view.stride >= view.width, argument, "expected rows that do not overlap, got shape ",
+          tensor.sizes(), " with strides ", tensor.strides());
+    return view;
+  }
+
   template <typename... Text>
   [[noreturn]] void fail(const char* argument, const Text&... text) const {
     std::ostringstream message;

@@ -1,24 +1,32 @@
 #include "pos_encoding/rotary_embedding.h"
 
+#include <vector>
+
 #include "ops.h"
 #include "run.h"
 
 namespace pagedattn {
 namespace {
 
-// [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size]; returns num_heads.
-int64_t check_heads(const Door& door, const char* argument, const Tensor& tensor, ScalarType dtype, int64_t num_tokens,
-                    int64_t head_size) {
+struct Heads {
+  int64_t num_heads;
+  int64_t token_stride;
+};
+
+// The sizes of positions, [num_tokens] or [batch, seq_len], then [num_heads * head_size] or [num_heads, head_size].
+Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, const Tensor& positions,
+                  ScalarType dtype, int64_t head_size) {
   door.dtype(argument, tensor, dtype);
-  if (tensor.dim() == 3) {
-    door.shape(argument, tensor, {num_tokens, ANY, head_size});
-  } else {
-    door.shape(argument, tensor, {num_tokens, ANY});
-    door.check(tensor.size(1) % head_size == 0, argument, "expected a last dimension that is a multiple of head_size ",
-               head_size, ", got shape ", tensor.sizes());
-  }
-  door.written_from_1(argument, tensor);
-  return tensor.dim() == 3 ? tensor.size(1) : tensor.size(1) / head_size;
+  const int64_t heads_dim = positions.dim();
+  const bool has_head_dim = tensor.dim() == heads_dim + 2;
+  std::vector<int64_t> sizes(positions.sizes().begin(), positions.sizes().end());
+  sizes.push_back(ANY);
+  if (has_head_dim) sizes.push_back(head_size);
+  door.shape(argument, tensor, sizes);
+  const int64_t num_heads = tensor.size(heads_dim) / (has_head_dim ? 1 : head_size);
+  door.check(has_head_dim || num_heads * head_size == tensor.size(heads_dim), argument,
+             "expected a last dimension that is a multiple of head_size ", head_size, ", got shape ", tensor.sizes());
+  return {num_heads, door.written_rows_from(argument, tensor, heads_dim).stride};
 }
 
 void check_positions(const Door& door, const int64_t* positions, int64_t num_tokens, int64_t max_position) {
@@ -33,16 +41,21 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
   RotaryEmbeddingParams params{};
   params.dtype = door.float_dtype("query", query);
   door.check(head_size > 0, "head_size", "expected a positive number, got ", head_size);
-  door.rank("positions", positions, 1);
   door.dtype("positions", positions, ScalarType::Long);
+  door.check(positions.dim() == 1 || positions.dim() == 2, "positions",
+             "expected [num_tokens] or [batch, seq_len], got shape ", positions.sizes());
   door.contiguous("positions", positions);
-  params.num_tokens = positions.size(0);
+  params.num_tokens = positions.numel();
   params.head_size = head_size;
-  params.num_heads = check_heads(door, "query", query, query.scalar_type(), params.num_tokens, head_size);
+  const Heads query_heads = check_heads(door, "query", query, positions, query.scalar_type(), head_size);
+  params.num_heads = query_heads.num_heads;
+  params.query_stride = query_heads.token_stride;
   if (key.has_value()) {
-    params.num_kv_heads = check_heads(door, "key", *key, query.scalar_type(), params.num_tokens, head_size);
+    const Heads key_heads = check_heads(door, "key", *key, positions, query.scalar_type(), head_size);
+    door.other_memory("key", *key, "query", query);
+    params.num_kv_heads = key_heads.num_heads;
+    params.key_stride = key_heads.token_stride;
     params.key = key->mutable_data_ptr();
-    params.key_stride = key->stride(0);
   }
 
   door.dtype("cos_sin_cache", cos_sin_cache, query.scalar_type());
@@ -59,7 +72,6 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
   }
 
   params.query = query.mutable_data_ptr();
-  params.query_stride = query.stride(0);
   params.is_neox = is_neox;
   params.cos_sin_cache = cos_sin_cache.const_data_ptr();
   run_rows(door, PAGEDATTN_ROW_KERNELS(rotary_embedding), params, params.num_tokens,

@@ -98,6 +98,63 @@ def test_rotary_embedding(device, data):
     assert_rotary(arguments)
 
 
+def as_batch(arguments: dict, batch: int, seq_len: int) -> dict:
+    """The same tokens, memory and all, as a batch of sequences."""
+    tokens = ("positions", "query", "key")
+    return arguments | {
+        name: arguments[name].unflatten(0, (batch, seq_len)) for name in tokens if arguments[name] is not None
+    }
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("gaps", [(0, 0), (8, 1)])
+@pytest.mark.parametrize(("batch", "seq_len"), [(2, 3), (1, 6), (6, 1), (1, 1), (3, 0), (0, 3)])
+def test_batch(device, batch, seq_len, gaps, flat, is_neox, has_key):
+    """positions [batch, seq_len], and query and key with these dimensions: the tokens one after the other."""
+    positions = tuple(range(40, 40 + batch * seq_len))
+    arguments, same = (
+        make_arguments(device, torch.bfloat16, positions, gaps=gaps, flat=flat, is_neox=is_neox)
+        | ({} if has_key else {"key": None})
+        for _ in range(2)
+    )
+    batched = as_batch(same, batch, seq_len)
+    OPS.rotary_embedding(**arguments)
+    OPS.rotary_embedding(**batched)
+    assert batched["query"].dim() == (3 if flat else 4)
+    for name in ("query", "key") if has_key else ("query",):
+        assert_same_bits(batched[name].flatten(0, 1), arguments[name])
+        assert_row_gap_untouched(same[name])
+
+
+def test_batch_of_neox_and_wrappers(device):
+    arguments, same, third = (make_arguments(device) for _ in range(3))
+    OPS.rotary_embedding(**arguments)
+    for query, key in (
+        ops.rotary_embedding(**as_batch(same, 2, 2)),
+        ops.rotary_embedding_neox(**without(as_batch(third, 2, 2), "is_neox")),
+    ):
+        assert query.shape == (2, 2, 4, 64) and key.shape == (2, 2, 2, 64)
+        assert_same_bits(query.flatten(0, 1), arguments["query"])
+        assert_same_bits(key.flatten(0, 1), arguments["key"])
+
+
+def test_first_tokens_of_longer_sequences(device):
+    """Sequences that do not follow each other: walked where there is one token each, else refused."""
+    arguments = make_arguments(device, positions=tuple(range(8)))
+    expected = arguments["query"].clone()
+    OPS.rotary_embedding(**arguments | {"key": None})
+    expected[::4] = arguments["query"][::4]
+    arguments = as_batch(make_arguments(device, positions=tuple(range(8))) | {"key": None}, 2, 4)
+    one = {"positions": arguments["positions"][:, :1].contiguous(), "query": arguments["query"][:, :1]}
+    OPS.rotary_embedding(**arguments | one)
+    assert_same_bits(arguments["query"].flatten(0, 1), expected)
+    three = {"positions": arguments["positions"][:, :3].contiguous(), "query": arguments["query"][:, :3]}
+    match = "^rotary_embedding: query: expected evenly spaced rows .* got shape"
+    assert_raises_and_writes_nothing(OPS.rotary_embedding, arguments | three, RuntimeError, match)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embedding_neox(device, dtype):
     """rotary_embedding with is_neox, bit for bit."""
@@ -198,6 +255,10 @@ def test_wrapper_of_neox(device):
     assert_close_to_reference(key, expected[1])
 
 
+def as_positions(positions: list[list[int]]) -> dict:
+    return {"positions": torch.tensor(positions)}
+
+
 # what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
 ERRORS = {
     "positions dtype": ("positions", TypeError, lambda a: {"positions": a["positions"].int()}),
@@ -210,6 +271,36 @@ ERRORS = {
     "query not heads of head_size": ("query", ValueError, lambda a: {"query": a["query"].flatten(1)[:, :100]}),
     "query dtype": ("query", TypeError, lambda a: {"query": a["query"].double()}),
     "query not dense in a row": ("query", ValueError, lambda a: {"query": a["query"].mT.contiguous().mT}),
+    "query is key": ("key", ValueError, lambda a: {"key": a["query"]}),
+    "tokens overlap": ("query", ValueError, lambda a: {"query": a["query"][:1].expand_as(a["query"])}),
+    "batch, query without it": ("query", ValueError, lambda a: as_batch(a, 2, 2) | {"query": a["query"]}),
+    "batch, key without it": ("key", ValueError, lambda a: as_batch(a, 2, 2) | {"key": a["key"]}),
+    "batch, positions without it": (
+        "(query|positions)",
+        ValueError,
+        lambda a: as_batch(a, 2, 2) | {"positions": a["positions"]},
+    ),
+    "batch of other positions": ("query", ValueError, lambda a: as_batch(a, 2, 2) | as_positions([[0, 1, 2, 3]])),
+    "batch, head size": (
+        "query",
+        ValueError,
+        lambda a: as_batch(a | {"query": a["query"][..., :60].contiguous()}, 2, 2),
+    ),
+    "batch, not heads of head_size": (
+        "query",
+        ValueError,
+        lambda a: as_batch(a | {"query": a["query"].flatten(1)[:, :100]}, 2, 2),
+    ),
+    "batch, positions strided": (
+        "positions",
+        ValueError,
+        lambda a: as_batch(a, 2, 2) | {"positions": as_batch(a, 2, 2)["positions"].T},
+    ),
+    "batch, position too large": (
+        "positions",
+        ValueError,
+        lambda a: as_batch(a, 2, 2) | as_positions([[0, 1], [2, 50]]),
+    ),
     "key rows": ("key", ValueError, lambda a: {"key": a["key"][:3]}),
     "key dtype": ("key", TypeError, lambda a: {"key": a["key"].half()}),
     "key not dense in a row": ("key", ValueError, lambda a: {"key": a["key"].mT.contiguous().mT}),

@@ -38,7 +38,8 @@ gelu_quick(Tensor(a!) out, Tensor input) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
-CALLS = [*SCHEMA_OF, *(f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]), "rotary_embedding without key"]
+FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
+CALLS = [*SCHEMA_OF, *FP8_CALLS, "rotary_embedding without key", "rotary_embedding of a batch"]
 
 
 def op_of(call: str) -> str:
@@ -111,7 +112,9 @@ def make_arguments(call: str) -> dict:
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
     }[op_of(call)]
-    return arguments | (fp8 if call.endswith(" fp8") else {"key": None} if call.endswith(" without key") else {})
+    batch = {"positions": torch.tensor([[0], [7], [7]]), "query": normal(3, 1, 64), "key": normal(3, 1, 2, 16)}
+    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch}
+    return arguments | changes.get(call.partition(" ")[2], {})
 
 
 def positional(name: str, arguments: dict) -> tuple[tuple, dict]:

@@ -19,8 +19,9 @@ def rotary_embedding(
     their first half and y element i of the second (GPT-NeoX, LLaMA); without, they are elements 2i and 2i + 1 (GPT-J).
 
     Args:
-        positions: int64 [num_tokens].
-        query: [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size], any stride in dimension 0.
+        positions: int64 [num_tokens] or [batch, seq_len].
+        query: the dimensions of positions, then [num_heads, head_size] or [num_heads * head_size]; any stride from one
+            token to the next, the same over all.
         key: likewise, with num_kv_heads; or None.
         cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
 
