@@ -44,23 +44,22 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
   return door.float_dtype("key_cache", key_cache);
 }
 
-inline float check_scale_value(const Door& door, const char* argument, float value, DType dtype) {
+inline float check_scale_value(const Door& door, const char* argument, float value) {
   door.check(std::isfinite(value) && value > 0, argument, "expected a positive finite number, got ", value);
-  door.check(is_float8(dtype) || value == 1.0f, argument, "expected 1 or None for a cache that is not fp8, got ",
-             value);
   return value;
 }
 
-// None is 1. With a cache that is not fp8 nothing is scaled, and only 1 is taken. An op on a GPU takes a scale from the
-// host, and from its own memory, where kernels read it.
+// None is 1. With a cache that is not fp8 nothing is scaled, whatever the value: frameworks pass the scales of a layer
+// always. An op on a GPU takes a scale from the host, and from its own memory, where kernels read it.
 inline CacheScale cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
   if (!scale.has_value()) return {};
   door.dtype_anywhere(argument, *scale, ScalarType::Float);
   door.check(scale->numel() == 1, argument, "expected one element, got shape ", scale->sizes());
-  if (!is_on_cuda(*scale)) return {check_scale_value(door, argument, *scale->const_data_ptr<float>(), dtype), nullptr};
+  if (!is_float8(dtype)) return {};
+  if (!is_on_cuda(*scale)) return {check_scale_value(door, argument, *scale->const_data_ptr<float>()), nullptr};
   door.present(argument, *scale);
-  if (door.checks_values()) check_scale_value(door, argument, *on_host(*scale).const_data_ptr<float>(), dtype);
-  return {1.0f, is_float8(dtype) ? scale->const_data_ptr<float>() : nullptr};
+  if (door.checks_values()) check_scale_value(door, argument, *on_host(*scale).const_data_ptr<float>());
+  return {1.0f, scale->const_data_ptr<float>()};
 }
 
 inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,

@@ -8,7 +8,17 @@ import math
 import pytest
 import reference
 import torch
-from attention_cases import FP8_CACHES, FP8_IDS, OPS, Case, make_arguments, make_v1_arguments, run_v1
+from attention_cases import (
+    FP8_CACHES,
+    FP8_IDS,
+    OPS,
+    Case,
+    make_arguments,
+    make_v1_arguments,
+    make_v2_arguments,
+    run_v1,
+    run_v2,
+)
 from checks import (
     DTYPES,
     NOISE,
@@ -271,6 +281,34 @@ def test_stored_and_read_back(device, dtype, cache):
     assert_close_to_reference(lse, expected[1], reference.paged_attention(**arguments, dtype=torch.float32)[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [(0.5, 3.0), (0.0, -1.0), (math.nan, math.inf)], ids=str)
+def test_scales_of_a_cache_that_is_not_fp8_are_ignored(device, dtype, scales):
+    """Frameworks pass a layer's scales whatever its cache is: the same bits as without."""
+    k_scale, v_scale = (torch.tensor(scale, device=device) for scale in scales)
+    with_scales = {"k_scale": k_scale, "v_scale": v_scale}
+    key, value = torch.randn(2, 3, 2, 64, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    stored = []
+    for change in ({}, with_scales):
+        caches = torch.zeros(6, 2, 64 * dtype.itemsize // 16, 8, 16 // dtype.itemsize, dtype=dtype, device=device)
+        stored.append((caches, torch.zeros(6, 2, 64, 8, dtype=dtype, device=device)))
+        slots = torch.tensor([9, -1, 2], device=device)
+        OPS.reshape_and_cache(key, value, *stored[-1], slots, **change)
+    for cache, same in zip(*stored, strict=True):
+        assert_same_bits(cache, same)
+
+    arguments = make_arguments(Case(((1, 33), (12, 70)), dtype), device)
+    for result, same in zip(
+        OPS.paged_attention(**arguments), OPS.paged_attention(**arguments | with_scales), strict=True
+    ):
+        assert_same_bits(result, same)
+    arguments = make_v1_arguments(Case(((1, 33), (1, 70)), dtype), device)
+    expected = run_v1(arguments).clone()
+    assert_same_bits(run_v1(arguments | with_scales), expected)
+    v2 = make_v2_arguments(Case(((1, 33), (1, 70)), dtype), device)
+    assert_same_bits(run_v2(v2 | with_scales), expected)
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 # what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
 
@@ -299,14 +337,6 @@ ERRORS = {
     "v_scale shape": ("v_scale", ValueError, lambda a: {"v_scale": torch.ones(2)}),
     "k_scale 0": ("k_scale", ValueError, lambda a: {"k_scale": torch.zeros(())}),
     "v_scale negative": ("v_scale", ValueError, lambda a: {"v_scale": torch.tensor(-1.0)}),
-    "scale of an fp32 cache": (
-        "k_scale",
-        ValueError,
-        lambda a: (
-            {"key_cache": torch.ones(6, 2, 4, 8, 4), "value_cache": torch.ones(6, 2, 16, 8)}
-            | {"kv_cache_dtype": "auto", "k_scale": torch.tensor(0.5)}
-        ),
-    ),
     "slot past the cache": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 48])}),
 }
 

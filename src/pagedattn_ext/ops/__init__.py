@@ -13,7 +13,7 @@ all that meets it; block_size is a power of two from 8 to 256, head_size a multi
 An fp8 cache (x = 16) holds value / scale, rounded to nearest and saturating, and meets tensors of any of the three
 dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m3fn and torch.float8_e5m2 included),
 "fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too); k_scale and v_scale are fp32 tensors of one element,
-by default 1, and must be 1 for a cache that is not fp8.
+by default 1. With a cache that is not fp8 nothing is scaled, and their values are ignored.
 
 Arithmetic is fp32, rounded once on store. No op has a backward: where gradients are recorded, a tensor that requires
 grad raises RuntimeError (the raw ops let it pass).
