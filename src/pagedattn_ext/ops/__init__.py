@@ -15,8 +15,8 @@ dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m
 "fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too); k_scale and v_scale are fp32 tensors of one element,
 by default 1. With a cache that is not fp8 nothing is scaled, and their values are ignored.
 
-Arithmetic is fp32, rounded once on store. No op has a backward: where gradients are recorded, a tensor that requires
-grad raises RuntimeError (the raw ops let it pass).
+Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
+grad raises RuntimeError, and so does one that carries a tangent of forward mode (the raw ops let both pass).
 
 Devices: CPU, and CUDA where the build has CUDA kernels. An op runs where its tensors are, on the current stream, and
 does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on the CPU, and block_mapping

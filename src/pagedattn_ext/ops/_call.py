@@ -1,9 +1,11 @@
 """What the functions of all families share: the call of a raw op, with its checks and its errors."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 SEVERAL_DEVICES = "the tensors are on several devices"
 
@@ -13,8 +15,9 @@ raw_ops = torch.ops.pagedattn_ext
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a raw op and gives its errors the Python types that `pagedattn_ext.ops` promises."""
     op = getattr(raw_ops, name)
-    if torch.is_grad_enabled():
-        _refuse_grad(op, args, kwargs)
+    has_tangents = forward_ad._current_level >= 0
+    if has_tangents or (torch.is_grad_enabled() and _any_requires_grad((*args, *kwargs.values()))):
+        _refuse_derivatives(op, args, kwargs)
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
@@ -26,6 +29,20 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in message:
             _name_other_device(op, args, kwargs)  # the error does not say which argument it is
         raise
+
+
+def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Each argument that holds tensors, as its entry in the schema and these tensors."""
+    for argument, value in zip(op.default._schema.arguments, args, strict=False):
+        yield argument, _tensors_in(value)
+    for argument in op.default._schema.arguments:
+        if argument.name in kwargs:
+            yield argument, _tensors_in(kwargs[argument.name])
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,19 +57,29 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             raise ValueError(message) from None
 
 
-def _refuse_grad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An op writes behind autograd's back: a tensor that requires grad would silently lose its gradient."""
-    for i, argument in enumerate((*args, *kwargs.values())):
-        if _requires_grad(argument) or (isinstance(argument, list) and any(map(_requires_grad, argument))):
-            name = op.default._schema.arguments[i].name if i < len(args) else list(kwargs)[i - len(args)]
-            raise RuntimeError(
-                f"{op.__name__}: {name}: requires grad, but the ops have no backward: call them under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
+def _any_requires_grad(values: Iterable[object]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (list, tuple)) and _any_requires_grad(value):
+            return True
+    return False
 
 
-def _requires_grad(argument: object) -> bool:
-    return isinstance(argument, Tensor) and argument.requires_grad
+def _refuse_derivatives(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An op writes behind autograd's back: a gradient or a tangent would be lost, and nothing would say so."""
+    for argument, tensors in _arguments(op, args, kwargs):
+        for tensor in tensors:
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{op.__name__}: {argument.name}: requires grad, but the ops have no backward: call them under "
+                    "torch.no_grad() or torch.inference_mode()"
+                )
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+                raise RuntimeError(
+                    f"{op.__name__}: {argument.name}: carries a tangent, but the ops have no forward-mode derivative"
+                )
 
 
 def check_tensors(op: str, **tensors: object) -> None:
