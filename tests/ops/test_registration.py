@@ -11,7 +11,7 @@ import torch
 from checks import assert_same_bits, tensors_in
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pagedattn_ext import allocate_kv_cache, ops
+from pagedattn_ext import ops
 
 OPS = torch.ops.pagedattn_ext
 
@@ -362,29 +362,3 @@ def test_python_threads_of_parallel_calls(several_threads):
         for actual in pool.map(lambda _: compute(), range(24)):
             for tensor, wanted in zip(actual, expected, strict=True):
                 assert_same_bits(tensor, wanted)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a, b: ops.rms_norm(a, b[0]), "rms_norm: weight"),
-        (lambda a, b: ops.rms_norm(a, a[0], out=b), "rms_norm: input"),  # the first, out, says where
-        (lambda a, b: ops.swap_blocks(a, b, torch.zeros(0, 2, dtype=torch.int64)), "swap_blocks: dst"),
-    ],
-)
-def test_a_tensor_on_another_device_is_named(call, message):
-    with pytest.raises(ValueError, match=f"{message}: expected a tensor on (cpu|meta), got one on (cpu|meta)"):
-        call(torch.ones(2, 8), torch.ones(2, 8, device="meta"))
-
-
-@pytest.mark.parametrize("name", ["key_cache", "value_cache", "block_tables", "seq_lens", "sinks"])
-def test_paged_attention_on_several_devices(name):
-    key_cache, value_cache = allocate_kv_cache(2, 2, 8, 8)[0]
-    arguments = {"query": torch.ones(1, 2, 8), "key_cache": key_cache, "value_cache": value_cache}
-    arguments |= {"block_tables": torch.zeros(1, 1, dtype=torch.int32), "seq_lens": torch.ones(1, dtype=torch.int32)}
-    arguments |= {"sinks": torch.ones(2)}
-    arguments[name] = arguments[name].to("meta")
-    with pytest.raises(ValueError, match=f"paged_attention: {name}: expected a tensor on cpu, got one on meta"):
-        ops.paged_attention(**arguments)
-    with pytest.raises(RuntimeError, match="several devices"):
-        torch.ops.pagedattn_ext.paged_attention(**arguments, scale=1.0)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 SEVERAL_DEVICES = "the tensors are on several devices"
+MAYBE_ON_CPU = ("k_scale", "v_scale", "block_mapping")  # wherever the other tensors are
 
 raw_ops = torch.ops.pagedattn_ext
 
@@ -46,14 +47,18 @@ def _tensors_in(value: object) -> list[Tensor]:
 
 
 def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if the tensors are on several devices."""
-    names = [argument.name for argument in op.default._schema.arguments]
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    expected = next((tensor.device for tensor in tensors.values()), None)
-    for name, tensor in tensors.items():
-        if tensor.device != expected:
-            message = f"{op.__name__}: {name}: expected a tensor on {expected}, got one on {tensor.device}"
+    """Raises ValueError if the tensors are on several devices. An input says where they should be; what may be on the
+    CPU as well is asked last, and what is written, which a wrapper may have allocated, after the inputs."""
+
+    def rank(item: tuple[Any, Tensor]) -> tuple[bool, bool]:
+        return item[0].name in MAYBE_ON_CPU, item[0].is_write
+
+    tensors = [(argument, tensor) for argument, tensors in _arguments(op, args, kwargs) for tensor in tensors]
+    tensors.sort(key=rank)
+    for argument, tensor in tensors:
+        expected = tensors[0][1].device
+        if tensor.device != expected and not (argument.name in MAYBE_ON_CPU and tensor.is_cpu):
+            message = f"{op.__name__}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
             raise ValueError(message) from None
 
 

@@ -1,0 +1,76 @@
+"""Every argument of every op in turn, on another device."""
+
+import inspect
+
+import pytest
+import torch
+from test_registration import (
+    CALLS,
+    make_arguments,
+    op_of,
+    optional_tensors,
+    raw_op,
+)
+
+from pagedattn_ext import allocate_kv_cache, ops
+
+
+def call_wrapper_with_out(name: str, arguments: dict):
+    """With all arguments that it knows, `out` among them."""
+    known = inspect.signature(getattr(ops, name)).parameters
+    return getattr(ops, name)(**{k: v for k, v in arguments.items() if k in known})
+
+
+# ---- several devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tensor_on_another_device(call):
+    """Each in turn: the wrapper names it, or what is not where it is; the raw op raises, too."""
+    name = op_of(call)
+    for argument, value in (make_arguments(call) | optional_tensors(name)).items():
+        arguments = make_arguments(call) | optional_tensors(name)
+        if isinstance(value, list):
+            arguments[argument] = [tensor.to("meta") for tensor in value]
+        elif isinstance(value, torch.Tensor):
+            arguments[argument] = value.to("meta")
+        else:
+            continue
+        with pytest.raises(RuntimeError, match=r"several devices|Meta tensors|expected a tensor on"):
+            raw_op(call)(**arguments)
+        if argument in inspect.signature(getattr(ops, name)).parameters:
+            with pytest.raises(
+                ValueError, match=f"^{name}: .*: expected a tensor on (cpu|meta), got one on (cpu|meta)"
+            ):
+                call_wrapper_with_out(name, arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a, b: ops.rms_norm(a, b[0]), "rms_norm: weight"),
+        (lambda a, b: ops.rms_norm(a, a[0], out=b), "rms_norm: out"),  # the first input says where
+        (lambda a, b: ops.merge_attn_states(a[None], b, a[None], a), "merge_attn_states: prefix_lse"),
+        (lambda a, b: ops.copy_blocks([a], [b], torch.zeros(0, 2, dtype=torch.int64)), "copy_blocks: value_caches"),
+        (lambda a, b: ops.copy_blocks([a], [a], b.long()), "copy_blocks: block_mapping"),
+        (lambda a, b: ops.swap_blocks(a, b, torch.zeros(0, 2, dtype=torch.int64)), "swap_blocks: dst"),
+    ],
+)
+def test_a_tensor_on_another_device_is_named(call, message):
+    with pytest.raises(ValueError, match=f"{message}: expected a tensor on (cpu|meta), got one on (cpu|meta)"):
+        call(torch.ones(2, 8), torch.ones(2, 8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "name", ["key_cache", "value_cache", "block_tables", "seq_lens", "sinks", "k_scale", "v_scale"]
+)
+def test_paged_attention_on_several_devices(name):
+    key_cache, value_cache = allocate_kv_cache(2, 2, 8, 8)[0]
+    arguments = {"query": torch.ones(1, 2, 8), "key_cache": key_cache, "value_cache": value_cache}
+    arguments |= {"block_tables": torch.zeros(1, 1, dtype=torch.int32), "seq_lens": torch.ones(1, dtype=torch.int32)}
+    arguments |= {"sinks": torch.ones(2), "k_scale": torch.ones(1), "v_scale": torch.ones(())}
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match=f"paged_attention: {name}: expected a tensor on cpu, got one on meta"):
+        ops.paged_attention(**arguments)
+    with pytest.raises(RuntimeError, match="several devices"):
+        torch.ops.pagedattn_ext.paged_attention(**arguments, scale=1.0)
