@@ -1,11 +1,15 @@
-"""Every argument of every op in turn, on another device."""
+"""Every argument of every op in turn: of a wrong type, without dimensions, on another device."""
 
 import inspect
 
 import pytest
 import torch
+from checks import assert_same_bits
 from test_registration import (
+    ATTENTION,
     CALLS,
+    SCHEMA_OF,
+    call_wrapper,
     make_arguments,
     op_of,
     optional_tensors,
@@ -19,6 +23,48 @@ def call_wrapper_with_out(name: str, arguments: dict):
     """With all arguments that it knows, `out` among them."""
     known = inspect.signature(getattr(ops, name)).parameters
     return getattr(ops, name)(**{k: v for k, v in arguments.items() if k in known})
+
+
+def wrong_values(parameter: inspect.Parameter, valid: object) -> list:
+    """What a parameter of a wrapper does not take: wrong types, and tensors without dimensions."""
+    wrong = ["x", [1.0, 2.0], object()]
+    optional = type(None) in getattr(parameter.annotation, "__args__", ())
+    if "float" not in str(parameter.annotation):
+        wrong.append(1.5)
+    if "Tensor" in str(parameter.annotation) and parameter.name not in ("k_scale", "v_scale"):
+        scalar = torch.zeros((), dtype=valid.dtype if isinstance(valid, torch.Tensor) else torch.float32)
+        wrong.append([scalar] if isinstance(valid, list) else scalar)
+    return wrong if optional else [*wrong, None]
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_wrapper_of_a_wrong_type_or_rank(name):
+    """Each argument in turn, among all others and among those that must be given."""
+    parameters = inspect.signature(getattr(ops, name)).parameters
+    valid = {k: v for k, v in (make_arguments(name) | optional_tensors(name)).items() if k in parameters}
+    required = {k: v for k, v in valid.items() if parameters[k].default is inspect.Parameter.empty}
+    for argument, parameter in parameters.items():
+        for wrong in wrong_values(parameter, valid.get(argument)):
+            for arguments in (valid, required):
+                with pytest.raises((TypeError, ValueError)) as error:
+                    getattr(ops, name)(**arguments | {argument: wrong})
+                assert name in str(error.value) and argument in str(error.value), (argument, wrong)
+
+
+@pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_v2"])
+@pytest.mark.parametrize("max_seq_len", [2**62, 2**70, torch.tensor(32), torch.tensor([33])], ids=str)
+def test_wrapper_takes_any_int_as_max_seq_len(name, max_seq_len):
+    arguments = make_arguments(name)
+    expected = call_wrapper(name, arguments)
+    assert_same_bits(call_wrapper(name, arguments | {"max_seq_len": max_seq_len}), expected)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_wrapper_of_heads_without_elements(name):
+    arguments = make_arguments(name) | {"query": torch.zeros(3, 4, 0)}
+    del arguments["scale"]
+    with pytest.raises(ValueError, match=f"^{name}: query: expected"):
+        call_wrapper(name, arguments)
 
 
 # ---- several devices -----------------------------------------------------------------------------------------------

@@ -155,23 +155,6 @@ def test_every_op_runs_and_has_a_wrapper(name):
     assert getattr(ops, name).__doc__
 
 
-@pytest.mark.parametrize("name", SCHEMA_OF)
-@pytest.mark.parametrize("wrong", [[1.0, 2.0], None], ids=str)
-def test_wrapper_of_a_non_tensor(name, wrong):
-    """Each tensor argument in turn."""
-    arguments = make_arguments(name)
-    schema = getattr(OPS, name).default._schema
-    optional = {arg.name for arg in schema.arguments if isinstance(arg.type, torch.OptionalType)}
-    for argument, value in arguments.items():
-        if (
-            isinstance(value, torch.Tensor)
-            and argument not in inferred_by_wrapper(name)
-            and not (argument in optional and wrong is None)
-        ):
-            with pytest.raises(TypeError, match=argument):
-                call_wrapper(name, arguments | {argument: wrong})
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_opcheck(call):
     args, kwargs = positional(op_of(call), make_arguments(call))

@@ -22,7 +22,7 @@ Devices: CPU, and CUDA where the build has CUDA kernels. An op runs where its te
 does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on the CPU, and block_mapping
 anywhere. What index tensors on a GPU hold is checked with PAGEDATTN_CHECK=1 in the environment, which does wait for it.
 
-Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or what is not a tensor, both before
+Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or a wrong type, both before
 any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
 RuntimeError with the same text.
 """

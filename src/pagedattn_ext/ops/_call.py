@@ -1,6 +1,7 @@
 """What the functions of all families share: the call of a raw op, with its checks and its errors."""
 
 from collections.abc import Iterable, Iterator
+from operator import index
 from typing import Any
 
 import torch
@@ -92,3 +93,18 @@ def check_tensors(op: str, **tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
+    if tensor.dim() != rank:
+        raise ValueError(f"{op}: {name}: expected {rank} dimensions, got {tensor.dim()} (shape {list(tensor.shape)})")
+
+
+def to_int(op: str, name: str, value: Any) -> int:
+    """For functions that compute with an argument; what torch would take as an int, and nothing else."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}") from None

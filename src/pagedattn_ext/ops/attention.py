@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, SEVERAL_DEVICES, call, check_tensors
+from ._call import MAYBE_ON_CPU, SEVERAL_DEVICES, call, check_rank, check_tensors, to_int
 
 
 def paged_attention_v1(
@@ -93,7 +93,7 @@ def paged_attention_v2(
         alibi_slopes,
         out,
     )
-    max_num_partitions = -(-arguments[-2] // 512)
+    max_num_partitions = max(0, -(-arguments[-2] // 512))
     exp_sums = query.new_empty((*query.shape[:2], max_num_partitions), dtype=torch.float32)
     tmp_out = query.new_empty((*query.shape[:2], max_num_partitions, query.shape[-1]))
     call(
@@ -117,17 +117,23 @@ def _decode_arguments(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """`out` and what follows it in the raw decode ops, up to alibi_slopes; what was left out is filled in."""
     check_tensors(op, query=query, value_cache=value_cache, block_tables=block_tables)
+    check_rank(op, "query", query, 3)
+    check_rank(op, "block_tables", block_tables, 2)
     if scale is None:
-        scale = query.shape[-1] ** -0.5
+        scale = _default_scale(query)
     num_kv_heads, block_size = (value_cache.shape[1], value_cache.shape[3]) if value_cache.dim() == 4 else (0, 0)
-    if max_seq_len is None:
-        max_seq_len = block_tables.shape[-1] * block_size
+    num_slots = block_tables.shape[1] * block_size
+    max_seq_len = num_slots if max_seq_len is None else min(to_int(op, "max_seq_len", max_seq_len), num_slots)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, (
         query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
         alibi_slopes,
     )  # fmt: skip
+
+
+def _default_scale(query: Tensor) -> float:
+    return max(query.shape[-1], 1) ** -0.5  # heads without elements are the op's to refuse
 
 
 def paged_attention(
@@ -173,8 +179,9 @@ def paged_attention(
         the exponentials of a row's logits.
     """
     check_tensors("paged_attention", query=query)
+    check_rank("paged_attention", "query", query, 3)
     if scale is None:
-        scale = query.shape[-1] ** -0.5
+        scale = _default_scale(query)
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window,

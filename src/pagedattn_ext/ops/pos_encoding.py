@@ -28,6 +28,8 @@ def rotary_embedding(
     Returns:
         (query, key).
     """
+    if not isinstance(is_neox, bool):  # torch takes None, as False
+        raise TypeError(f"rotary_embedding: is_neox: expected a bool, got {type(is_neox).__name__}")
     call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key
 
