@@ -55,7 +55,7 @@ def assert_close_to_reference(actual: Tensor, reference: Tensor, eager: Tensor |
 def bits(tensor: Tensor) -> Tensor:
     """The elements as integers, so that NaN equals itself and -0 differs from 0."""
     same_width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(same_width)
+    return tensor.resolve_neg().contiguous().view(same_width)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

@@ -1,19 +1,22 @@
-"""Every argument of every op in turn: of a wrong type, without dimensions, on another device."""
+"""Every argument of every op in turn: of a wrong type, without dimensions, on another device, a negated view."""
 
 import inspect
+from collections.abc import Iterator
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_raises_and_writes_nothing, assert_same_bits
 from test_registration import (
     ATTENTION,
     CALLS,
+    OPS,
     SCHEMA_OF,
     call_wrapper,
     make_arguments,
     op_of,
     optional_tensors,
     raw_op,
+    results,
 )
 
 from pagedattn_ext import allocate_kv_cache, ops
@@ -120,3 +123,42 @@ def test_paged_attention_on_several_devices(name):
         ops.paged_attention(**arguments)
     with pytest.raises(RuntimeError, match="several devices"):
         torch.ops.pagedattn_ext.paged_attention(**arguments, scale=1.0)
+
+
+# ---- negated views: what torch negates when it reads --------------------------------------------------------------
+
+
+def negated_in_turn(call: str) -> Iterator[tuple[torch.Argument, dict]]:
+    """Each floating-point argument as a negated view of the same values: its entry in the schema, the arguments."""
+    for argument in getattr(OPS, op_of(call)).default._schema.arguments:
+        arguments = make_arguments(call)
+        value = arguments.get(argument.name)
+        values = value if isinstance(value, list) else [value]
+        if torch.is_tensor(values[0]) and values[0].is_floating_point():
+            negated = [torch._neg_view(-tensor) for tensor in values]
+            yield argument, arguments | {argument.name: negated if isinstance(value, list) else negated[0]}
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_negated_input(name):
+    """As its values."""
+    expected = results(raw_op(name), make_arguments(name))
+    for argument, arguments in negated_in_turn(name):
+        if not argument.is_write:
+            for actual, wanted in zip(results(raw_op(name), arguments), expected, strict=True):
+                assert_same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMA_OF if name != "paged_attention"])
+def test_negated_output_is_an_error(name):
+    """Each written argument in turn: named, and nothing is written before."""
+    refused = 0
+    for argument, arguments in negated_in_turn(name):
+        if argument.is_write:
+            message = f"^{name}: {argument.name}: expected memory to write to, got a negated view"
+            assert_raises_and_writes_nothing(getattr(OPS, name), arguments, RuntimeError, message)
+            if argument.name in inspect.signature(getattr(ops, name)).parameters:
+                with pytest.raises(ValueError, match=message):
+                    call_wrapper_with_out(name, arguments)
+            refused += 1
+    assert refused > 0

@@ -27,6 +27,7 @@ any memory is touched. The message names the argument, what was expected and wha
 RuntimeError with the same text.
 """
 
+from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
@@ -54,3 +55,5 @@ __all__ = [
     "silu_and_mul",
     "swap_blocks",
 ]
+
+refuse_negated_outputs(__all__)

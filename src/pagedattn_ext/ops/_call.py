@@ -1,6 +1,6 @@
 """What the functions of all families share: the call of a raw op, with its checks and its errors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import index
 from typing import Any
 
@@ -108,3 +108,32 @@ def to_int(op: str, name: str, value: Any) -> int:
         return index(value)
     except TypeError:
         raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}") from None
+
+
+def _kernel_for_negated(op: Any) -> Callable[..., Any]:
+    """What an op does if an argument is a view that torch negates when it is read (Tensor.is_neg). Without it torch
+    writes results to a copy, and finds it cannot bring them back when other arguments have been written."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(element) for element in value]
+        return value.resolve_neg() if isinstance(value, Tensor) else value
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        for argument, tensors in _arguments(op, args, kwargs):
+            if argument.is_write and any(tensor.is_neg() for tensor in tensors):
+                message = "expected memory to write to, got a negated view: call resolve_neg() on it"
+                raise RuntimeError(f"{op.__name__}: {argument.name}: {message}")
+        return op(*map(resolved, args), **{name: resolved(value) for name, value in kwargs.items()})
+
+    return kernel
+
+
+_library = torch.library.Library("pagedattn_ext", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def refuse_negated_outputs(names: list[str]) -> None:
+    """For the raw ops of these names."""
+    for name in names:
+        kernel = _kernel_for_negated(getattr(torch.ops.pagedattn_ext, name))
+        _library.impl(name, kernel, "Negative")  # type: ignore[no-untyped-call]
