@@ -3,14 +3,26 @@
 `pagedattn_ext.ops` has a documented function for each op; `torch.ops.pagedattn_ext` has the ops themselves.
 """
 
-import torch  # noqa: F401  (first: it loads the library that _C is linked to)
+import re
+
+import torch  # first: it loads the library that _C is linked to
+
+# _C.torch_target: an older torch could not load _C, and would say no more than which symbol it lacks.
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
+    raise ImportError(
+        f"pagedattn_ext: expected torch 2.10 or later, got {torch.__version__}: pip install 'torch>=2.10'"
+    )
 
 from . import _C
 from . import ops as ops  # after _C, which registers the ops
 from .kv_cache import allocate_kv_cache as allocate_kv_cache
 
 __version__ = "0.1.0"
-__all__ = ["allocate_kv_cache", "build_info", "cpu_capability", "ops"]
+__all__ = ["__version__", "allocate_kv_cache", "build_info", "cpu_capability", "ops"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def cpu_capability() -> str:

@@ -11,6 +11,7 @@ import torch
 from checks import assert_same_bits, tensors_in
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import pagedattn_ext
 from pagedattn_ext import ops
 
 OPS = torch.ops.pagedattn_ext
@@ -311,6 +312,30 @@ from pagedattn_ext import ops
 print(ops.rms_norm(torch.full((1, 3), 2.0), torch.ones(3), 0.0).sum().item())
 """
     assert float(run_python(code)) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("2.9.1+cpu", False), ("1.13.1", False), ("2.10.0", True), ("2.10.0a0+git1a2b3c", True), ("2.13.0+cpu", True)],
+)
+def test_import_with_another_torch(version, taken):
+    code = f"""
+import torch
+torch.__version__ = {version!r}
+try:
+    import pagedattn_ext
+    print("imported", pagedattn_ext.build_info()["torch_target"])
+except ImportError as error:
+    print(error)
+"""
+    error = f"pagedattn_ext: expected torch 2.10 or later, got {version}: pip install 'torch>=2.10'"
+    assert run_python(code).strip() == ("imported 2.10" if taken else error)
+
+
+def test_names_of_the_package():
+    assert dir(pagedattn_ext) == sorted(pagedattn_ext.__all__)
+    assert {"ops", "allocate_kv_cache", "__version__"} < set(dir(pagedattn_ext))
+    assert pagedattn_ext.__version__ == pagedattn_ext.build_info()["version"]
 
 
 def test_python_threads():
