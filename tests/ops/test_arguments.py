@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from checks import assert_raises_and_writes_nothing, assert_same_bits
-from test_registration import (
+from op_calls import (
     ATTENTION,
     CALLS,
     OPS,

@@ -13,9 +13,9 @@ import reference
 import torch
 from attention_cases import Case, assert_attention, make_arguments
 from checks import assert_close_to_reference, assert_same_bits, random_bits, to_device
+from op_calls import CALLS, op_of, positional, results
+from op_calls import make_arguments as arguments_of
 from op_table import OPS
-from test_registration import CALLS, op_of, positional, results
-from test_registration import make_arguments as arguments_of
 
 from pagedattn_ext import allocate_kv_cache, ops
 

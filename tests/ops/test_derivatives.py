@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import assert_same_bits
-from test_registration import (
+from op_calls import (
     CALLS,
     SCHEMA_OF,
     call_wrapper,

@@ -1,147 +1,37 @@
-"""The ops as torch sees them: schemas, opcheck, torch.compile, autograd, what importing needs, threads."""
+"""The ops as torch sees them: schemas, opcheck, autograd, what importing needs, threads."""
 
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 
 import pytest
 import torch
 from checks import assert_same_bits, tensors_in
-from torch._dynamo.testing import CompileCounterWithBackend
+from op_calls import (
+    CALLS,
+    OPS,
+    SCHEMA_OF,
+    call_wrapper,
+    inferred_by_wrapper,
+    make_arguments,
+    op_of,
+    optional_tensors,
+    positional,
+    raw_op,
+    require_grad,
+    results,
+    wrapper,
+)
 
 import pagedattn_ext
 from pagedattn_ext import ops
 
-OPS = torch.ops.pagedattn_ext
 
-SCHEMAS = """
-paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
-paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
-paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)
-merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
-reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
-gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
-copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
-swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
-rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
-fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
-rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
-rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache) -> ()
-silu_and_mul(Tensor(a!) out, Tensor input) -> ()
-mul_and_silu(Tensor(a!) out, Tensor input) -> ()
-gelu_and_mul(Tensor(a!) out, Tensor input) -> ()
-gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
-gelu_new(Tensor(a!) out, Tensor input) -> ()
-gelu_fast(Tensor(a!) out, Tensor input) -> ()
-gelu_quick(Tensor(a!) out, Tensor input) -> ()
-"""  # noqa: E501
-SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
-ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
-FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
-CALLS = [*SCHEMA_OF, *FP8_CALLS, "rotary_embedding without key", "rotary_embedding of a batch"]
-
-
-def op_of(call: str) -> str:
-    return call.partition(" ")[0]
-
-
-def make_arguments(call: str) -> dict:
-    """Small valid arguments of the raw op of one of CALLS: 3 sequences of 5, 17 and 32 tokens in 6 blocks of 16."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    paged = {
-        "query": normal(3, 4, 16),
-        "key_cache": normal(6, 2, 4, 16, 4),
-        "value_cache": normal(6, 2, 16, 16),
-        "block_tables": torch.tensor([[3, 0], [1, 5], [0, 2]], dtype=torch.int32),
-        "seq_lens": torch.tensor([5, 17, 32], dtype=torch.int32),
-        "scale": 0.25,
-    }
-    v1 = paged | {"out": torch.zeros(3, 4, 16), "num_kv_heads": 2, "block_size": 16, "max_seq_len": 32}
-    partitions = {"exp_sums": torch.zeros(3, 4, 1), "max_logits": torch.zeros(3, 4, 1)}
-    fp8 = {
-        "key_cache": normal(6, 2, 1, 16, 16).to(torch.float8_e4m3fn).view(torch.uint8),
-        "value_cache": normal(6, 2, 16, 16).to(torch.float8_e4m3fn).view(torch.uint8),
-        "kv_cache_dtype": "fp8",
-        "k_scale": torch.tensor(0.5),
-        "v_scale": torch.tensor(0.25),
-    }
-    caches = {"key_caches": [normal(6, 2, 4, 16, 4)], "value_caches": [normal(6, 2, 16, 16)]}
-    cache, mapping = normal(6, 2, 16, 16), torch.tensor([[0, 4], [2, 1]])
-    key_value = {"key": normal(3, 2, 16), "value": normal(3, 2, 16)}
-    rotary = {
-        "positions": torch.tensor([0, 7, 7]),
-        "query": normal(3, 64),
-        "key": normal(3, 32),
-        "head_size": 16,
-        "cos_sin_cache": normal(8, 16),
-    }
-    one_cache = {name: paged[name] for name in ("key_cache", "value_cache")}
-    one_cache["slot_mapping"] = torch.tensor([7, -1, 90])
-    gated = {"out": torch.zeros(3, 8), "input": normal(3, 16)}
-    plain = {"out": torch.zeros(3, 16), "input": normal(3, 16)}
-    arguments = {
-        "paged_attention_v1": v1,
-        "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(3, 4, 1, 16)},
-        "paged_attention": paged | {"query_start_loc": torch.tensor([0, 1, 1, 3], dtype=torch.int32)},
-        "merge_attn_states": {
-            "output": torch.zeros(3, 4, 16),
-            "output_lse": torch.zeros(3, 4),
-            "prefix_output": normal(3, 4, 16),
-            "prefix_lse": normal(3, 4),
-            "suffix_output": normal(3, 4, 16),
-            "suffix_lse": normal(3, 4),
-        },
-        "reshape_and_cache": key_value | one_cache,
-        "gather_cached_kv": key_value | one_cache,
-        "copy_blocks": caches | {"block_mapping": mapping},
-        "swap_blocks": {"src": cache, "dst": normal(6, 2, 16, 16), "block_mapping": mapping},
-        "rms_norm": {"out": torch.zeros(3, 16), "input": normal(3, 16), "weight": normal(16), "epsilon": 1e-6},
-        "fused_add_rms_norm": {
-            "input": normal(3, 16),
-            "residual": normal(3, 16),
-            "weight": normal(16),
-            "epsilon": 1e-6,
-        },
-        "rotary_embedding": rotary | {"is_neox": False},
-        "rotary_embedding_neox": rotary,
-        **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
-        **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
-    }[op_of(call)]
-    batch = {"positions": torch.tensor([[0], [7], [7]]), "query": normal(3, 1, 64), "key": normal(3, 1, 2, 16)}
-    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch}
-    return arguments | changes.get(call.partition(" ")[2], {})
-
-
-def positional(name: str, arguments: dict) -> tuple[tuple, dict]:
-    """The same arguments, those before the `*` of the schema by position: what opcheck wants to see."""
-    by_position = [arg.name for arg in getattr(OPS, name).default._schema.arguments if not arg.kwarg_only]
-    names = list(takewhile(lambda name: name in arguments, by_position))
-    return tuple(arguments[name] for name in names), {k: v for k, v in arguments.items() if k not in names}
-
-
-# What each wrapper is called with, of the raw op's arguments; it allocates `out` and infers the rest.
-INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_out", "output", "output_lse"}
-
-
-def inferred_by_wrapper(name: str) -> set[str]:
-    return INFERRED | {"key", "value"} if name == "gather_cached_kv" else INFERRED
-
-
-def call_wrapper(name: str, arguments: dict):
-    return getattr(ops, name)(**{k: v for k, v in arguments.items() if k not in inferred_by_wrapper(name)})
-
-
-def results(function, arguments: dict) -> list[torch.Tensor]:
-    """Everything the call returns and everything it may have written."""
-    returned = function(**arguments)
-    returned = returned if isinstance(returned, tuple) else (returned,)
-    return [*(tensor for tensor in returned if tensor is not None), *tensors_in(arguments)]
+def test_every_op_is_in_the_table():
+    """Tests of every op take them from there."""
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("pagedattn_ext::")}
+    assert registered == {f"pagedattn_ext::{name}" for name in SCHEMA_OF}
 
 
 @pytest.mark.parametrize("name", SCHEMA_OF)
@@ -162,62 +52,7 @@ def test_opcheck(call):
     torch.library.opcheck(getattr(OPS, op_of(call)).default, args, kwargs)
 
 
-def raw_op(call: str):
-    return lambda **arguments: getattr(OPS, op_of(call))(**arguments)
-
-
-def wrapper(call: str):
-    return lambda **arguments: call_wrapper(op_of(call), arguments)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("door", [raw_op, wrapper])
-def test_compile(door, call):
-    torch.compiler.reset()
-    expected = results(door(call), make_arguments(call))
-    compiled = results(torch.compile(door(call), fullgraph=True, backend="aot_eager"), make_arguments(call))
-    for actual, wanted in zip(compiled, expected, strict=True):
-        assert_same_bits(actual, wanted)
-
-
-def test_compile_with_inductor():
-    """The default backend, which reuses buffers: two ops in a row, one of them in place. No C++ of its own to build."""
-
-    def block(input, residual, weight):
-        normed, residual = ops.fused_add_rms_norm(input, residual, weight)
-        return ops.silu_and_mul(normed), residual
-
-    arguments, same = make_arguments("fused_add_rms_norm"), make_arguments("fused_add_rms_norm")
-    del arguments["epsilon"], same["epsilon"]
-    torch.compiler.reset()
-    compiled = results(torch.compile(block, fullgraph=True), arguments)
-    for actual, wanted in zip(compiled, results(block, same), strict=True):
-        assert_same_bits(actual, wanted)
-
-
-def test_max_seq_len_does_not_recompile():
-    """The int that changes at every step of a decode loop: once a constant, then a symbol, then never again."""
-
-    def decode(arguments, max_seq_len):
-        return ops.paged_attention_v1(**arguments, max_seq_len=max_seq_len)
-
-    v1 = make_arguments("paged_attention_v1")
-    arguments = {k: v for k, v in v1.items() if k not in INFERRED | {"max_seq_len"}}
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()
-    compiled = torch.compile(decode, fullgraph=True, backend=counter)
-    for max_seq_len in range(32, 40):
-        compiled(arguments, max_seq_len)
-    assert counter.frame_count <= 2
-
-
 # ---- autograd: no op has a backward --------------------------------------------------------------------------------
-
-
-def require_grad(arguments: dict) -> dict:
-    for tensor in tensors_in(arguments):
-        tensor.requires_grad_(tensor.is_floating_point())
-    return arguments
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -233,11 +68,6 @@ def test_without_autograd(mode, door, call):
     for tensor, same, wanted in zip(actual, inside, expected, strict=True):
         assert_same_bits(tensor, wanted)
         assert_same_bits(same, wanted)
-
-
-def optional_tensors(name: str) -> dict:
-    alibi_slopes, sinks = {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}
-    return alibi_slopes | (sinks if name == "paged_attention" else {}) if name in ATTENTION else {}
 
 
 @pytest.mark.parametrize("name", SCHEMA_OF)

@@ -1,0 +1,162 @@
+"""Every op with small valid arguments: for tests of what holds for each of them."""
+
+from itertools import takewhile
+
+import torch
+from checks import tensors_in
+
+from pagedattn_ext import ops
+
+OPS = torch.ops.pagedattn_ext
+
+SCHEMAS = """
+paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
+paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
+paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)
+merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
+reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
+gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
+copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
+swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
+rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
+fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
+rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
+rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache) -> ()
+silu_and_mul(Tensor(a!) out, Tensor input) -> ()
+mul_and_silu(Tensor(a!) out, Tensor input) -> ()
+gelu_and_mul(Tensor(a!) out, Tensor input) -> ()
+gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
+gelu_new(Tensor(a!) out, Tensor input) -> ()
+gelu_fast(Tensor(a!) out, Tensor input) -> ()
+gelu_quick(Tensor(a!) out, Tensor input) -> ()
+"""  # noqa: E501
+SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
+ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
+FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
+CALLS = [*SCHEMA_OF, *FP8_CALLS, "rotary_embedding without key", "rotary_embedding of a batch"]
+
+
+def op_of(call: str) -> str:
+    return call.partition(" ")[0]
+
+
+def make_arguments(call: str, num_tokens: int = 3) -> dict:
+    """Small valid arguments of the raw op of one of CALLS: for at least 3 tokens or rows, and 3 blocks of 16 more; a
+    sequence each, of 5, 17, 32, 5, ... tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    n, num_blocks = num_tokens, num_tokens + 3
+    every_third = torch.arange(n) % 3
+    paged = {
+        "query": normal(n, 4, 16),
+        "key_cache": normal(num_blocks, 2, 4, 16, 4),
+        "value_cache": normal(num_blocks, 2, 16, 16),
+        "block_tables": torch.tensor([[3, 0], [1, 5], [0, 2]], dtype=torch.int32)[every_third],
+        "seq_lens": torch.tensor([5, 17, 32], dtype=torch.int32)[every_third],
+        "scale": 0.25,
+    }
+    v1 = paged | {"out": torch.zeros(n, 4, 16), "num_kv_heads": 2, "block_size": 16, "max_seq_len": 32}
+    partitions = {"exp_sums": torch.zeros(n, 4, 1), "max_logits": torch.zeros(n, 4, 1)}
+    fp8 = {
+        "key_cache": normal(num_blocks, 2, 1, 16, 16).to(torch.float8_e4m3fn).view(torch.uint8),
+        "value_cache": normal(num_blocks, 2, 16, 16).to(torch.float8_e4m3fn).view(torch.uint8),
+        "kv_cache_dtype": "fp8",
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(0.25),
+    }
+    caches = {
+        "key_caches": [normal(num_blocks, 2, 4, 16, 4) for _ in range(2)],
+        "value_caches": [normal(num_blocks, 2, 16, 16) for _ in range(2)],
+    }
+    cache, mapping = normal(num_blocks, 2, 16, 16), torch.tensor([[2, 1], *([0, block] for block in range(3, n + 3))])
+    key_value = {"key": normal(n, 2, 16), "value": normal(n, 2, 16)}
+    rotary = {
+        "positions": torch.tensor([0, 7, 7])[every_third],
+        "query": normal(n, 64),
+        "key": normal(n, 32),
+        "head_size": 16,
+        "cos_sin_cache": normal(8, 16),
+    }
+    one_cache = {name: paged[name] for name in ("key_cache", "value_cache")}
+    one_cache["slot_mapping"] = torch.tensor([7, -1, *range(90, 90 - n + 2, -1)])
+    gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
+    plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
+    arguments = {
+        "paged_attention_v1": v1,
+        "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
+        "paged_attention": paged | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32)},
+        "merge_attn_states": {
+            "output": torch.zeros(n, 4, 16),
+            "output_lse": torch.zeros(n, 4),
+            "prefix_output": normal(n, 4, 16),
+            "prefix_lse": normal(n, 4),
+            "suffix_output": normal(n, 4, 16),
+            "suffix_lse": normal(n, 4),
+        },
+        "reshape_and_cache": key_value | one_cache,
+        "gather_cached_kv": key_value | one_cache,
+        "copy_blocks": caches | {"block_mapping": mapping},
+        "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},
+        "rms_norm": {"out": torch.zeros(n, 16), "input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6},
+        "fused_add_rms_norm": {
+            "input": normal(n, 16),
+            "residual": normal(n, 16),
+            "weight": normal(16),
+            "epsilon": 1e-6,
+        },
+        "rotary_embedding": rotary | {"is_neox": False},
+        "rotary_embedding_neox": rotary,
+        **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
+        **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
+    }[op_of(call)]
+    batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}
+    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch}
+    return arguments | changes.get(call.partition(" ")[2], {})
+
+
+def optional_tensors(name: str) -> dict:
+    alibi_slopes, sinks = {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}
+    return alibi_slopes | (sinks if name == "paged_attention" else {}) if name in ATTENTION else {}
+
+
+def require_grad(arguments: dict) -> dict:
+    for tensor in tensors_in(arguments):
+        tensor.requires_grad_(tensor.is_floating_point())
+    return arguments
+
+
+def positional(name: str, arguments: dict) -> tuple[tuple, dict]:
+    """The same arguments, those before the `*` of the schema by position: what opcheck wants to see."""
+    by_position = [arg.name for arg in getattr(OPS, name).default._schema.arguments if not arg.kwarg_only]
+    names = list(takewhile(lambda name: name in arguments, by_position))
+    return tuple(arguments[name] for name in names), {k: v for k, v in arguments.items() if k not in names}
+
+
+# What each wrapper is called with, of the raw op's arguments; it allocates `out` and infers the rest.
+INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_out", "output", "output_lse"}
+
+
+def inferred_by_wrapper(name: str) -> set[str]:
+    return INFERRED | {"key", "value"} if name == "gather_cached_kv" else INFERRED
+
+
+def call_wrapper(name: str, arguments: dict):
+    return getattr(ops, name)(**{k: v for k, v in arguments.items() if k not in inferred_by_wrapper(name)})
+
+
+def raw_op(call: str):
+    return lambda **arguments: getattr(OPS, op_of(call))(**arguments)
+
+
+def wrapper(call: str):
+    return lambda **arguments: call_wrapper(op_of(call), arguments)
+
+
+def results(function, arguments: dict) -> list[torch.Tensor]:
+    """Everything the call returns and everything it may have written."""
+    returned = function(**arguments)
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    return [*(tensor for tensor in returned if tensor is not None), *tensors_in(arguments)]
