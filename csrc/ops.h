@@ -1,11 +1,13 @@
 // The ops as torch calls them. Schemas and documentation: torch_bindings.cpp and pagedattn_ext/ops.
+//
+// A `str` comes as a StringHandle, for take_string() of torch_utils.h.
 #pragma once
 
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -17,27 +19,27 @@ using torch::stable::Tensor;
 void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                         int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
                         int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                        StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale);
 void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
                         const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
                         const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
-                        const std::optional<Tensor>& alibi_slopes, const std::string& kv_cache_dtype,
+                        const std::optional<Tensor>& alibi_slopes, StringHandle kv_cache_dtype,
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                                            const Tensor& block_tables, const Tensor& seq_lens,
                                            const std::optional<Tensor>& query_start_loc, double scale,
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> sliding_window, double softcap,
-                                           const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
+                                           const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
                        const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
 
 // cache
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
-                       const Tensor& slot_mapping, const std::string& kv_cache_dtype,
-                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+                       const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale);
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                       const Tensor& slot_mapping);
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,

@@ -2,11 +2,13 @@
 // is touched; the text is always "<op>: <argument>: expected ..., got ...".
 #pragma once
 
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <cmath>
@@ -31,6 +33,18 @@ using torch::stable::Tensor;
 
 // A size that a check leaves open.
 inline constexpr int64_t ANY = -1;
+
+// The text of a `str` argument, which torch leaves to the op to free: once, before anything can throw. An op does not
+// take a std::string: the conversion in the headers of torch 2.10 to 2.13 allocates one a call and frees none.
+inline std::string take_string(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  std::string text(data, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
 
 // A tensor seen as rows: every leading dimension collapsed into one.
 struct RowView {

@@ -208,24 +208,26 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
 void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                         int64_t num_kv_heads, double scale, const Tensor& block_tables, const Tensor& seq_lens,
                         int64_t block_size, int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                        const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                        StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention_v1", query);
   run(door, query,
       check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
-                   max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale));
+                   max_seq_len, alibi_slopes, cache_dtype, k_scale, v_scale));
 }
 
 // The scratch is checked and left alone: the kernels take their own, as they need it.
 void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
                         const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
                         const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
-                        const std::optional<Tensor>& alibi_slopes, const std::string& kv_cache_dtype,
+                        const std::optional<Tensor>& alibi_slopes, StringHandle kv_cache_dtype,
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention_v2", query);
   const PagedAttentionParams params =
       check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
-                   max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale);
+                   max_seq_len, alibi_slopes, cache_dtype, k_scale, v_scale);
   door.dtype("exp_sums", exp_sums, ScalarType::Float);
   door.shape("exp_sums", exp_sums, {params.num_seqs, params.num_heads, ANY});
   const int64_t num_partitions = exp_sums.size(2);
@@ -244,8 +246,9 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& query_start_loc, double scale,
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> sliding_window, double softcap,
-                                           const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
+                                           const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention", query);
   const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
   door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
@@ -253,7 +256,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   door.check(float_softcap > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      NO_MAX_SEQ_LEN, alibi_slopes, window, kv_cache_dtype, k_scale, v_scale);
+                      NO_MAX_SEQ_LEN, alibi_slopes, window, cache_dtype, k_scale, v_scale);
   params.softcap = float_softcap;
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 

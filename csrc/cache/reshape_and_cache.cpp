@@ -44,10 +44,11 @@ void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const
 }  // namespace
 
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
-                       const Tensor& slot_mapping, const std::string& kv_cache_dtype,
-                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+                       const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("reshape_and_cache", key_cache);
-  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
+  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, cache_dtype, k_scale, v_scale);
 
   ReshapeAndCacheParams params{};
   params.slot_mapping = check_slots(door, slot_mapping, cache);

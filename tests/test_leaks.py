@@ -1,0 +1,63 @@
+"""No call of an op keeps memory, with or without an error: what the process has grown by after many calls."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from op_calls import OPS, SCHEMA_OF, make_arguments, positional, raw_op, wrapper
+
+WARM_UP_CALLS = 1_000  # what torch, Python and malloc take once
+MAX_BYTES_PER_CALL = 10  # the smallest piece that malloc gives away takes 32
+
+STR_ARGUMENTS = [
+    (name, argument.name)
+    for name in SCHEMA_OF
+    for argument in getattr(OPS, name).default._schema.arguments
+    if isinstance(argument.type, torch.StringType)
+]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_keeps_nothing(call: Callable[[], object], num_calls: int) -> None:
+    for _ in range(WARM_UP_CALLS):
+        call()
+    before = resident_bytes()
+    for _ in range(num_calls):
+        call()
+    assert resident_bytes() - before < MAX_BYTES_PER_CALL * num_calls
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_op(name):
+    args, kwargs = positional(name, make_arguments(name))
+    op = getattr(OPS, name)
+    assert_keeps_nothing(lambda: op(*args, **kwargs), 100_000)
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_wrapper(name):
+    """Fewer: what it has of its own is Python's."""
+    arguments, function = make_arguments(name), wrapper(name)
+    assert_keeps_nothing(lambda: function(**arguments), 20_000)
+
+
+@pytest.mark.parametrize(("name", "argument"), STR_ARGUMENTS)
+def test_error_of_an_op_with_a_str_argument(name, argument):
+    """A text that is too long to lie within a std::string."""
+    arguments = make_arguments(name) | {argument: "a text of more than fifteen bytes"}
+    op = raw_op(name)
+
+    def refused() -> None:
+        try:
+            op(**arguments)
+        except RuntimeError as error:
+            assert f"{name}: {argument}: expected" in str(error)
+        else:
+            pytest.fail("no error")
+
+    assert_keeps_nothing(refused, 100_000)
