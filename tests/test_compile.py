@@ -1,12 +1,15 @@
-"""Every op under torch.compile: the bits of eager mode, in what is returned and in what is written."""
+"""Every op under torch.compile, at sizes that change, and one in AOTInductor: the bits of eager mode, in what is
+returned and in what is written."""
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_same_bits, tensors_in
 from op_calls import CALLS, INFERRED, make_arguments, raw_op, results, wrapper
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pagedattn_ext import ops
+from pagedattn_ext import allocate_kv_cache, ops
+
+SIZES = [5, 7, 9]  # what comes from them (one more, three more) meets no size that stays
 
 
 def assert_same_results(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -21,6 +24,28 @@ def test_captured(door, call):
     torch.compiler.reset()
     compiled = torch.compile(door(call), fullgraph=True, backend="aot_eager")
     assert_same_results(results(compiled, make_arguments(call)), results(door(call), make_arguments(call)))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("door", [raw_op, wrapper])
+@pytest.mark.parametrize(("sizes_are", "settled_after"), [("found", 2), ("marked", 1), ("symbols", 1)])
+def test_inductor(sizes_are, settled_after, door, call):
+    """The default backend, which reuses buffers. Sizes are found to change at the second call, or marked in dimension
+    0, or all symbols from the start; then a new size does not compile again."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("inductor")
+    dynamic = True if sizes_are == "symbols" else None
+    compiled = torch.compile(door(call), fullgraph=True, dynamic=dynamic, backend=counter)
+    num_compilations = []
+    for size in SIZES:
+        arguments = make_arguments(call, size)
+        if sizes_are == "marked":
+            for tensor in tensors_in(arguments):
+                if tensor.dim() > 0 and tensor.shape[0] in (size, size + 1, size + 3):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+        assert_same_results(results(compiled, arguments), results(door(call), make_arguments(call, size)))
+        num_compilations.append(counter.frame_count)
+    assert num_compilations[-1] == num_compilations[settled_after - 1]
 
 
 def test_two_ops_in_a_row():
@@ -51,3 +76,69 @@ def test_max_seq_len_does_not_recompile():
     for max_seq_len in range(32, 40):
         compiled(arguments, max_seq_len)
     assert counter.frame_count <= 2
+
+
+def test_aot_inductor(tmp_path):
+    """C++ of Inductor's around the op; a cache from allocate_kv_cache, which begins somewhere in its memory."""
+
+    class Gather(torch.nn.Module):
+        def forward(self, key_cache, value_cache, slot_mapping):
+            return ops.gather_cached_kv(key_cache, value_cache, slot_mapping)
+
+    def arguments(num_blocks: int) -> tuple[torch.Tensor, ...]:
+        key_cache, value_cache = allocate_kv_cache(num_blocks, 2, 16)[0]
+        slots = torch.arange(num_blocks - 2) * 3 - 1
+        return key_cache.normal_(), value_cache.normal_(), slots
+
+    sizes = ({0: torch.export.Dim.DYNAMIC},) * 3
+    with torch.no_grad():
+        program = torch.export.export(Gather(), arguments(8), dynamic_shapes=sizes)
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # it compiles for long enough
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "gather.pt2"), inductor_configs=options
+        )
+        gather = torch._inductor.aoti_load_package(path)
+        for num_blocks in 8, 9, 20:
+            same = arguments(num_blocks)
+            assert_same_results(list(gather(*same)), list(ops.gather_cached_kv(*same)))
+
+
+# ---- views: what docs/ops.md says is right -------------------------------------------------------------------------
+
+
+def rotate_parts(qkv: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+    query, key, _ = qkv.split([64, 32, 32], -1)
+    ops.rotary_embedding(positions, query, key, 16, cos_sin_cache)
+
+
+def gelu_of_the_last_half(rows: torch.Tensor) -> None:
+    half = rows[rows.shape[0] // 2 :]
+    ops.gelu_new(half, out=half)
+
+
+def write_interleaved_cache(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    key_cache, value_cache = cache[:, 0].view(-1, 2, 4, 16, 4), cache[:, 1].view(-1, 2, 16, 16)
+    ops.reshape_and_cache(key, value, key_cache, value_cache, slots)
+
+
+def view_arguments(function, size: int) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    if function is gelu_of_the_last_half:
+        return {"rows": torch.randn(2 * size, 16, generator=generator)}
+    if function is rotate_parts:
+        rotary = make_arguments("rotary_embedding", size)
+        qkv = torch.randn(size, 128, generator=generator)
+        return {"qkv": qkv, "positions": rotary["positions"], "cos_sin_cache": rotary["cos_sin_cache"]}
+    new = make_arguments("reshape_and_cache", size)
+    cache = torch.zeros(size + 3, 2, 512)
+    return {"cache": cache, "key": new["key"], "value": new["value"], "slots": new["slot_mapping"]}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [rotate_parts, gelu_of_the_last_half, write_interleaved_cache])
+def test_writing_to_views(function, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    for size in SIZES:
+        expected = results(function, view_arguments(function, size))
+        assert_same_results(results(compiled, view_arguments(function, size)), expected)

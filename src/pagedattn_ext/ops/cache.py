@@ -1,5 +1,6 @@
 """Writing to the paged cache, reading back, copying whole blocks."""
 
+import torch
 from torch import Tensor
 
 from ._call import call, check_tensors
@@ -38,7 +39,8 @@ def gather_cached_kv(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tenso
         (key, value), [num_tokens, num_kv_heads, head_size] each.
     """
     check_tensors("gather_cached_kv", value_cache=value_cache, slot_mapping=slot_mapping)
-    key, value = value_cache.new_zeros((2, *slot_mapping.shape, *value_cache.shape[1:3])).unbind()
+    key = value_cache.new_zeros((*slot_mapping.shape, *value_cache.shape[1:3]))
+    value = torch.zeros_like(key)  # not two halves of one tensor: torch.compile may lose where the second begins
     call("gather_cached_kv", key, value, key_cache, value_cache, slot_mapping)
     return key, value
 
