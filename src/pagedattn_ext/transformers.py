@@ -1,0 +1,331 @@
+"""transformers' continuous batching on the paged ops.
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    use_paged_attention(model)
+    outputs = model.generate_batch(prompts)
+
+`import pagedattn_ext` leaves this module out: it needs transformers, and of the versions FIRST to LAST, because it
+subclasses what they do not promise to keep. ImportError with another one.
+"""
+
+import copy
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import ops
+
+FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with, all their releases
+
+if not FIRST <= tuple(map(int, transformers.__version__.split(".")[:2])) <= LAST:
+    raise ImportError(
+        f"pagedattn_ext.transformers: expected transformers {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}, "
+        f"got {transformers.__version__}"
+    )
+
+from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
+from transformers.generation.continuous_batching.continuous_api import (  # noqa: E402
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import (  # noqa: E402
+    resolve_using_hints,
+    resolve_without_hints,
+)
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim  # noqa: E402
+
+__all__ = ["use_paged_attention"]
+
+NAME = "pagedattn_flash"  # "flash" tells transformers that this attention takes no masks, so that it builds none
+FULL_ATTENTION = "full_attention"
+MAX_HEAD_SIZE = 256
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def use_paged_attention(model: transformers.PreTrainedModel) -> None:
+    """From now on `model.generate_batch`, and all of transformers' continuous batching, runs on the paged ops.
+
+    On the device of the model, CPU or CUDA; in fp32, fp16 or bf16. The model itself stays as it is: its forward and
+    `generate` run on its own attention, with gradients, but for the time in which a continuous batching manager of it
+    runs: they raise RuntimeError then. Other models are not touched. To call it again changes nothing.
+
+    Of a ContinuousBatchingConfig, page_size must be a power of two from 8 to 256; CUDA graphs and torch.compile are
+    ValueError; auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
+
+    Raises TypeError for what is not a model of transformers, ValueError for one whose layers are not all causal
+    attention through transformers' AttentionInterface: recurrent, encoder-decoder, chunked, with ALiBi.
+    """
+    _check_model(model)
+    model.destroy_cached_continuous_batching_manager()  # one with another attention would be used again
+    model.init_continuous_batching = MethodType(init_continuous_batching, model)
+
+
+def _check_model(model: object) -> None:
+    def refuse(expected: str, got: object) -> None:
+        raise ValueError(f"use_paged_attention: model: expected {expected}, got {got}")
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        name = type(model).__name__
+        raise TypeError(f"use_paged_attention: model: expected a transformers.PreTrainedModel, got {name}")
+    name, config = type(model).__name__, model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        refuse("a decoder", f"{name}, an encoder-decoder")
+    if not model.can_generate():
+        refuse("a model that generates (...ForCausalLM)", name)
+    others = {*(getattr(config, "layer_types", None) or ())} - {FULL_ATTENTION, "sliding_attention"}
+    if model._is_stateful or others:
+        refuse("attention in every layer", f"{name}" + (f" with {', '.join(sorted(others))}" if others else ""))
+    flags = (model._supports_attention_backend, model._supports_flash_attn, model._can_set_attn_implementation())
+    if not all(flags):
+        refuse("attention without masks, through transformers' AttentionInterface", name)
+    if _head_size(config) > MAX_HEAD_SIZE:
+        refuse(f"a head size of at most {MAX_HEAD_SIZE}", _head_size(config))
+
+
+def _head_size(config: Any) -> int:
+    """Of the keys and values that the attention gets; of the wider where they differ (expanded MLA)."""
+    key_size = getattr(config, "qk_head_dim", None) or find_head_dim(config)
+    return max(key_size, getattr(config, "v_head_dim", None) or 0)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+class _Pages:
+    """The pages of a PagedAttentionCache as caches of the ops, and what the layers of one step share."""
+
+    def __init__(self, cache: PagedAttentionCache) -> None:
+        allocator = cache.cache_allocators[FULL_ATTENTION]
+        self.page_size: int = allocator.tokens_per_page
+        self.caches: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer in allocator.layer_indices:
+            keys, values = allocator.get_cache_for_block_table(layer)  # [num_pages, page_size, num_kv_heads, head_size]
+            num_pages, page_size, num_kv_heads, head_size = keys.shape
+            x = 16 // keys.dtype.itemsize
+            # Nobody else looks into a page: its elements may lie in our order.
+            self.caches[layer] = (
+                keys.view(num_pages, num_kv_heads, head_size // x, page_size, x),
+                values.view(num_pages, num_kv_heads, head_size, page_size),
+            )
+        self.attended: set[int] = set()  # layers
+        self._step: Tensor | None = None
+        self._inputs: tuple[Tensor, Tensor, Tensor]
+
+    def inputs(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """slot_mapping, block_tables and seq_lens of the step that these arguments of the attention belong to."""
+        if self._step is not arguments["cu_seq_lens_q"]:  # one tensor for all layers of a step, a new one for the next
+            self._step = arguments["cu_seq_lens_q"]
+            self._inputs = self._make_inputs(arguments)
+        return self._inputs
+
+    def _make_inputs(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        ends = arguments["cu_seq_lens_k"][FULL_ATTENTION]
+        seq_lens = ends.diff()
+        if arguments["block_table"] is not None:  # one new token a sequence
+            block_tables = arguments["block_table"][0]
+            last = seq_lens - 1
+            pages = block_tables.gather(1, (last // self.page_size).long()[:, None])[:, 0]
+            return pages.long() * self.page_size + last % self.page_size, block_tables, seq_lens
+        slot_mapping = arguments["write_index"][0]
+        slots = arguments["read_index"][0]
+        if not slots.numel():  # no sequence has tokens from earlier steps
+            slots = slot_mapping
+        starts = torch.arange(0, arguments["max_length_k"][FULL_ATTENTION], self.page_size, device=ends.device)
+        first = (ends[:-1, None] + starts).clamp(max=slots.numel() - 1)  # of each page: its place in `slots`
+        return slot_mapping, (slots[first] // self.page_size).int(), seq_lens
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, head_size]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_size]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, head_size], or narrower
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: PagedAttentionCache | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """The attention that transformers calls in place of its own; returns [1, num_tokens, num_heads, head_size]."""
+    pages: _Pages | None = getattr(cache, "pagedattn_pages", None)
+    if pages is None:
+        raise RuntimeError(
+            f"{NAME}: called without the paged cache: either the model is used while a continuous batching manager of "
+            "it runs, or its layers do not pass the cache on to their attention"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    for name, given in (("attention_mask", attention_mask), ("position_bias", arguments.get("position_bias"))):
+        if given is not None:
+            raise ValueError(f"{NAME}: {name}: expected None, got a tensor at layer {layer}")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{NAME}: expected causal attention, got is_causal = False at layer {layer}")
+    key_cache, value_cache = pages.caches[layer]
+    num_kv_heads, head_size = value_cache.shape[1:3]
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[1] != num_kv_heads or tensor.shape[3] > head_size:
+            expected = f"{num_kv_heads} heads of at most {head_size} elements"
+            raise ValueError(f"{NAME}: {name}: expected {expected}, got shape {list(tensor.shape)} at layer {layer}")
+
+    slot_mapping, block_tables, seq_lens = pages.inputs(arguments)
+    ops.reshape_and_cache(_rows(key, head_size), _rows(value, head_size), key_cache, value_cache, slot_mapping)
+    out, _ = ops.paged_attention(
+        _rows(query, head_size),
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc=arguments["cu_seq_lens_q"],
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    pages.attended.add(layer)
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _rows(tensor: Tensor, head_size: int) -> Tensor:
+    """[1, num_heads, num_tokens, n] -> [num_tokens, num_heads, head_size], zeros from n on: they change no product."""
+    rows = tensor[0].transpose(0, 1)
+    return pad(rows, (0, head_size - rows.shape[-1])) if rows.shape[-1] < head_size else rows.contiguous()
+
+
+transformers.AttentionInterface.register(NAME, _paged_attention)  # a name more: it changes no other one
+
+
+# ---- continuous batching --------------------------------------------------------------------------------------------
+
+
+class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """The manager that a model gets from `use_paged_attention`.
+
+    transformers plans the cache by the model's config, and cannot say by block tables where a layer with a sliding
+    window keeps its tokens. So it plans with a view of the model whose config says that all layers are full attention,
+    of a head size that the ops take; the model that runs keeps its own config, and its layers bring their windows.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        generation_config: transformers.GenerationConfig,
+        continuous_batching_config: transformers.ContinuousBatchingConfig,
+        workload_hints: WorkloadHints | None = None,
+    ) -> None:
+        _check_config(continuous_batching_config)
+        if model.dtype not in DTYPES:
+            raise ValueError(f"use_paged_attention: expected float32, float16 or bfloat16, got {model.dtype}")
+        config = copy.deepcopy(continuous_batching_config)
+        config.use_cuda_graph = False
+        resolve_using_hints(config, workload_hints)
+        resolve_without_hints(config)
+        max_blocks_per_request, config.max_blocks_per_request = config.max_blocks_per_request, 0
+        self._view = _view(model)
+        super().__init__(self._view, generation_config, config, workload_hints)
+        self.model = model.eval()
+        # Steps of decode rows alone come with block tables. transformers would keep that to flash-attn.
+        self.continuous_batching_config.max_blocks_per_request = max_blocks_per_request
+        self._enough_blocks = None if config.num_blocks else _enough_blocks(config.page_size, workload_hints)
+
+    def switch_to_cb_friendly_attn(self, model: transformers.PreTrainedModel, auto_switch_to_flash: bool) -> None:
+        """Nothing: `start` switches the attention."""
+
+    def start(self) -> None:
+        if not self.is_running():
+            config = self.model.config.get_text_config()
+            if config._attn_implementation == NAME:
+                raise RuntimeError("use_paged_attention: another continuous batching manager of this model runs")
+            self._own_attention = config._attn_implementation
+            config._attn_implementation = NAME
+        super().start()
+
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            self.model.config.get_text_config()._attn_implementation = self._own_attention
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        model, self.model = self.model, self._view
+        try:
+            processor = self._plan()
+        finally:
+            self.model = model
+        if not hasattr(processor.cache, "pagedattn_pages"):
+            processor.cache.pagedattn_pages = _Pages(processor.cache)
+        return processor
+
+    def _plan(self) -> ContinuousBatchProcessor:
+        """With no larger a cache than the requests fill, where they are known and nothing was asked for: transformers
+        would take, and on the CPU zero, most of the memory."""
+        if self._enough_blocks and self.batch_processor is None:
+            self.continuous_batching_config.num_blocks = self._enough_blocks
+            try:
+                return super()._create_batch_processor()
+            except MemoryError:
+                self.continuous_batching_config.num_blocks = None
+        return super()._create_batch_processor()
+
+    def _generation_step(self) -> None:
+        super()._generation_step()
+        pages: _Pages = self.batch_processor.cache.pagedattn_pages
+        if missed := pages.caches.keys() - pages.attended:  # the tokens are then wrong
+            raise RuntimeError(f"{NAME}: expected a call from each layer, got none from layers {sorted(missed)}")
+
+
+def _view(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The same modules and weights under another config, which only the planning of the cache looks at."""
+    view = copy.copy(model)
+    view.config = copy.deepcopy(model.config)
+    config = view.config.get_text_config()
+    x = 16 // model.dtype.itemsize
+    config.head_dim = -(-_head_size(config) // x) * x
+    config.layer_types = [FULL_ATTENTION] * config.num_hidden_layers
+    config._attn_implementation = NAME
+    return view
+
+
+def _enough_blocks(page_size: int, hints: WorkloadHints | None) -> int | None:
+    """For all requests at once, and a quarter more: with few free blocks transformers admits requests one by one."""
+    if hints is None or not hints.max_generated_length:
+        return None
+    longest = hints.max_prompt_length + hints.max_generated_length
+    return -(-hints.num_requests * -(-longest // page_size) * 5 // 4)
+
+
+def _check_config(config: transformers.ContinuousBatchingConfig) -> None:
+    if config.page_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"use_paged_attention: page_size: expected a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}, "
+            f"got {config.page_size}"
+        )
+    if any(config.cuda_graph_booleans):
+        raise ValueError(f"use_paged_attention: use_cuda_graph: expected None or False, got {config.use_cuda_graph}")
+    for name in ("varlen_compile_config", "decode_compile_config", "default_compile_level"):
+        if getattr(config, name):
+            expected = "nothing (torch.compile is not supported)"
+            raise ValueError(f"use_paged_attention: {name}: expected {expected}, got {getattr(config, name)}")
+
+
+def init_continuous_batching(
+    model: transformers.PreTrainedModel,
+    generation_config: transformers.GenerationConfig | None = None,
+    continuous_batching_config: transformers.ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """The method of that name of a model: all of transformers' ways to continuous batching go through it."""
+    if (kept := getattr(model, "_cached_continuous_batching_manager", None)) is not None:
+        return kept
+    generation_config = copy.deepcopy(generation_config or model.generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1  # never stop; None would be the one of model.config
+    return _PagedManager(
+        model, generation_config, continuous_batching_config or transformers.ContinuousBatchingConfig(), workload_hints
+    )
