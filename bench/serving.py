@@ -7,7 +7,7 @@ tokens, decoding is greedy and never stops early. First the engine serves all re
 A step's host time is what it spends outside of the model and the sampler: scheduling, inputs, outputs.
 Then engine and peers take turns at the first requests, all there at once, with the same weights and threads. Peers, all
 of transformers: `generate` with one request at a time; with padded batches of 16 in order of arrival, each as long as
-its longest output; and its own continuous batching over a paged cache.
+its longest output; its own continuous batching over a paged cache; and the same on our ops (use_paged_attention).
 """
 
 import argparse

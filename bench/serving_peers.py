@@ -1,4 +1,4 @@
-"""What bench/serving.py compares the engine with: three ways to generate in transformers, on the same requests."""
+"""What bench/serving.py compares the engine with: four ways to generate in transformers, on the same requests."""
 
 import logging
 import time
@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import transformers
 
+from pagedattn_ext.transformers import use_paged_attention
+
 STATIC_BATCH_SIZE = 16
 # Without flash attention, continuous batching in transformers computes each query against the keys of the whole batch
 # and masks most of them, so that large batches lose: 16 requests and 1024 tokens were the best, or within noise of it,
 # of 4 to 64 and 128 to 1024; torch.compile made it slower.
 PEER_BATCH_SIZE, PEER_BATCH_TOKENS, PEER_PAGE_SIZE = 16, 1024, 256
+PAGED_BATCH_SIZE, PAGED_PAGE_SIZE = 256, 16  # on the paged ops, as in the engine
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,14 @@ def generate_static(model: Any, requests: list[Request], batch_size: int) -> lis
     return token_ids
 
 
-def serve_continuous(model: Any, requests: list[Request]) -> Run:
+def serve_continuous(model: Any, batch_size: int, page_size: int, requests: list[Request]) -> Run:
     """With pages for the longest request in each place of the batch, so that none is turned away."""
     longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     config = transformers.ContinuousBatchingConfig(
-        page_size=PEER_PAGE_SIZE,
-        num_blocks=PEER_BATCH_SIZE * -(-longest // PEER_PAGE_SIZE),
+        page_size=page_size,
+        num_blocks=min(batch_size, len(requests)) * -(-longest // page_size),
         max_batch_tokens=PEER_BATCH_TOKENS,
-        max_requests_per_batch=PEER_BATCH_SIZE,
+        max_requests_per_batch=batch_size,
         allow_block_sharing=False,  # random prompts have nothing to share
         auto_switch_to_flash=False,
     )
@@ -90,8 +93,14 @@ def serve_continuous(model: Any, requests: list[Request]) -> Run:
 
 def load_peers(model: str, dtype: str) -> dict[str, System]:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it calls a missing psutil an error
-    hf_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
-    hf_model.generation_config.eos_token_id = None  # as with ignore_eos
+
+    def load() -> Any:
+        hf_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        hf_model.generation_config.eos_token_id = None  # as with ignore_eos
+        return hf_model
+
+    hf_model, paged_model = load(), load()
+    use_paged_attention(paged_model)
 
     def static(batch_size: int) -> System:
         return lambda requests: measure(lambda: generate_static(hf_model, requests, batch_size))
@@ -99,5 +108,6 @@ def load_peers(model: str, dtype: str) -> dict[str, System]:
     return {
         "generate, one by one": static(1),
         f"generate, padded batches of {STATIC_BATCH_SIZE}": static(STATIC_BATCH_SIZE),
-        "transformers continuous batching": partial(serve_continuous, hf_model),
+        "transformers continuous batching": partial(serve_continuous, hf_model, PEER_BATCH_SIZE, PEER_PAGE_SIZE),
+        "the same on the paged ops": partial(serve_continuous, paged_model, PAGED_BATCH_SIZE, PAGED_PAGE_SIZE),
     }

@@ -48,6 +48,7 @@ def test_with_peers(tmp_path):
     check(report)
     assert plot.exists() == bool(plotting)
     assert {"engine", "generate, one by one", "generate, padded batches of 16"} <= set(report["peers"])
+    assert "the same on the paged ops" in report["peers"]
     for peer in report["peers"].values():
         assert len(peer["seconds"]) == len(peer["cpu_seconds"]) == 2
         assert peer["ratio"] > 0 and peer["identical"] == 1

@@ -38,8 +38,9 @@ def test_sessions(heading, text):
     run_session("\n".join([START, *(session for session in sessions(text) if session != START)]), heading)
 
 
-def test_sessions_of_serving():
-    run_session("\n".join(sessions((DOCS / "serving.md").read_text())), "docs/serving.md")
+@pytest.mark.parametrize("name", ["serving.md", "transformers.md"])
+def test_sessions_of_page(name):
+    run_session("\n".join(sessions((DOCS / name).read_text())), f"docs/{name}")
 
 
 def run_session(code, name):

@@ -40,6 +40,16 @@ def test_stream():
     assert len(texts["late"]) == 10 and lines.index(texts["late"][-1]) < lines.index(texts["with"][-1])
 
 
+def test_generate_batch():
+    from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
+
+    lines = dict(line.split(" -> ") for line in run("python/examples/generate_batch.py").splitlines())
+    params = SamplingParams(temperature=0, max_tokens=30)
+    outputs = LLM(DEMO_MODEL, dtype="float32").generate([*lines], params, use_tqdm=False)
+    assert len(lines) == 4
+    assert [*lines.values()] == [repr(output.outputs[0].text) for output in outputs]
+
+
 def test_train_demo_model(tmp_path):
     run("python/examples/train_demo_model.py", "--steps", "2", "--output", str(tmp_path / "model"))
     from pagedattn_serve import LLM, SamplingParams

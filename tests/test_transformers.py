@@ -2,8 +2,8 @@
 
 With another version of transformers than the installed one:
 
-    pip install --no-deps --target /tmp/transformers-5.19.0 transformers==5.19.0
-    PYTHONPATH=/tmp/transformers-5.19.0 python -m pytest tests/test_transformers.py
+    pip install --no-deps --target build/transformers transformers==5.19.0 psutil
+    PYTHONPATH=build/transformers python -m pytest tests/test_transformers.py
 """
 
 import copy
@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from pagedattn_ext import ops
@@ -152,9 +153,21 @@ def test_tokens_of_generate(family: str, calls: list[int]) -> None:
     assert calls == []
 
 
-def test_blocks_are_scarce() -> None:
-    needed = [-(-(len(prompt) + NUM_NEW_TOKENS) // SCARCE.page_size) for prompt in make_prompts("any")]
-    assert max(needed) <= SCARCE.num_blocks < sum(needed) / 3
+def test_blocks_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SCARCE makes transformers take running requests off the cache, and begin them anew."""
+    num_times = 0
+    offload = OffloadingManager.offload_requests
+
+    def count(self: OffloadingManager) -> bool:
+        nonlocal num_times
+        num_times += 1
+        return offload(self)
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", count)
+    model, prompts = make_model("Mistral"), make_prompts("Mistral")
+    use_paged_attention(model)
+    generate_batch(model, prompts)
+    assert num_times > 2
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64, 256])
