@@ -4,13 +4,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import transformers
-
-from pagedattn_ext.transformers import use_paged_attention
 
 STATIC_BATCH_SIZE = 16
 # Without flash attention, continuous batching in transformers computes each query against the keys of the whole batch
@@ -99,8 +97,18 @@ def load_peers(model: str, dtype: str) -> dict[str, System]:
         hf_model.generation_config.eos_token_id = None  # as with ignore_eos
         return hf_model
 
-    hf_model, paged_model = load(), load()
-    use_paged_attention(paged_model)
+    @cache
+    def load_paged() -> Any:
+        from pagedattn_ext.transformers import use_paged_attention  # with other versions of transformers: left out
+
+        paged_model = load()
+        use_paged_attention(paged_model)
+        return paged_model
+
+    hf_model = load()
+
+    def paged(requests: list[Request]) -> Run:
+        return serve_continuous(load_paged(), PAGED_BATCH_SIZE, PAGED_PAGE_SIZE, requests)
 
     def static(batch_size: int) -> System:
         return lambda requests: measure(lambda: generate_static(hf_model, requests, batch_size))
@@ -109,5 +117,5 @@ def load_peers(model: str, dtype: str) -> dict[str, System]:
         "generate, one by one": static(1),
         f"generate, padded batches of {STATIC_BATCH_SIZE}": static(STATIC_BATCH_SIZE),
         "transformers continuous batching": partial(serve_continuous, hf_model, PEER_BATCH_SIZE, PEER_PAGE_SIZE),
-        "the same on the paged ops": partial(serve_continuous, paged_model, PAGED_BATCH_SIZE, PAGED_PAGE_SIZE),
+        "the same on the paged ops": paged,
     }
