@@ -310,6 +310,15 @@ def test_wrong_option(options: dict[str, Any], message: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_options_within_the_generation_config() -> None:
+    model = make_model("Qwen2")
+    use_paged_attention(model)
+    greedy = copy.deepcopy(GREEDY)
+    greedy.continuous_batching_config = ContinuousBatchingConfig(page_size=12)
+    with pytest.raises(ValueError, match="page_size: expected a power of two from 8 to 256, got 12"):
+        model.generate_batch([[1, 2, 3]], greedy)
+
+
 def test_wrong_dtype() -> None:
     model = make_model("Qwen2").double()
     use_paged_attention(model)

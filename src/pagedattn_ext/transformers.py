@@ -326,6 +326,7 @@ def init_continuous_batching(
     generation_config = copy.deepcopy(generation_config or model.generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # never stop; None would be the one of model.config
-    return _PagedManager(
-        model, generation_config, continuous_batching_config or transformers.ContinuousBatchingConfig(), workload_hints
-    )
+    for config in (continuous_batching_config, getattr(generation_config, "continuous_batching_config", None)):
+        if isinstance(config, transformers.ContinuousBatchingConfig):
+            return _PagedManager(model, generation_config, config, workload_hints)
+    return _PagedManager(model, generation_config, transformers.ContinuousBatchingConfig(), workload_hints)
