@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from . import ops
 
-FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with, all their releases
+FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
 
 if not FIRST <= tuple(map(int, transformers.__version__.split(".")[:2])) <= LAST:
     raise ImportError(
