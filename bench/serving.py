@@ -116,7 +116,7 @@ class ModelTimer:
     def __init__(self, engine: LLMEngine) -> None:
         self.seconds = 0.0
         runner = engine.model_runner
-        for owner, name in ((runner.model, "forward"), (runner.model, "compute_logits"), (runner.sampler, "sample")):
+        for owner, name in ((runner.model, "forward"), (runner.sampler, "sample")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

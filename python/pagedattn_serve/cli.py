@@ -110,11 +110,12 @@ def info(args: argparse.Namespace) -> None:
     for name, value in [
         ("model", args.model),
         ("architecture", model.architecture),
+        ("runs", model.runs),
         ("parameters", f"{num_parameters:,} ({num_parameters * model.dtype.itemsize:,} bytes)"),
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("layers", f"{model.num_layers}"),
         ("heads", f"{model.num_heads} query, {model.num_kv_heads} key-value, of size {model.head_size}"),
-        ("vocabulary", f"{model.lm_head.out_features:,}"),
+        ("vocabulary", f"{model.vocab_size:,}"),
         ("max_model_len", f"{model.max_model_len:,} tokens"),
         (
             "cache",

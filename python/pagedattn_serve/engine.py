@@ -81,7 +81,7 @@ class LLMEngine:
         device = choose_device(device)
         self.tokenizer = load_tokenizer(model, tokenizer)
         causal_lm = load_model(model, dtype, device)
-        self._vocab_size = causal_lm.lm_head.out_features
+        self._vocab_size = causal_lm.vocab_size
         if device == "cpu":
             pack_linear_layers(causal_lm, causal_lm.dtype)
         max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)

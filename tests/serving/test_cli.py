@@ -113,6 +113,7 @@ def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
     assert [name for name, _ in lines] == [
         "model",
         "architecture",
+        "runs",
         "parameters",
         "dtype",
         "layers",
@@ -132,6 +133,7 @@ def test_info_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert info(capsys) == {
         "model": DEMO_MODEL,
         "architecture": "LlamaForCausalLM",
+        "runs": "native",
         "parameters": f"{count:,} ({2 * count:,} bytes)",
         "dtype": "bfloat16",
         "layers": "4",
@@ -165,6 +167,7 @@ def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Ch
     assert shown == {
         "model": checkpoint.path,
         "architecture": type(model).__name__,
+        "runs": "native",
         "parameters": f"{count:,} ({4 * count:,} bytes)",
         "dtype": "float32",
         "layers": f"{num_layers}",

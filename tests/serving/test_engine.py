@@ -351,7 +351,7 @@ def test_abort_between_two_chunks_of_a_prompt(llama: Checkpoint) -> None:
 # --- an error in the middle of a step ---
 
 
-@pytest.mark.parametrize("where", ["prepare_inputs", "forward", "compute_logits", "sample"])
+@pytest.mark.parametrize("where", ["prepare_inputs", "forward", "sample"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_engine_goes_on_after_an_error(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]

@@ -42,6 +42,7 @@ def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[in
         "slot_mapping": [],
         "seq_lens": [],
         "query_start_loc": [0],
+        "sampling_rows": [],
     }
     for scheduled in batch.sequences:
         sequence = scheduled.sequence
@@ -54,6 +55,8 @@ def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[in
             expected["slot_mapping"].append(block * block_size + position % block_size)
         expected["seq_lens"].append(end)
         expected["query_start_loc"].append(len(expected["token_ids"]))
+        if end == len(tokens):
+            expected["sampling_rows"].append(len(expected["token_ids"]) - 1)
     return expected
 
 
@@ -65,6 +68,7 @@ def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
         "slot_mapping": metadata.slot_mapping,
         "seq_lens": metadata.seq_lens,
         "query_start_loc": metadata.query_start_loc,
+        "sampling_rows": metadata.sampling_rows,
     }
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, runner.block_size)
     for name, tensor in tensors.items():

@@ -48,14 +48,12 @@ class ModelRunner:
         if batch.blocks_to_copy:
             self.cache_engine.copy(batch.blocks_to_copy)
         token_ids, positions, metadata = self.prepare_inputs(batch)
-        hidden = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
-        sampling = [i for i, scheduled in enumerate(batch.sequences) if scheduled.samples]
-        if not sampling:
+        logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
+        sequences = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+        if not sequences:
             return SamplerOutput([], [], [])
-        last_rows = metadata.query_start_loc[1:][sampling] - 1
-        sequences = [batch.sequences[i].sequence for i in sampling]
         rows = [SamplingRow(s.sampling_params, len(s.output_token_ids)) for s in sequences]
-        return self.sampler.sample(self.model.compute_logits(hidden[last_rows]), rows)
+        return self.sampler.sample(logits, rows)
 
     def prepare_inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids and positions, int64 [num_tokens], and the metadata of a batch."""
@@ -68,6 +66,7 @@ class ModelRunner:
         query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         block_tables = self.block_tables.update(batch.sequences)
+        samples = np.array([scheduled.samples for scheduled in batch.sequences])
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
@@ -77,6 +76,7 @@ class ModelRunner:
             block_tables=self._tensor(block_tables),
             seq_lens=self._tensor((begins + counts).astype(np.int32)),
             query_start_loc=self._tensor(query_start_loc),
+            sampling_rows=self._tensor(query_start_loc[1:][samples].astype(np.int64) - 1),
         )
         return self._tensor(np.array(token_ids)), self._tensor(positions), metadata
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import InterleavedQKVLinear, attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
@@ -72,7 +72,7 @@ class BloomModel(nn.Module):
         return self.ln_f(hidden)
 
 
-class BloomForCausalLM(CausalLM):
+class BloomForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "transformer."
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -81,7 +81,7 @@ class BloomForCausalLM(CausalLM):
         self.transformer = BloomModel(config)
         self.make_lm_head(config, self.transformer.word_embeddings)
 
-    def forward(
+    def hidden_states(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.transformer(token_ids, kv_caches, metadata)

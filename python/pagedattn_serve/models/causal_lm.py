@@ -1,5 +1,6 @@
-"""What the runner and the loader need of a model, whatever its family."""
+"""What the engine needs of a model, whichever way it runs; and what the families with a file of their own share."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -9,27 +10,51 @@ from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
 
 class CausalLM(nn.Module):
-    """Token ids to logits. The names of the parameters are those of the checkpoint, but for converted layers.
+    """Token ids to logits.
+
+    runs: what computes it, in words. max_model_len: positions that it knows.
+    head_size: of a key in the cache, and of a value, which is padded if it is narrower.
+    """
+
+    runs: str
+    architecture: str
+    dtype: torch.dtype
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """token_ids, positions: int64 [num_tokens]. Returns the logits of the rows that sample, [n, vocab_size]."""
+        raise NotImplementedError
+
+
+class NativeCausalLM(CausalLM):
+    """A family of this package. The names of the parameters are those of the checkpoint, but for converted layers.
 
     PREFIX: of all names but that of lm_head; checkpoints of the model without its head leave it out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
-    max_model_len: positions that the model knows.
     """
 
     PREFIX: ClassVar[str]
     NOT_PARAMETERS: ClassVar[tuple[str, ...]] = ()
 
-    max_model_len: int
+    runs = "native"
     lm_head: nn.Linear
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.architecture: str = config.architectures[0]
+        self.architecture = config.architectures[0]
         self.dtype = dtype
-        self.num_layers: int = config.num_hidden_layers
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
-        self.head_size: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.num_layers = config.num_hidden_layers
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.vocab_size = config.vocab_size
 
     def make_lm_head(self, config: Any, embedding: nn.Embedding) -> None:
         """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""
@@ -40,9 +65,17 @@ class CausalLM(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """token_ids, positions: int64 [num_tokens]. Returns hidden states, [num_tokens, hidden_size]."""
+        hidden = self.hidden_states(token_ids, positions, kv_caches, metadata)
+        return self.lm_head(hidden[metadata.sampling_rows])
+
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """All rows before the last layer, [num_tokens, hidden_size]."""
         raise NotImplementedError
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] to [n, vocab_size]."""
-        return self.lm_head(hidden)
+
+def misfit(directory: Path, architecture: str, problems: list[str]) -> str:
+    """The message about weights that are not those of the model."""
+    shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+    return f"model: the weights in {directory} do not fit {architecture}: {shown}"

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, TransposedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
@@ -67,7 +67,7 @@ class GPT2Model(nn.Module):
         return self.ln_f(hidden)
 
 
-class GPT2LMHeadModel(CausalLM):
+class GPT2LMHeadModel(NativeCausalLM):
     PREFIX: ClassVar = "transformer."
     NOT_PARAMETERS: ClassVar = (".attn.bias", ".attn.masked_bias")  # the causal mask, and what it wrote where it masks
 
@@ -77,7 +77,7 @@ class GPT2LMHeadModel(CausalLM):
         self.transformer = GPT2Model(config)
         self.make_lm_head(config, self.transformer.wte)
 
-    def forward(
+    def hidden_states(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.transformer(token_ids, positions, kv_caches, metadata)

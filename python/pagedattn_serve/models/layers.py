@@ -21,18 +21,20 @@ def attention(
     *,
     sliding_window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Put the new keys and values into the cache, then let the new rows attend to all that they see.
 
-    query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size].
-    alibi_slopes: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included.
-    Returns [num_tokens, num_heads * head_size].
+    query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size], values of any size up
+        to that of the cache.
+    alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
+    Returns [num_tokens, num_heads * head_size], with the head size of the values.
     """
     key_cache, value_cache = kv_cache
-    head_size = query.shape[-1]
-    padding = value_cache.shape[2] - head_size
-    if padding:  # zeros change no dot product, and come out as zeros
-        query, key, value = (nn.functional.pad(heads, (0, padding)) for heads in (query, key, value))
+    padded_size, value_size = value_cache.shape[2], value.shape[-1]
+    if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
+        query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
     ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
     out, _ = ops.paged_attention(
         query,
@@ -44,8 +46,10 @@ def attention(
         scale=scale,
         sliding_window=sliding_window,
         alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
     )
-    return out[..., :head_size].flatten(1)
+    return out[..., :value_size].flatten(1)
 
 
 class RMSNorm(nn.Module):

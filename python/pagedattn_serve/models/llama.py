@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import (
     GATED_ACTIVATIONS,
     FusedLinear,
@@ -100,7 +100,7 @@ class LlamaModel(nn.Module):
         return self.norm(hidden, residual)[0]
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
     NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # old checkpoints keep what follows from the config
 
@@ -110,7 +110,7 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config, RotaryEmbedding(config, self.head_size, dtype))
         self.make_lm_head(config, self.model.embed_tokens)
 
-    def forward(
+    def hidden_states(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.model(token_ids, positions, kv_caches, metadata)

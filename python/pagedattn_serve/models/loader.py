@@ -16,13 +16,15 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from pagedattn_serve.models.bloom import BloomForCausalLM
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
+from pagedattn_serve.models.transformers_model import TransformersCausalLM
 
-ARCHITECTURES: dict[str, Callable[[Any, torch.dtype], CausalLM]] = {
+# The others run through transformers.
+NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "BloomForCausalLM": BloomForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -47,24 +49,25 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", device: str = "cpu"
     architecture or option that is not supported and for tensors that are missing, unexpected or misshapen.
     """
     model = build_model(path, dtype)
-    load_weights(model, Path(path), device)
+    if isinstance(model, TransformersCausalLM):
+        model.load_weights(Path(path), device)
+    else:
+        load_weights(model, Path(path), device)
     return model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
 
 
-def build_model(path: str, dtype: str | torch.dtype = "auto") -> CausalLM:
+def build_model(path: str, dtype: str | torch.dtype = "auto") -> NativeCausalLM | TransformersCausalLM:
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"model: expected a directory with a config.json, got {path}")
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     architecture = (config.architectures or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture: expected one of {', '.join(ARCHITECTURES)}, got {architecture}")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantization_config: expected none, as quantized weights are not supported")
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     with torch.device("meta"):
-        return ARCHITECTURES[architecture](config, torch_dtype)
+        return NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
 
 
 def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
@@ -77,7 +80,7 @@ def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> 
     return DTYPES[name]
 
 
-def load_weights(model: CausalLM, directory: Path, device: str) -> None:
+def load_weights(model: NativeCausalLM, directory: Path, device: str) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors."""
     with ExitStack() as open_files:
         tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
@@ -97,11 +100,10 @@ def load_weights(model: CausalLM, directory: Path, device: str) -> None:
             load_own_head(model, tensors["lm_head.weight"]().to(device, model.dtype))
     problems += [f"unexpected {name}" for name in sorted(unexpected)]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"model: the weights in {directory} do not fit {type(model).__name__}: {shown}")
+        raise ValueError(misfit(directory, type(model).__name__, problems))
 
 
-def load_own_head(model: CausalLM, weight: Tensor) -> None:
+def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
     """What a checkpoint keeps as lm_head though the config ties it: mostly a copy; if not, it is the model's head."""
     if not torch.equal(weight, model.lm_head.weight):
         logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
@@ -154,12 +156,12 @@ def weight_files(directory: Path) -> list[Path]:
 # ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
 
 
-def checkpoint_name(model: CausalLM, name: str) -> str:
+def checkpoint_name(model: NativeCausalLM, name: str) -> str:
     """The name of a checkpoint's tensor with the prefix that some checkpoints leave out."""
     return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
 
 
-def checkpoint_shapes(model: CausalLM, parameter_name: str) -> dict[str, list[int]]:
+def checkpoint_shapes(model: NativeCausalLM, parameter_name: str) -> dict[str, list[int]]:
     """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
     layer_name, _, kind = parameter_name.rpartition(".")
     layer = model.get_submodule(layer_name)
@@ -184,13 +186,13 @@ def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[
     return found
 
 
-def convert(model: CausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
+def convert(model: NativeCausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
     layer_name, _, kind = parameter_name.rpartition(".")
     layer = model.get_submodule(layer_name)
     return layer.from_checkpoint(kind, tensors) if isinstance(layer, ConvertedLinear) else tensors[0]
 
 
-def set_parameter(model: CausalLM, name: str, weight: Tensor) -> None:
+def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
     """Replace a parameter wherever it is used: tied ones in both places."""
     old = model.get_parameter(name)
     new = nn.Parameter(weight, requires_grad=False)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
@@ -77,7 +77,7 @@ class OPTModel(nn.Module):
         self.decoder = OPTDecoder(config)
 
 
-class OPTForCausalLM(CausalLM):
+class OPTForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -86,7 +86,7 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config)
         self.make_lm_head(config, self.model.decoder.embed_tokens)
 
-    def forward(
+    def hidden_states(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.model.decoder(token_ids, positions, kv_caches, metadata)

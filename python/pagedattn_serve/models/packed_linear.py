@@ -33,5 +33,5 @@ def pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
                 setattr(module, name, PackedLinear(child))

@@ -1,0 +1,217 @@
+"""Any other causal LM: transformers' own forward on one flat row of tokens, with attention on the paged cache.
+
+transformers lets others register attention functions by name; the layers of a model that is told the name call the
+function. So the model is transformers' own, and between steps nothing is kept but the cache.
+
+Models that would be wrong are refused when they are built (`transformers_trial`) or, at the latest, when they are
+loaded: a few tokens go through both ways, and the logits must agree.
+"""
+
+import inspect
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from pagedattn_ext import allocate_kv_cache
+from pagedattn_serve.models.causal_lm import CausalLM, misfit
+from pagedattn_serve.models.layers import attention
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.transformers_trial import TRIAL, Refusal, TrialMask, give_to_layers, run_trial
+
+PAGED = "pagedattn"  # the name of `paged_attention` in transformers' register; with no mask function, none are made
+# The relative difference of logits that rounding explains; models that mix up their tokens had more than half.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+
+
+class Step:
+    """What the layers find beside their own arguments while the model is called: its cache, and where to look there."""
+
+    inputs: tuple[list[KVCache], AttentionMetadata] | None = None
+
+
+class TransformersCausalLM(CausalLM):
+    """Built without weights, then loaded. Both raise ValueError for a model that would not be right."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.runs = f"through transformers {transformers.__version__}"
+        self.architecture = (config.architectures or ["none"])[0]
+        self.dtype = dtype
+        try:
+            self.model = build(config, dtype)
+            text_config = config.get_text_config()
+            shape = run_trial(self.model, text_config)
+            self.max_model_len = max_model_len(text_config)
+        except Exception as error:  # also what a model runs into that expects a mask, or numbers
+            raise self.refusal(error) from None
+        self.num_layers = text_config.num_hidden_layers
+        self.num_heads = shape.num_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_size = max(shape.key_size, shape.value_size)
+        self.vocab_size = text_config.vocab_size
+        self.chooses_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self.step = Step()
+
+    def load_weights(self, directory: Path, device: str) -> None:
+        """Replace the model by that of the checkpoint, on `device`."""
+        self.model = load(type(self.model), directory, self.dtype).to(device).eval()
+        give_to_layers(self.model, self.step)
+        try:
+            difference = self.compare()
+        except Exception as error:  # whatever a model runs into that expects more than its tokens and positions
+            raise self.refusal(error) from None
+        if not difference < TOLERANCES[self.dtype]:
+            reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
+            raise self.refusal(Refusal(reason))
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        options = {"logits_to_keep": metadata.sampling_rows} if self.chooses_logits else {}
+        self.step.inputs = kv_caches, metadata
+        try:
+            outputs = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **options)
+        finally:
+            self.step.inputs = None  # so that a cache is gone when its owner lets go of it
+        logits: Tensor = outputs.logits[0]
+        return logits if self.chooses_logits else logits[metadata.sampling_rows]
+
+    @torch.inference_mode()
+    def compare(self) -> float:
+        """Relative difference of the logits of two sequences that come together in pieces from those of each alone.
+
+        Of a quarter of the rows it may be larger: where two experts are as likely, rounding decides between them.
+        """
+        block_size, device = 8, self.model.device
+        head_size = -(-self.head_size // 8) * 8  # 16 bytes of a half, 32 of a float
+        kv_caches = allocate_kv_cache(
+            4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
+        )
+        sequences = [(torch.arange(n, device=device) * 7 + n) % min(self.vocab_size, 1000) for n in (11, 6)]
+        expected = self.alone(sequences)
+        differences = []
+        computed = [0, 0]
+        for counts in ([4, 5], [7, 1]):
+            pieces = [torch.arange(c, c + n, device=device) for c, n in zip(computed, counts, strict=True)]
+            computed = [c + n for c, n in zip(computed, counts, strict=True)]
+            metadata = AttentionMetadata(
+                slot_mapping=torch.cat([pieces[0] + 2 * block_size, pieces[1]]),
+                block_tables=torch.tensor([[2, 3], [0, 1]], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor(computed, dtype=torch.int32, device=device),
+                query_start_loc=torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device),
+                sampling_rows=torch.arange(sum(counts), device=device),
+            )
+            token_ids = torch.cat([tokens[piece] for tokens, piece in zip(sequences, pieces, strict=True)])
+            actual = self(token_ids, torch.cat(pieces), kv_caches, metadata).float()
+            wanted = torch.cat([logits[piece] for logits, piece in zip(expected, pieces, strict=True)])
+            differences.append((actual - wanted).norm(dim=1) / wanted.norm(dim=1))
+        return float(torch.cat(differences).quantile(0.75))
+
+    def alone(self, sequences: list[Tensor]) -> list[Tensor]:
+        """The logits of each sequence with transformers' own attention, fp32 [num_tokens, vocab_size]."""
+        self.model.set_attn_implementation("eager")
+        logits = [self.model(input_ids=token_ids[None], use_cache=False).logits[0].float() for token_ids in sequences]
+        self.model.set_attn_implementation(PAGED)
+        return logits
+
+    def refusal(self, error: Exception) -> ValueError:
+        reason = str(error).strip().split("\n")[0]
+        if TRIAL in reason or TrialMask.__name__ in reason:
+            reason = "its layers do not leave their masks to transformers' attention interface"
+        elif not isinstance(error, Refusal):
+            reason = f"a trial run fails with {type(error).__name__}: {reason}"
+        return ValueError(f"architecture: expected one that can run {self.runs}, got {self.architecture}: {reason}")
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,  # nothing else, as the trial has seen
+) -> tuple[Tensor, None]:
+    """An attention function for transformers. query, key, value: [1, heads, num_tokens, head_size].
+
+    s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, head_size of value].
+    """
+    kv_caches, metadata = module.pagedattn.inputs
+    query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
+    rows = attention(
+        query,
+        key,
+        value,
+        kv_caches[module.layer_idx],
+        metadata,
+        query.shape[2] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return rows.view(1, *query.shape[:2], -1), None
+
+
+AttentionInterface.register(PAGED, paged_attention)
+
+
+def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, ready for a trial. Raises Refusal if there is none that takes a flat row of tokens."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or [model_class.__name__] != config.architectures:
+        raise Refusal(f"it is not the causal language model of model_type {config.model_type!r}")
+    if model_class._is_stateful:
+        raise Refusal("it keeps another state between tokens than keys and values")
+    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+        raise Refusal("it does not take the positions of tokens")
+    # Experts of every other implementation look at numbers, which there are none of.
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
+    )
+    return model.eval()
+
+
+def load(model_class: type[PreTrainedModel], directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with the weights of the checkpoint, as transformers reads it; it logs what it does not use."""
+    try:
+        model, report = model_class.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # which are in the report
+            output_loading_info=True,
+        )
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        reason = re.split(r"\. |\n", str(error).strip())[0] or "it ends too early"
+        raise ValueError(f"model: cannot read the weights in {directory}: {reason}") from None
+    problems = [f"missing {name}" for name in sorted(report["missing_keys"])]
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        problems.append(f"{name}: expected {list(expected)}, got {list(found)}")
+    if problems:
+        raise ValueError(misfit(directory, model_class.__name__, problems))
+    return model
+
+
+def max_model_len(config: Any) -> int:
+    """Positions that the model knows, as far as a token's rotary embedding is its own.
+
+    That of type "dynamic" or "longrope" turns, beyond the original length, with the longest sequence of a batch.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    lengths = [config.max_position_embeddings]
+    for given in (rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))):
+        if given.get("rope_type", given.get("type")) in ("dynamic", "longrope"):
+            original = given.get("original_max_position_embeddings")
+            lengths.append(original or getattr(config, "original_max_position_embeddings", None) or lengths[0])
+    return min(lengths)

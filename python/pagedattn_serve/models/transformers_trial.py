@@ -1,0 +1,143 @@
+"""What a model of transformers asks of attention, seen in a trial run without weights; and whether the ops can give it.
+
+A model that keeps something else than keys and values between tokens, or attends in a way the ops do not know, must not
+run and be wrong. So no config is believed: the model runs on the "meta" device, the call of attention of each layer is
+looked at, and what is not understood is refused by name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
+NUM_TOKENS = 3
+# What a layer may tell its attention function beside query, key, value and mask. Of all else, only that there is none.
+HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
+WITHOUT_EFFECT = {"position_ids", "cache_position"}  # for kernels that find sequences in them
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Refusal(Exception):
+    """Why a model cannot run, as the end of a sentence."""
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionShape:
+    """Of one layer. Sizes are those of a head."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(slots=True, frozen=True)
+class TrialMask:
+    """What a mask was asked for with; it stands where the mask would be."""
+
+    sees: Callable[..., Tensor]  # of batch, head, query and key index
+    local_size: int  # of its windows or chunks; 0: it has none
+
+
+class Trial:
+    """What the layers of a model ask of attention, by layer."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, AttentionShape] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def record(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]
+    ) -> None:
+        layer = module.layer_idx
+        if layer in self.shapes:
+            raise Refusal(f"layer {layer} calls attention twice")
+        if query.shape[0] != 1 or query.shape[2] != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
+            raise Refusal(f"layer {layer} attends to something else than the tokens of its sequence")
+        is_causal = options.pop("is_causal", None)
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise Refusal(f"layer {layer} attends to later tokens, too")
+        if dropout := options.pop("dropout", 0.0):
+            raise Refusal(f"layer {layer} has a dropout of {dropout}")
+        for name, option in options.items():
+            if name not in HONOURED | WITHOUT_EFFECT and option is not None and option is not False:
+                raise Refusal(f"layer {layer} hands {name} to attention, which the ops do not know")
+        self.windows[layer] = options.get("sliding_window")
+        self.shapes[layer] = AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        check_mask(layer, mask, self.windows[layer])
+
+
+def record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
+) -> tuple[Tensor, None]:
+    """An attention function for transformers that computes nothing."""
+    if not isinstance(getattr(module, "pagedattn", None), Trial):
+        raise Refusal("it calls attention from what is none of its layers")
+    module.pagedattn.record(module, query, key, value, attention_mask, options)
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def describe_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> TrialMask:
+    """A mask function for transformers that makes none."""
+    return TrialMask(mask_function, local_size or 0)
+
+
+AttentionInterface.register(TRIAL, record)
+AttentionMaskInterface.register(TRIAL, describe_mask)
+
+
+def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
+    """Raises Refusal unless the mask shows what the ops show: that window, or all earlier tokens."""
+    if mask is None:  # the layer leaves all to `is_causal`
+        return
+    if not isinstance(mask, TrialMask):
+        raise Refusal(f"layer {layer} has a mask of its own making")
+    with torch.device("cpu"):
+        size = max(mask.local_size, sliding_window or 0, NUM_TOKENS)
+        rows = torch.tensor([[0], [1], [size - 1], [size], [size + 1], [2 * size], [3 * size - 1]])
+        keys = torch.arange(3 * size)
+        expected = (keys <= rows) & (keys > rows - (sliding_window or 3 * size))
+        sees = mask.sees(torch.tensor(0), torch.tensor(0), rows, keys)
+    if not torch.equal(sees.expand_as(expected), expected):
+        window = f"a window of {sliding_window} tokens" if sliding_window else "all earlier tokens"
+        raise Refusal(f"the mask of layer {layer} shows something else than {window}")
+
+
+def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
+    """The attention of every layer of `model`, which is on "meta" and has the text config `config`.
+
+    Raises Refusal for what cannot run, and whatever the model runs into that expects a mask, or numbers.
+    """
+    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown:
+        raise Refusal(f"it has layers of type {min(unknown)}")
+    trial = Trial()
+    give_to_layers(model, trial)
+    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
+    model(
+        input_ids=token_ids,
+        attention_mask=torch.ones_like(token_ids),  # without it, positions are searched for several sequences
+        position_ids=torch.arange(NUM_TOKENS, device="meta")[None],
+        use_cache=False,
+    )
+    if not trial.shapes:
+        raise Refusal("its layers do not call transformers' attention interface")
+    if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
+        raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
+    if len(set(trial.shapes.values())) > 1:
+        raise Refusal("its layers differ in the number or size of their heads")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window and getattr(config, "layer_types", None) is None and set(trial.windows.values()) == {None}:
+        raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
+    return trial.shapes[0]
+
+
+def give_to_layers(model: PreTrainedModel, state: object) -> None:
+    """Put what the attention function of a model needs where it finds it: into its modules, no other model's."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.pagedattn = state
