@@ -50,6 +50,7 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", device: str = "cpu"
     """
     model = build_model(path, dtype)
     if isinstance(model, TransformersCausalLM):
+        weight_files(Path(path))  # raises if there are none
         model.load_weights(Path(path), device)
     else:
         load_weights(model, Path(path), device)

@@ -45,10 +45,10 @@ class TransformersCausalLM(CausalLM):
         self.architecture = (config.architectures or ["none"])[0]
         self.dtype = dtype
         try:
-            self.model = build(config, dtype)
             text_config = config.get_text_config()
-            shape = run_trial(self.model, text_config)
+            self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
+            shape = run_trial(self.model, text_config)
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.num_layers = text_config.num_hidden_layers
@@ -56,7 +56,6 @@ class TransformersCausalLM(CausalLM):
         self.num_kv_heads = shape.num_kv_heads
         self.head_size = max(shape.key_size, shape.value_size)
         self.vocab_size = text_config.vocab_size
-        self.chooses_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self.step = Step()
 
     def load_weights(self, directory: Path, device: str) -> None:
@@ -74,14 +73,18 @@ class TransformersCausalLM(CausalLM):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        options = {"logits_to_keep": metadata.sampling_rows} if self.chooses_logits else {}
         self.step.inputs = kv_caches, metadata
         try:
-            outputs = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **options)
+            outputs = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=metadata.sampling_rows,
+            )
         finally:
             self.step.inputs = None  # so that a cache is gone when its owner lets go of it
         logits: Tensor = outputs.logits[0]
-        return logits if self.chooses_logits else logits[metadata.sampling_rows]
+        return logits
 
     @torch.inference_mode()
     def compare(self) -> float:
@@ -167,13 +170,16 @@ AttentionInterface.register(PAGED, paged_attention)
 
 def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights, ready for a trial. Raises Refusal if there is none that takes a flat row of tokens."""
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise Refusal("that takes transformers 5")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or [model_class.__name__] != config.architectures:
         raise Refusal(f"it is not the causal language model of model_type {config.model_type!r}")
     if model_class._is_stateful:
         raise Refusal("it keeps another state between tokens than keys and values")
-    if "position_ids" not in inspect.signature(model_class.forward).parameters:
-        raise Refusal("it does not take the positions of tokens")
+    for argument in ("position_ids", "logits_to_keep"):
+        if argument not in inspect.signature(model_class.forward).parameters:
+            raise Refusal(f"its forward does not take {argument}")
     # Experts of every other implementation look at numbers, which there are none of.
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
@@ -204,14 +210,17 @@ def load(model_class: type[PreTrainedModel], directory: Path, dtype: torch.dtype
 
 
 def max_model_len(config: Any) -> int:
-    """Positions that the model knows, as far as a token's rotary embedding is its own.
+    """Positions that the model knows, as far as the embedding of a token's position hangs on it alone.
 
-    That of type "dynamic" or "longrope" turns, beyond the original length, with the longest sequence of a batch.
+    "longrope" turns all of a batch in another way where one sequence is longer than the original length, "dynamic" in
+    as many ways as there are lengths.
     """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    lengths = [config.max_position_embeddings]
-    for given in (rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))):
-        if given.get("rope_type", given.get("type")) in ("dynamic", "longrope"):
-            original = given.get("original_max_position_embeddings")
-            lengths.append(original or getattr(config, "original_max_position_embeddings", None) or lengths[0])
-    return min(lengths)
+    rope = getattr(config, "rope_parameters", None) or {}
+    length: int = config.max_position_embeddings
+    for parameters in (rope, *rope.values()):  # of all layers, or by their types
+        match parameters.get("rope_type") if isinstance(parameters, dict) else None:
+            case "dynamic":
+                raise Refusal("its rotary embedding is of type dynamic, which hangs on the longest sequence of a batch")
+            case "longrope":
+                length = min(length, parameters["original_max_position_embeddings"])
+    return length

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
+MAX_HEAD_SIZE = 256
 # What a layer may tell its attention function beside query, key, value and mask. Of all else, only that there is none.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 WITHOUT_EFFECT = {"position_ids", "cache_position"}  # for kernels that find sequences in them
@@ -130,10 +131,15 @@ def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
     if len(set(trial.shapes.values())) > 1:
         raise Refusal("its layers differ in the number or size of their heads")
+    shape = trial.shapes[0]
+    if (size := max(shape.key_size, shape.value_size)) > MAX_HEAD_SIZE:
+        raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
+    uses_windows = getattr(config, "layer_types", None) is not None or set(trial.windows.values()) != {None}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window and getattr(config, "layer_types", None) is None and set(trial.windows.values()) == {None}:
+    if not uses_windows and window is not None and window < config.max_position_embeddings:
+        # transformers' cache would drop what lies behind the window, though the layers know of none.
         raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
-    return trial.shapes[0]
+    return shape
 
 
 def give_to_layers(model: PreTrainedModel, state: object) -> None:

@@ -1,0 +1,455 @@
+"""Models without a file of their own: transformers' forward in the engine, equal to `generate`, or refused."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    MAX_LEN,
+    SMALL,
+    TOKENIZER_SIZE,
+    VOCAB_SIZE,
+    convert_to_bin,
+    greedy_reference,
+    make_tokenizer,
+    run,
+    token_ids,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
+
+from pagedattn_serve.cli import main
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.models import transformers_model
+from pagedattn_serve.models.loader import build_model, load_model
+from pagedattn_serve.models.packed_linear import PackedLinear, pack_linear_layers
+from pagedattn_serve.models.transformers_model import TransformersCausalLM
+from pagedattn_serve.models.transformers_trial import Refusal, TrialMask, check_mask
+from pagedattn_serve.sampling_params import SamplingParams
+
+NUM_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+LENGTHS = (1, 7, 17, 33, 40, 5)
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    intermediate_size=72,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=MAX_LEN,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS: dict[str, Any] = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+MLA: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+    head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1,
+    first_k_dense_replace=1, n_shared_experts=1,
+)  # fmt: skip
+LAYERS: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=11)
+# What each adds to LLaMA: softcaps and windows, sinks, experts, values narrower than keys, other norms and embeddings.
+MODELS: dict[str, dict[str, Any]] = {
+    "cohere": dict(logit_scale=0.3),
+    "cohere2": dict(**LAYERS, head_dim=12),
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "ernie4_5": dict(head_dim=14),
+    "exaone4": LAYERS,
+    "gemma": dict(head_dim=16),
+    "gemma2": dict(**LAYERS, head_dim=18, query_pre_attn_scalar=9, attn_logit_softcapping=3.0),
+    "gemma3_text": dict(**LAYERS, head_dim=16),
+    "gemma3n_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, num_kv_shared_layers=2,
+        sliding_window=11, head_dim=16, intermediate_size=[72] * 4, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "glm4": dict(head_dim=12),
+    "gpt_bigcode": dict(n_inner=72, n_positions=MAX_LEN),
+    "gpt_neox": dict(rotary_pct=0.5),
+    "gpt_oss": dict(**LAYERS, **EXPERTS, head_dim=16),
+    "granite": dict(logits_scaling=3.0, embedding_multiplier=2.0),
+    "granitemoe": EXPERTS,
+    "minicpm3": dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16),
+    "mixtral": dict(**EXPERTS, sliding_window=13),
+    "nemotron": dict(head_dim=12),
+    "olmo2": {},
+    "olmo3": LAYERS,
+    "olmoe": EXPERTS,
+    "phi": {},
+    "phi3": dict(sliding_window=9),
+    "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3_moe": dict(**EXPERTS, head_dim=16),
+    "smollm3": {},
+    "stablelm": dict(partial_rotary_factor=0.5),
+    "starcoder2": dict(sliding_window=12),
+    "vaultgemma": dict(**LAYERS, head_dim=16, query_pre_attn_scalar=16),
+}  # fmt: skip
+
+Save = Callable[..., tuple[str, PreTrainedModel]]
+
+
+def make_config(model_type: str, **fields: Any) -> Any:
+    return AutoConfig.for_model(model_type, **{**SHAPE, **MODELS.get(model_type, {}), **fields})
+
+
+def make_model(model_type: str, **fields: Any) -> PreTrainedModel:
+    """Random fp32 weights, norms and biases among them."""
+    model = AutoModelForCausalLM.from_config(make_config(model_type, **fields))
+    generator = torch.Generator().manual_seed(sum(model_type.encode()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(mean=1.0 if is_norm else 0.0, std=0.3, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """save(model_type, **fields): a checkpoint, and its model."""
+
+    def save(model_type: str, directory: str = "model", **fields: Any) -> tuple[str, PreTrainedModel]:
+        model = make_model(model_type, **fields)
+        model.save_pretrained(tmp_path / directory)
+        return str(tmp_path / directory), model
+
+    return save
+
+
+def prompts_of(seed: str, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def references(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    return [greedy_reference(model, prompt, max_tokens) for prompt in prompts]
+
+
+def model_of(engine: LLMEngine) -> TransformersCausalLM:
+    model = engine.model_runner.model
+    assert isinstance(model, TransformersCausalLM)
+    return model
+
+
+# ---- equal to generate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str) -> None:
+    path, model = save(model_type)
+    prompts = prompts_of(model_type)
+    expected = references(model, prompts)
+    engine = LLMEngine(path, **SMALL)
+    assert token_ids(run(engine, prompts, GREEDY)) == expected
+    assert engine.stats().num_preemptions > 0
+    assert model_of(engine).runs == f"through transformers {transformers.__version__}"
+    # Worth comparing: no two prompts have one answer, and none says one word.
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert sum(len(set(tokens)) for tokens in expected) > 4 * len(expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral"])
+def test_half_precision(save: Save, model_type: str, dtype: str) -> None:
+    """It runs, preempted, and most first tokens are those of fp32."""
+    path, _ = save(model_type)
+    prompts = prompts_of(model_type, tuple(range(1, 21)))
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = token_ids(run(LLMEngine(path), prompts, params))
+    engine = LLMEngine(path, dtype=dtype, **SMALL)
+    actual = token_ids(run(engine, prompts, params))
+    assert engine.model_runner.cache_engine.kv_caches[0][0].dtype == getattr(torch, dtype)
+    assert sum(a[0] == b[0] for a, b in zip(actual, expected, strict=True)) >= 15
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "length"),
+    [
+        ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 6, long_factor=[4.0] * 6), 48),
+        ("olmo2", dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=MAX_LEN // 4), MAX_LEN),
+        ("gemma3_text", dict(full_attention=dict(rope_type="linear", factor=8.0), sliding_attention={}), MAX_LEN),
+    ],
+    ids=lambda value: value.get("rope_type", "by layer") if isinstance(value, dict) else str(value),
+)
+def test_scaled_rotary_embeddings(save: Save, model_type: str, rope: dict[str, Any], length: int) -> None:
+    """Up to the last position, beside others; where scaling looks at the longest sequence, that is where it begins."""
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        parameters.setdefault("rope_theta", 10000.0)
+    options = dict(original_max_position_embeddings=length) if model_type == "phi3" else {}
+    path, model = save(model_type, rope_parameters=rope, sliding_window=1000, **options)
+    engine = LLMEngine(path)
+    assert engine.max_model_len == length
+    prompts = prompts_of(model_type, (length - 24, length // 3, 3))
+    assert token_ids(run(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == references(
+        model, prompts, 24
+    )
+
+
+def test_two_engines_take_turns(save: Save) -> None:
+    """Of one family, with other weights; a step of one lies between two of the other."""
+    paths, models = zip(*(save("olmo2", name, hidden_size=size) for name, size in (("a", 48), ("b", 64))), strict=True)
+    engines = [LLMEngine(path, **SMALL) for path in paths]
+    prompts = prompts_of("turns", (3, 20, 11))
+    results: list[dict[str, list[int]]] = [{}, {}]
+    for engine in engines:
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=GREEDY)
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for engine, result in zip(engines, results, strict=True):
+            result.update((output.request_id, list(output.outputs[0].token_ids)) for output in engine.step())
+    for model, result in zip(models, results, strict=True):
+        assert [result[str(i)] for i in range(len(prompts))] == references(model, prompts)
+
+
+def test_a_model_of_transformers_beside_an_engine_is_as_it_was(save: Save) -> None:
+    path, _ = save("olmo3")
+    prompt = prompts_of("beside", (20,))
+
+    def logits() -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert model.config._attn_implementation == "sdpa"
+        with torch.inference_mode():
+            return model(torch.tensor(prompt)).logits
+
+    before = logits()
+    engine = LLMEngine(path)
+    run(engine, prompt, GREEDY)
+    torch.testing.assert_close(logits(), before, rtol=0, atol=0)
+
+
+def test_logits_of_the_rows_that_sample_and_no_others(save: Save) -> None:
+    path, _ = save("olmo2")
+    engine = LLMEngine(path, max_num_batched_tokens=9)
+    seen: list[int] = []
+    head = model_of(engine).model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    for i, prompt in enumerate(prompts_of("logits", (20, 3))):
+        engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=4))
+    sampled = []
+    while engine.has_unfinished_requests():
+        sampled.append(len(engine.step()))
+    assert seen == sampled and sampled[0] == 0 and max(sampled) == 2
+
+
+def test_nothing_of_a_step_is_kept(save: Save) -> None:
+    """Or the cache of a trial run would stay beside the engine's own."""
+    path, _ = save("olmo2")
+    engine = LLMEngine(path)
+    run(engine, [[1, 2, 3]], GREEDY)
+    assert model_of(engine).step.inputs is None
+
+
+def test_linear_layers_are_packed_but_for_those_with_a_forward_of_their_own(save: Save) -> None:
+    class Router(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return nn.functional.linear(hidden.float(), self.weight)
+
+    path, _ = save("mixtral")
+    layers = [type(module) for module in model_of(LLMEngine(path)).model.modules()]
+    assert layers.count(PackedLinear) == 2 * 4 + 1 and nn.Linear not in layers  # q, k, v, o of both layers; the head
+    model = nn.Sequential(nn.Linear(4, 4), Router(4, 4))
+    pack_linear_layers(model, torch.float32)
+    assert [type(layer) for layer in model] == [PackedLinear, Router]
+
+
+# ---- checkpoints, and the doors -------------------------------------------------------------------------------------
+
+
+def test_info_reads_no_weights(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = save("deepseek_v3")
+    (Path(path) / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["info", path]) == 0
+    shown = {line[:15].rstrip(): line[15:] for line in capsys.readouterr().out.splitlines()}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert shown["architecture"] == "DeepseekV3ForCausalLM"
+    assert shown["runs"] == f"through transformers {transformers.__version__}"
+    assert shown["parameters"] == f"{count:,} ({4 * count:,} bytes)"
+    assert shown["heads"] == "4 query, 4 key-value, of size 24"  # 16 and 8 that turn; values of 12 are padded
+    assert shown["cache"] == f"{2 * 2 * 4 * 24 * 4:,} bytes per token, {16 * 2 * 2 * 4 * 24 * 4:,} per block of 16"
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_generate_on_the_command_line(save: Save, capsys: pytest.CaptureFixture[str], model_type: str) -> None:
+    path, model = save(model_type, vocab_size=TOKENIZER_SIZE)
+    tokenizer = make_tokenizer(Path(path))
+    prompt = "the cat sat on"
+    [expected] = references(model, [tokenizer(prompt).input_ids])
+    capsys.readouterr()
+    assert main(["generate", path, "--prompt", prompt, "--max-tokens", str(NUM_TOKENS)]) == 0
+    assert capsys.readouterr().out == f"{prompt}{tokenizer.decode(expected, skip_special_tokens=True)}\n"
+
+
+def test_bin_files(save: Save) -> None:
+    path, model = save("olmo2")
+    convert_to_bin(Path(path))
+    prompts = prompts_of("bin", (5,))
+    assert token_ids(run(LLMEngine(path), prompts, GREEDY)) == references(model, prompts)
+
+
+def test_weights_that_do_not_fit(save: Save) -> None:
+    path, _ = save("olmo2")
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(2, 3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="do not fit Olmo2ForCausalLM") as error:
+        load_model(path)
+    assert path in str(error.value) and "missing model.norm.weight" in str(error.value)
+    assert "model.layers.0.self_attn.q_proj.weight: expected [48, 48], got [2, 3]" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_cannot_be_read(save: Save, name: str) -> None:
+    path, _ = save("olmo2")
+    (Path(path) / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        load_model(path)
+    (Path(path) / name).write_bytes(b"x" * 500)
+    with pytest.raises(ValueError, match=f"cannot read the weights in {path}: [^\n]+$") as error:
+        load_model(path)
+    assert "weights_only=" not in str(error.value)
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+STATE = "it keeps another state between tokens than keys and values"
+MASKS = "its layers do not leave their masks to transformers' attention interface"
+# By model type: what differs from the defaults of its config, and why it is refused.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bert": ({}, "layer 0 attends to later tokens, too"),
+    "deepseek_v32": (MLA, "it has layers of type indexed_attention"),
+    "diffllama": (SHAPE, "layer 0 calls attention twice"),
+    "falcon": ({}, MASKS),
+    "falcon_h1": ({}, STATE),
+    "gemma4_text": ({}, "its layers differ in the number or size of their heads"),
+    "gptj": ({}, MASKS),
+    "jetmoe": (SHAPE, "a trial run fails with NotImplementedError: "),
+    "lfm2": (dict(layer_types=["conv", "full_attention"] * 16), "it has layers of type conv"),
+    "llama4_text": (dict(num_hidden_layers=4), "it has layers of type chunked_attention"),
+    "mamba": ({}, STATE),
+    "moshi": (dict(SHAPE, sliding_window=9), "its config has a sliding_window of 9, which its layers do not use"),
+    "mpt": ({}, "its forward does not take position_ids"),
+    "openai-gpt": ({}, "its layers do not call transformers' attention interface"),
+    "phimoe": (dict(SHAPE, **EXPERTS, sliding_window=9), "the mask of layer 0 shows something else than all earlier"),
+    "qwen3_next": ({}, STATE),
+    "recurrent_gemma": ({}, STATE),
+    "rwkv": ({}, STATE),
+}
+
+
+def save_config(directory: Path, model_type: str, architecture: str | None = None, **fields: Any) -> str:
+    """A checkpoint without weights: a model is refused before they are read."""
+    config = AutoConfig.for_model(model_type, **fields)
+    config.architectures = [architecture or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(directory)
+    return config.architectures[0]
+
+
+def expect_refusal(directory: Path, architecture: str, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        build_model(str(directory))
+    runs = f"through transformers {transformers.__version__}"
+    beginning = f"architecture: expected one that can run {runs}, got {architecture}: {reason}"
+    assert str(error.value).startswith(beginning) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused(tmp_path: Path, model_type: str) -> None:
+    fields, reason = REFUSED[model_type]
+    expect_refusal(tmp_path, save_config(tmp_path, model_type, **fields), reason)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("t5", "T5ForConditionalGeneration"), ("whisper", "WhisperForConditionalGeneration"), ("olmo2", "Olmo2Model")],
+)
+def test_what_is_no_causal_lm_is_refused(tmp_path: Path, model_type: str, architecture: str) -> None:
+    save_config(tmp_path, model_type, architecture)
+    expect_refusal(tmp_path, architecture, f"it is not the causal language model of model_type '{model_type}'")
+
+
+def test_a_rotary_embedding_that_hangs_on_the_batch_is_refused(tmp_path: Path) -> None:
+    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    architecture = save_config(tmp_path, "olmo2", **SHAPE, rope_parameters=rope)
+    expect_refusal(tmp_path, architecture, "its rotary embedding is of type dynamic")
+
+
+def test_before_transformers_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = save_config(tmp_path, "olmo2", **SHAPE)
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    expect_refusal(tmp_path, architecture, "that takes transformers 5")
+
+
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    save_config(tmp_path, "olmo2", **SHAPE, quantization_config=dict(quant_method="gptq", bits=4))
+    with pytest.raises(ValueError, match="quantization_config"):
+        build_model(str(tmp_path))
+
+
+def test_head_sizes_that_the_ops_do_not_have(tmp_path: Path) -> None:
+    architecture = save_config(tmp_path, "gemma2", **SHAPE, head_dim=264)
+    expect_refusal(tmp_path, architecture, "its heads of size 264 are larger than the ops know, up to 256")
+
+
+def test_other_positions_are_found_when_the_weights_are_there(save: Save) -> None:
+    """RoBERTa's own positions begin behind that of padding, so those of the engine would be others."""
+    path, _ = save("roberta", is_decoder=True, pad_token_id=1)
+    with pytest.raises(ValueError, match="its logits are not those that it has with its own attention"):
+        load_model(path)
+
+
+def test_a_wrong_attention_is_found_when_the_weights_are_there(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = save("olmo2")
+    attention = transformers_model.attention
+    monkeypatch.setattr(transformers_model, "attention", lambda *args, **kw: attention(*args, **kw).flip(0))
+    with pytest.raises(ValueError, match="its logits are not those that it has with its own attention"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sliding_window", "is_right"),
+    [
+        (causal_mask_function, None, True),
+        (causal_mask_function, 5, False),
+        (sliding_window_causal_mask_function(5), 5, True),
+        (sliding_window_causal_mask_function(5), 6, False),
+        (sliding_window_causal_mask_function(5), None, False),
+        (sliding_window_causal_mask_function(1), 1, True),
+        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), None, False),
+        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), 5, False),
+        (and_masks(causal_mask_function, sliding_window_overlay(5)), 5, True),
+        (or_masks(causal_mask_function, lambda batch, head, query, key: key < 2), None, False),
+    ],
+)
+def test_masks(mask: Callable[..., Tensor], sliding_window: int | None, is_right: bool) -> None:
+    def check() -> None:
+        check_mask(3, TrialMask(mask, local_size=5), sliding_window)
+
+    if is_right:
+        check()
+    else:
+        with pytest.raises(Refusal, match="the mask of layer 3 shows something else than "):
+            check()
+
+
+def test_a_mask_made_elsewhere_is_refused() -> None:
+    with pytest.raises(Refusal, match="layer 3 has a mask of its own making"):
+        check_mask(3, torch.ones(1, 1, 3, 3), None)
