@@ -392,10 +392,10 @@ def test_a_rotary_embedding_that_hangs_on_the_batch_is_refused(tmp_path: Path) -
     expect_refusal(tmp_path, architecture, "its rotary embedding is of type dynamic")
 
 
-def test_before_transformers_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = save_config(tmp_path, "olmo2", **SHAPE)
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
-    expect_refusal(tmp_path, architecture, "that takes transformers 5")
+    monkeypatch.setattr(transformers, "__version__", "5.3.0")
+    expect_refusal(tmp_path, architecture, "that takes transformers 5.4")
 
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ class TransformersCausalLM(CausalLM):
         return float(torch.cat(differences).quantile(0.75))
 
     def alone(self, sequences: list[Tensor]) -> list[Tensor]:
-        """The logits of each sequence with transformers' own attention, fp32 [num_tokens, vocab_size]."""
+        """The logits of each sequence with transformers' own attention and cache, fp32 [num_tokens, vocab_size]."""
         self.model.set_attn_implementation("eager")
-        logits = [self.model(input_ids=token_ids[None], use_cache=False).logits[0].float() for token_ids in sequences]
+        logits = [self.model(input_ids=token_ids[None], use_cache=True).logits[0].float() for token_ids in sequences]
         self.model.set_attn_implementation(PAGED)
         return logits
 
@@ -170,8 +170,8 @@ AttentionInterface.register(PAGED, paged_attention)
 
 def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights, ready for a trial. Raises Refusal if there is none that takes a flat row of tokens."""
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise Refusal("that takes transformers 5")
+    if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 4):
+        raise Refusal("that takes transformers 5.4")  # before it, models do not run on "meta"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or [model_class.__name__] != config.architectures:
         raise Refusal(f"it is not the causal language model of model_type {config.model_type!r}")
