@@ -18,7 +18,7 @@ NUM_TOKENS = 3
 MAX_HEAD_SIZE = 256
 # What a layer may tell its attention function beside query, key, value and mask. Of all else, only that there is none.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
-WITHOUT_EFFECT = {"position_ids", "cache_position"}  # for kernels that find sequences in them
+WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the first two find sequences for kernels
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
