@@ -1,6 +1,7 @@
-"""What the engine gives back."""
+"""What the engine gives back: each output is the caller's own, who may write to all of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 
 @dataclass(slots=True)
@@ -12,8 +13,40 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class _CopiedWhenRead:
+    """Lists that the engine goes on with, copied when a caller first looks at them.
+
+    Of a stream's outputs few are looked at for more than their text, and a copy for each would cost a step as much as
+    its scheduling. The engine's lists only grow, so their first items are the same whenever they are copied.
+
+    COPIED: the names of the attributes. _source: what `_copy` needs to make them.
+    """
+
+    __slots__ = ("_source",)
+
+    COPIED: ClassVar[tuple[str, ...]]
+    _source: Any
+
+    def _copy(self, name: str) -> Any:
+        raise NotImplementedError
+
+    if not TYPE_CHECKING:  # to whom an unknown attribute is to stay one
+
+        def __getattr__(self, name: str) -> Any:
+            """Called where the attribute is not there yet."""
+            if name not in self.COPIED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = self._copy(name)
+            setattr(self, name, value)
+            return value
+
+    def __getstate__(self) -> Any:
+        """For copies and pickles: the fields alone."""
+        return None, {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)  # frozen ones take twice as long to make, one a token
-class CompletionOutput:
+class CompletionOutput(_CopiedWhenRead):
     """The output of a request so far.
 
     text: never taken back; while unfinished, the end that may be the start of a stop string is held back. It has
@@ -31,10 +64,38 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
 
+    COPIED = ("token_ids", "logprobs")
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        token_ids: list[int],
+        cumulative_logprob: float,
+        logprobs: list[dict[int, Logprob]] | None,
+        finish_reason: str | None,
+    ) -> Self:
+        """The engine's way to make one: the lists stay its own, and it may append to them."""
+        output = cls.__new__(cls)
+        output.index = 0
+        output.text = text
+        output.cumulative_logprob = cumulative_logprob
+        output.finish_reason = finish_reason
+        output._source = len(token_ids), token_ids, logprobs
+        return output
+
+    def _copy(self, name: str) -> Any:
+        count, token_ids, logprobs = self._source
+        if name == "token_ids":
+            return token_ids[:count]
+        if logprobs is None:
+            return None
+        return [{token_id: replace(entry) for token_id, entry in entries.items()} for entries in logprobs[:count]]
+
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic`; None until they do."""
+    """When things happened to a request up to this output, in seconds of `time.monotonic`; None if not yet."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -42,12 +103,8 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput:
-    """One request and its output so far.
-
-    prompt is None if it came as token ids. prompt_token_ids and metrics are the same objects in all outputs of a
-    request.
-    """
+class RequestOutput(_CopiedWhenRead):
+    """One request and its output so far. prompt is None if it came as token ids."""
 
     request_id: str
     prompt: str | None
@@ -55,6 +112,30 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(compare=False)
+
+    COPIED = ("prompt_token_ids",)
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        completion: CompletionOutput,
+        metrics: RequestMetrics,
+    ) -> Self:
+        """The engine's way to make one, as that of `CompletionOutput`."""
+        output = cls.__new__(cls)
+        output.request_id = request_id
+        output.prompt = prompt
+        output.outputs = [completion]
+        output.finished = completion.finish_reason is not None
+        output.metrics = RequestMetrics(metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
+        output._source = prompt_token_ids
+        return output
+
+    def _copy(self, name: str) -> Any:
+        return list(self._source)
 
 
 @dataclass(slots=True, frozen=True)

@@ -65,19 +65,8 @@ class Request:
         text = "" if self._detokenizer is None else self._detokenizer.text
         if finish_reason is None:
             text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(sequence.output_token_ids),
-            cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=None if params.logprobs is None else list(sequence.logprobs),
-            finish_reason=finish_reason,
+        logprobs = None if params.logprobs is None else sequence.logprobs
+        completion = CompletionOutput.of(
+            text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs, finish_reason
         )
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=sequence.prompt_token_ids,
-            outputs=[completion],
-            finished=finish_reason is not None,
-            metrics=self.metrics,
-        )
+        return RequestOutput.of(sequence.request_id, self._prompt, sequence.prompt_token_ids, completion, self.metrics)

@@ -22,7 +22,7 @@ from checkpoints import (
 from transformers import PreTrainedTokenizerBase
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.outputs import RequestMetrics, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -199,17 +199,13 @@ def test_a_step_without_requests_does_nothing(engine: LLMEngine) -> None:
 def test_times(engine: LLMEngine) -> None:
     before = time.monotonic()
     engine.add_request("x", "the cat", GREEDY)
-    steps = []
-    while engine.has_unfinished_requests():
-        steps += engine.step()
-        metrics = steps[0].metrics
-        assert (metrics.finished_time is None) == (not steps[-1].finished)
-        if len(steps) == 1:
-            first_token_time = metrics.first_token_time
-    assert len(steps) == 24 and all(step.metrics is metrics for step in steps)
-    assert first_token_time is not None and metrics.finished_time is not None
-    assert before <= metrics.arrival_time <= first_token_time < metrics.finished_time <= time.monotonic()
-    assert metrics.first_token_time == first_token_time
+    steps = finish_all(engine)["x"]
+    assert len(steps) == 24
+    metrics = steps[-1].metrics
+    assert metrics.first_token_time is not None and metrics.finished_time is not None
+    assert before <= metrics.arrival_time <= metrics.first_token_time < metrics.finished_time <= time.monotonic()
+    for step in steps[:-1]:
+        assert step.metrics == RequestMetrics(metrics.arrival_time, metrics.first_token_time)
 
 
 def test_a_single_token_is_first_and_last(engine: LLMEngine) -> None:
