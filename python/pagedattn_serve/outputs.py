@@ -1,6 +1,6 @@
 """What the engine gives back: each output is the caller's own, who may write to all of it."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 
@@ -90,7 +90,10 @@ class CompletionOutput(_CopiedWhenRead):
             return token_ids[:count]
         if logprobs is None:
             return None
-        return [{token_id: replace(entry) for token_id, entry in entries.items()} for entries in logprobs[:count]]
+        return [
+            {token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in entries.items()}
+            for entries in logprobs[:count]
+        ]
 
 
 @dataclass(slots=True)
