@@ -48,6 +48,9 @@ class LLMEngine:
         seed: of the random numbers for requests without a seed of their own.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
+
+    A call that is interrupted (KeyboardInterrupt, at any point) has happened or it has not; what it was about to return
+    may be lost. The next call puts things in order, for which the requests may have to be computed anew.
     """
 
     def __init__(
@@ -102,7 +105,11 @@ class LLMEngine:
         self.scheduler = Scheduler(scheduler_config, cache_config)
         self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
         self._eos_token_ids = eos_token_ids(model)
+        # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
+        # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
+        self._settled = True
+        self._in_step: list[tuple[Request, tuple[int, float]]] = []  # and what to rewind them to
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -113,6 +120,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
+        self._settle()
         return self.scheduler.has_unfinished
 
     def add_request(
@@ -141,29 +149,49 @@ class LLMEngine:
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
         sequence = Sequence(request_id, token_ids, params, arrival_time)
-        self.scheduler.add(sequence)
-        self._requests[request_id] = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, self.max_model_len)
+        request = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, self.max_model_len)
+        self._settle()
+        self._settled = False
+        try:
+            self.scheduler.add(sequence)
+        except ValueError:
+            self._settled = True  # nothing was changed
+            raise
+        self._requests[request_id] = request
         self._num_prompt_tokens += len(token_ids)
+        self._settled = True
 
     def step(self) -> list[RequestOutput]:
         """Run one batch; returns the requests that got a token, in arrival order. Empty while prompts are computed."""
+        self._settle()
+        self._settled = False
         batch = self.scheduler.schedule()
+        self._settled = True  # if the batch does not run to its end, the next step schedules the same
         if batch.is_empty:
             return []
         sampled = self.model_runner.execute(batch)
+        self._settled = False
         self.scheduler.mark_computed(batch)
-        return self._append_tokens(batch, sampled)
+        outputs = self._append_tokens(batch, sampled)
+        self._settled = True
+        return outputs
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what it had so far, or None if it is unknown or finished already."""
-        if self.scheduler.abort(request_id) is None:
+        self._settle()
+        request = self._requests.get(request_id)
+        if request is None:
             return None
-        request = self._requests.pop(request_id)
+        self._settled = False
+        del self._requests[request_id]
+        self.scheduler.abort(request_id)
+        self._settled = True
         request.metrics.finished_time = time.monotonic()
         return request.output()
 
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
+        self._settle()
         manager = self.scheduler.block_manager
         return EngineStats(
             num_waiting=self.scheduler.num_waiting,
@@ -196,32 +224,44 @@ class LLMEngine:
         return list(token_ids)
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        sequences = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        tokens = zip(sequences, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True)
-        for sequence, token_id, logprob, top_logprobs in tokens:
-            sequence.output_token_ids.append(token_id)
-            sequence.cumulative_logprob += logprob
-            if top_logprobs is not None:
-                sequence.logprobs.append(top_logprobs)
-
+        requests = [self._requests[each.sequence.request_id] for each in batch.sequences if each.samples]
+        self._in_step = [(request, request.mark()) for request in requests]
         outputs = []
         now = time.monotonic()
-        for sequence in sequences:
-            request = self._requests[sequence.request_id]
+        tokens = zip(requests, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True)
+        for request, token_id, logprob, top_logprobs in tokens:
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             try:
-                status = request.add_text()
+                status = request.add_token(token_id, logprob, top_logprobs)
             except Exception:  # whatever a tokenizer raises: it ends this request, the others go on
-                logger.exception("request %r is aborted: its text cannot be decoded", sequence.request_id)
+                logger.exception("request %r is aborted: its text cannot be decoded", request.sequence.request_id)
                 status = SequenceStatus.FINISHED_ABORTED
             if status is not None:
                 request.metrics.finished_time = now
-                self.scheduler.finish(sequence, status)
-                del self._requests[sequence.request_id]
+                self.scheduler.finish(request.sequence, status)
             outputs.append(request.output())
+        self._in_step = []  # now the step has happened: an interrupt no longer takes it back
+        for output in outputs:
+            if output.finished:
+                del self._requests[output.request_id]
         self._num_output_tokens += len(outputs)
         return outputs
+
+    def _settle(self) -> None:
+        """After a call that was interrupted: as before it, or as after it. Unfinished requests wait, without blocks.
+
+        An interrupt in here leaves things to the next call.
+        """
+        if self._settled:
+            return
+        for request, mark in self._in_step:
+            request.rewind(mark)
+        self._in_step = []
+        self._requests = {i: each for i, each in self._requests.items() if not each.sequence.status.is_finished}
+        self.scheduler.restart([request.sequence for request in self._requests.values()])
+        self.model_runner.block_tables.clear()
+        self._settled = True
 
 
 def choose_device(name: str) -> str:

@@ -45,6 +45,7 @@ class LLM:
             seed=seed,
         )
         self._num_requests = 0
+        self._request_ids: list[str] = []  # of the current call
 
     def get_tokenizer(self) -> Any | None:
         """The tokenizer from transformers; None if the model's directory has none."""
@@ -73,28 +74,37 @@ class LLM:
         """
         requests = pair_up(prompts, prompt_token_ids)
         params = one_each(sampling_params, len(requests))
-        request_ids: list[str] = []
+        self._abort_all()  # where an interrupt did not let the last call do it
         outputs: dict[str, RequestOutput] = {}
         try:
             for i, ((prompt, token_ids), param) in enumerate(zip(requests, params, strict=True)):
-                request_id = f"llm-{self._num_requests}"
-                self._num_requests += 1
-                try:
-                    self.llm_engine.add_request(request_id, prompt, param, token_ids)
-                except (TypeError, ValueError) as error:
-                    raise type(error)(f"prompt {i} of {len(requests)}: {error}") from None
-                request_ids.append(request_id)
-            own = set(request_ids)
+                self._add(f"prompt {i} of {len(requests)}", prompt, token_ids, param)
+            own = set(self._request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
                     stepped = self.llm_engine.step()  # somebody else's requests may be in the engine as well
                     finished = [o for o in stepped if o.finished and o.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
+            return [outputs[request_id] for request_id in self._request_ids]
         finally:
-            for request_id in request_ids:  # after an error or an interrupt, nothing stays behind
-                self.llm_engine.abort_request(request_id)
-        return [outputs[request_id] for request_id in request_ids]
+            self._abort_all()
+
+    def _add(self, place: str, prompt: str | None, token_ids: list[int] | None, param: SamplingParams | None) -> None:
+        request_id = f"llm-{self._num_requests}"
+        self._num_requests += 1
+        self._request_ids.append(request_id)  # first, so that no request is in the engine without
+        try:
+            self.llm_engine.add_request(request_id, prompt, param, token_ids)
+        except (TypeError, ValueError) as error:
+            self._request_ids.pop()  # if the id is taken, that request is somebody else's
+            raise type(error)(f"{place}: {error}") from None
+
+    def _abort_all(self) -> None:
+        """After an error or an interrupt, no request of the call stays behind."""
+        for request_id in self._request_ids:
+            self.llm_engine.abort_request(request_id)
+        self._request_ids = []
 
 
 def pair_up(

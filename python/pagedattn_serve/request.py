@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.text.stop_strings import first_stop, longest_stop_prefix
@@ -27,29 +27,51 @@ class Request:
         self.metrics = RequestMetrics(sequence.arrival_time)
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.prompt_token_ids)
+        self._detokenizer = self._new_detokenizer()
         params = sequence.sampling_params
         self._stop_ids = set(params.stop_ids) if params.ignore_eos else {*params.stop_ids, *eos_token_ids}
         room = max_model_len - len(sequence.prompt_token_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def add_text(self) -> SequenceStatus | None:
-        """Add the newest token's text; returns the status that the token ends the request with, if it does."""
-        token_ids, logprobs = self.sequence.output_token_ids, self.sequence.logprobs
-        if self._tokenizer is not None and logprobs:
-            for token_id, logprob in logprobs[-1].items():
-                logprob.decoded_token = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    def mark(self) -> tuple[int, float]:
+        """What `rewind` needs to come back to here."""
+        return len(self.sequence.output_token_ids), self.sequence.cumulative_logprob
+
+    def rewind(self, mark: tuple[int, float]) -> None:
+        """As it was, unfinished, at an earlier `mark`, whatever came since then and wherever that was interrupted."""
+        num_tokens, self.sequence.cumulative_logprob = mark
+        del self.sequence.output_token_ids[num_tokens:]
+        del self.sequence.logprobs[num_tokens:]
+        self.sequence.status = SequenceStatus.WAITING
+        self.metrics.finished_time = None
+        if num_tokens == 0:
+            self.metrics.first_token_time = None
+        self._detokenizer = self._new_detokenizer()
+        if self._detokenizer is not None:
+            for token_id in self.sequence.output_token_ids:
+                self._detokenizer.add(token_id)
+
+    def add_token(
+        self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None
+    ) -> SequenceStatus | None:
+        """Append a token and its text; returns the status that the token ends the request with, if it does."""
+        token_ids = self.sequence.output_token_ids
+        token_ids.append(token_id)
+        self.sequence.cumulative_logprob += logprob
+        if top_logprobs is not None:
+            self.sequence.logprobs.append(top_logprobs)
+            if self._tokenizer is not None:
+                for each_id, each in top_logprobs.items():
+                    each.decoded_token = self._tokenizer.decode([each_id], clean_up_tokenization_spaces=False)
         status = None
-        if token_ids[-1] in self._stop_ids:
+        if token_id in self._stop_ids:
             status = SequenceStatus.FINISHED_STOPPED
         elif len(token_ids) == self._max_tokens:
             status = SequenceStatus.FINISHED_LENGTH
         if self._detokenizer is None:
             return status
         if status is not SequenceStatus.FINISHED_STOPPED:
-            self._detokenizer.add(token_ids[-1])
+            self._detokenizer.add(token_id)
         if status is not None:
             self._detokenizer.finish()
         stop_at = first_stop(self._detokenizer.text, self.sequence.sampling_params.stop_strings)
@@ -70,3 +92,8 @@ class Request:
             text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs, finish_reason
         )
         return RequestOutput.of(sequence.request_id, self._prompt, sequence.prompt_token_ids, completion, self.metrics)
+
+    def _new_detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self._tokenizer, self.sequence.prompt_token_ids)

@@ -248,6 +248,22 @@ def test_abort() -> None:
     assert engine.scheduler.abort(a.request_id) is None and engine.scheduler.abort("unknown") is None
 
 
+def test_restart() -> None:
+    """Those named wait anew, in order and without blocks; the others are forgotten."""
+    engine = make_engine(num_blocks=6, max_model_len=48)
+    sequences = [engine.add(5 + 3 * i, max_tokens=20) for i in range(4)]
+    engine.step()
+    engine.step()
+    scheduler, kept = engine.scheduler, [sequences[0], *sequences[2:]]
+    scheduler.restart(kept)
+    assert (list(scheduler.waiting), scheduler.running, scheduler.block_manager.num_used_blocks) == (kept, [], 0)
+    assert {(s.status, s.num_computed_tokens) for s in kept} == {(SequenceStatus.WAITING, 0)}
+    scheduler.block_manager.check_integrity()
+    scheduler.add(Sequence(sequences[1].request_id, [1], SamplingParams(), 0.0))
+    with pytest.raises(ValueError, match="is taken"):
+        scheduler.add(Sequence(kept[0].request_id, [1], SamplingParams(), 0.0))
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="at most 64 tokens, what 8 blocks of 8 hold, got 65"):
         make_engine(num_blocks=8, max_model_len=65)

@@ -8,7 +8,11 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class BlockTables:
-    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed."""
+    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed.
+
+    An interrupt between any two statements does no harm: a row counts as written when that is done, and which rows are
+    free is found out from those that are not.
+    """
 
     def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
         self._array = np.zeros((max_num_seqs, max_num_blocks_per_seq), dtype=np.int32)
@@ -24,6 +28,11 @@ class BlockTables:
         self._array[rows, np.array(lengths) - 1] = [each.block_table[-1] for each in scheduled]
         return self._array[rows, : max(lengths)]
 
+    def clear(self) -> None:
+        """Take all rows back."""
+        self._row_of = {}
+        self._free_rows = list(range(len(self._array)))
+
     def _row(self, scheduled: ScheduledSequence) -> int:
         row = self._row_of.get(scheduled.sequence)
         if row is not None and self._written[row] is scheduled.block_table:
@@ -32,13 +41,11 @@ class BlockTables:
             if not self._free_rows:
                 self._take_back()
             row = self._row_of[scheduled.sequence] = self._free_rows.pop()
+        self._written[row] = None
         self._array[row, : len(scheduled.block_table)] = scheduled.block_table
         self._written[row] = scheduled.block_table
         return row
 
     def _take_back(self) -> None:
-        for sequence, row in list(self._row_of.items()):
-            if sequence.status is not SequenceStatus.RUNNING:
-                del self._row_of[sequence]
-                self._written[row] = None
-                self._free_rows.append(row)
+        self._row_of = {s: row for s, row in self._row_of.items() if s.status is SequenceStatus.RUNNING}
+        self._free_rows = list(set(range(len(self._array))).difference(self._row_of.values()))

@@ -106,6 +106,11 @@ class BlockManager:
             self._allocator.free(block)
         del self._tables[sequence]
 
+    def clear(self) -> None:
+        """Take the blocks of all sequences away, whatever state the tables are in."""
+        self._tables = {}
+        self._allocator = BlockAllocator(self.num_blocks)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block's reference count is the number of tables that hold it."""
         self._allocator.check_integrity()

@@ -135,6 +135,16 @@ class Scheduler:
             self.finish(sequence, SequenceStatus.FINISHED_ABORTED)
         return sequence
 
+    def restart(self, sequences: list[Sequence]) -> None:
+        """Forget all but these sequences, which wait without blocks, in this order: whatever state things are in."""
+        for sequence in sequences:
+            sequence.status = SequenceStatus.WAITING
+            sequence.num_computed_tokens = 0
+        self.block_manager.clear()
+        self.running.clear()
+        self.waiting = deque(sequences)
+        self._unfinished = {sequence.request_id: sequence for sequence in sequences}
+
     def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, budget: int) -> int:
         num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
         assert num_new_tokens > 0, f"{sequence.request_id} has no token to run: was the sampled one not appended?"

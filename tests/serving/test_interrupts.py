@@ -1,0 +1,231 @@
+"""An interrupt may come at any point of `LLM.generate`: nothing stays behind, and the next call is as good as any.
+
+`sys.settrace` raises KeyboardInterrupt at one chosen place after the other, so that every line of the engine is tried;
+a timer's signal tries what lies between lines.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoint, finish_all
+
+import pagedattn_serve
+from pagedattn_serve import LLM, RequestOutput, SamplingParams
+
+ROOT = Path(pagedattn_serve.__file__).parent
+# What holds state from call to call.
+FILES = {
+    str(ROOT / name)
+    for name in (
+        "llm.py",
+        "engine.py",
+        "request.py",
+        "scheduling/scheduler.py",
+        "scheduling/block_manager.py",
+        "scheduling/block_allocator.py",
+        "execution/block_tables.py",
+        "execution/model_runner.py",
+        "text/detokenizer.py",
+    )
+}
+# Chunks of prompts, a preemption, and an end at a time of its own for each.
+SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=13)
+PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
+PARAMS = [SamplingParams(temperature=0, max_tokens=n, logprobs=n % 2, ignore_eos=True) for n in (5, 3, 3)]
+
+
+class Places:
+    """The lines of FILES as they are run, counted; at number `at` an interrupt comes."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count = at, 0
+        self.seen: list[tuple[str, int]] = []
+
+    def __enter__(self) -> "Places":
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        return self._place if frame.f_code.co_filename in FILES else None
+
+    def _place(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        if event == "line":
+            self.count += 1
+            self.seen.append((frame.f_code.co_qualname, frame.f_lineno))
+            if self.count == self.at:
+                raise KeyboardInterrupt
+        return self._place
+
+
+def chosen(seen: list[tuple[str, int]]) -> list[int]:
+    """Of each line the first visit and the last, by their numbers."""
+    visits: dict[tuple[str, int], list[int]] = {}
+    for number, place in enumerate(seen, 1):
+        visits.setdefault(place, []).append(number)
+    return sorted({numbers[i] for numbers in visits.values() for i in (0, -1)})
+
+
+@pytest.fixture
+def llm(text_model: str) -> LLM:
+    return LLM(text_model, **SMALL)
+
+
+def generate(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS, use_tqdm=False)
+
+
+def results(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids, output.outputs[0].finish_reason)
+        for output in outputs
+    ]
+
+
+def expect_nothing_left(llm: LLM) -> None:
+    engine = llm.llm_engine
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.num_used_blocks, stats.num_used_slots) == (0, 0, 0, 0)
+    assert not engine.has_unfinished_requests()
+    engine.scheduler.block_manager.check_integrity()
+
+
+def test_an_interrupt_at_any_line(llm: LLM) -> None:
+    expected = results(generate(llm))
+    with Places() as places:
+        assert results(generate(llm)) == expected
+    assert llm.llm_engine.stats().num_preemptions > 0
+    numbers = chosen(places.seen)
+    assert len(numbers) > 300
+    for at in numbers:
+        with Places(at), pytest.raises(KeyboardInterrupt) as interrupt:
+            generate(llm)
+        in_clean_up = any("self._abort_all()" in str(entry.statement) for entry in interrupt.traceback)
+        if in_clean_up or at % 5 == 0:
+            assert results(generate(llm)) == expected, places.seen[at - 1]
+        expect_nothing_left(llm)
+    assert results(generate(llm)) == expected
+
+
+def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays behind then, the next call clears away."""
+    expected = results(generate(llm))
+    clean_up = LLM._abort_all
+    interrupts: list[Places] = []
+
+    def interrupted(self: LLM) -> None:
+        if not interrupts or self._request_ids == []:
+            return clean_up(self)
+        with interrupts.pop():
+            clean_up(self)
+
+    monkeypatch.setattr(LLM, "_abort_all", interrupted)
+    with Places() as places:
+        generate(llm)
+    # In scheduling, in the middle of the appending of tokens, between two steps.
+    firsts = [places.seen.index(place) + 1 for place in set(places.seen) if place[0].endswith((
+        "Scheduler.add", "LLMEngine.add_request", "Scheduler.schedule", "Request.add_token", "LLMEngine._append_tokens"
+    ))]  # fmt: skip
+    assert len(firsts) > 40
+    for at in sorted(firsts)[::4]:
+        second, num_in_clean_up = 1, 10**9
+        while second <= num_in_clean_up:
+            interrupts.append(Places(second))
+            [places] = interrupts
+            with Places(at), pytest.raises(KeyboardInterrupt):
+                generate(llm)
+            num_in_clean_up = 10**9 if places.count == second else places.count
+            second += 3
+            if second % 2:
+                assert results(generate(llm)) == expected
+                expect_nothing_left(llm)
+    assert results(generate(llm)) == expected
+
+
+def test_an_interrupted_engine_goes_on(llama: Checkpoint) -> None:
+    """Without an abort: at whatever place a step or a call was interrupted, every output is as if it had not been."""
+    llm = LLM(llama.path, **SMALL)
+    engine = llm.llm_engine
+    prompts, lengths = llama.prompts[:4], (7, 3, 5, 4)
+
+    def run(places: Places) -> dict[str, list[int]]:
+        finished: dict[str, list[int]] = {}
+        added = 0
+        with places:
+            for _ in range(60):
+                if len(finished) == 4:
+                    break
+                try:
+                    if added < 4:
+                        params = SamplingParams(temperature=0, max_tokens=lengths[added], ignore_eos=True)
+                        engine.add_request(str(added), sampling_params=params, prompt_token_ids=prompts[added])
+                        added += 1
+                    for output in engine.step():
+                        if output.finished:
+                            finished[output.request_id] = output.outputs[0].token_ids
+                except KeyboardInterrupt:
+                    engine.has_unfinished_requests()  # settles
+                    unfinished = engine._requests.keys()
+                    if str(added) in unfinished:  # it came in before the interrupt
+                        added += 1
+                    # The outputs of a step are lost if the interrupt comes when it is all over but for their return.
+                    for i in range(added):
+                        if str(i) not in unfinished and str(i) not in finished:
+                            finished[str(i)] = llama.expected[i][: lengths[i]]
+        assert not engine.has_unfinished_requests()
+        expect_nothing_left(llm)
+        return finished
+
+    places = Places()
+    expected = {str(i): llama.expected[i][:length] for i, length in enumerate(lengths)}
+    assert run(places) == expected
+    for at in chosen(places.seen):
+        assert run(Places(at)) == expected
+
+
+def test_real_signals(llm: LLM) -> None:
+    """Between lines and within calls, at times spread over the whole of a call."""
+    expected = results(generate(llm))
+    hits = 0
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * 2e-4)
+                generate(llm)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hits += 1
+            assert results(generate(llm)) == expected
+            expect_nothing_left(llm)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert hits > 10
+
+
+def test_a_request_of_somebody_else_survives(llm: LLM, llama: Checkpoint) -> None:
+    """It is computed anew where that was interrupted; its id, chosen as badly as can be, is not aborted for it."""
+    engine = llm.llm_engine
+    engine.add_request("llm-1", "the mat", SamplingParams(temperature=0, max_tokens=9))
+    alone = finish_all(engine)["llm-1"][-1]
+    engine.add_request("llm-1", "the mat", SamplingParams(temperature=0, max_tokens=9))
+    with pytest.raises(ValueError, match=r"^prompt 1 of 3: request_id: 'llm-1' is taken"):
+        generate(llm)
+    assert engine.has_unfinished_requests()
+    with Places() as places:
+        generate(llm)  # and it is finished on the way
+    engine.add_request("x", "the mat", SamplingParams(temperature=0, max_tokens=9))
+    engine.step()
+    in_schedule = next(i for i, (name, _) in enumerate(places.seen, 1) if name.endswith("Scheduler._add_to_batch"))
+    with Places(in_schedule + 2), pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    assert results([finish_all(engine)["x"][-1]]) == results([alone])
