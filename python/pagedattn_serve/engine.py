@@ -234,18 +234,20 @@ class LLMEngine:
                 request.metrics.first_token_time = now
             try:
                 status = request.add_token(token_id, logprob, top_logprobs)
-            except Exception:  # whatever a tokenizer raises: it ends this request, the others go on
-                logger.exception("request %r is aborted: its text cannot be decoded", request.sequence.request_id)
-                status = SequenceStatus.FINISHED_ABORTED
+            except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
+                logger.exception("request %r ends with an error", request.sequence.request_id)
+                request.error = f"{type(error).__name__}: {error}"
+                status = SequenceStatus.FINISHED_ERROR
             if status is not None:
                 request.metrics.finished_time = now
                 self.scheduler.finish(request.sequence, status)
             outputs.append(request.output())
+        num_new = sum(len(request.sequence.output_token_ids) - before for request, (before, _) in self._in_step)
         self._in_step = []  # now the step has happened: an interrupt no longer takes it back
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
-        self._num_output_tokens += len(outputs)
+        self._num_output_tokens += num_new
         return outputs
 
     def _settle(self) -> None:

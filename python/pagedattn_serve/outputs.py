@@ -54,7 +54,8 @@ class CompletionOutput(_CopiedWhenRead):
     token_ids: with the token that ended it, if one did.
     cumulative_logprob: sum of the logprobs of token_ids.
     logprobs: for each token its own logprob and those of the most likely ones, by token id; None if not asked for.
-    finish_reason: "stop" (end-of-sequence or stop token, stop string), "length", "abort"; None while unfinished.
+    finish_reason: "stop" (end-of-sequence or stop token, stop string), "length", "abort", "error" (which
+        `RequestOutput.error` tells); None while unfinished.
     """
 
     index: int
@@ -107,7 +108,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput(_CopiedWhenRead):
-    """One request and its output so far. prompt is None if it came as token ids."""
+    """One request and its output so far.
+
+    prompt: None if it came as token ids.
+    error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
+        that the tokenizer failed to decode.
+    """
 
     request_id: str
     prompt: str | None
@@ -115,6 +121,7 @@ class RequestOutput(_CopiedWhenRead):
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(compare=False)
+    error: str | None = None
 
     COPIED = ("prompt_token_ids",)
 
@@ -126,6 +133,7 @@ class RequestOutput(_CopiedWhenRead):
         prompt_token_ids: list[int],
         completion: CompletionOutput,
         metrics: RequestMetrics,
+        error: str | None,
     ) -> Self:
         """The engine's way to make one, as that of `CompletionOutput`."""
         output = cls.__new__(cls)
@@ -134,6 +142,7 @@ class RequestOutput(_CopiedWhenRead):
         output.outputs = [completion]
         output.finished = completion.finish_reason is not None
         output.metrics = RequestMetrics(metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
+        output.error = error
         output._source = prompt_token_ids
         return output
 

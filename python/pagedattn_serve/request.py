@@ -1,5 +1,6 @@
 """A request as the engine holds it: its sequence, the text of its output, and what its user is told."""
 
+import math
 from typing import Any
 
 from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -25,6 +26,7 @@ class Request:
     ) -> None:
         self.sequence = sequence
         self.metrics = RequestMetrics(sequence.arrival_time)
+        self.error: str | None = None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._detokenizer = self._new_detokenizer()
@@ -43,7 +45,7 @@ class Request:
         del self.sequence.output_token_ids[num_tokens:]
         del self.sequence.logprobs[num_tokens:]
         self.sequence.status = SequenceStatus.WAITING
-        self.metrics.finished_time = None
+        self.metrics.finished_time = self.error = None
         if num_tokens == 0:
             self.metrics.first_token_time = None
         self._detokenizer = self._new_detokenizer()
@@ -54,7 +56,16 @@ class Request:
     def add_token(
         self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None
     ) -> SequenceStatus | None:
-        """Append a token and its text; returns the status that the token ends the request with, if it does."""
+        """Append a token and its text; returns the status that the token ends the request with, if it does.
+
+        Raises FloatingPointError if the logits were no numbers, which their log-softmax shows, and what the tokenizer
+        raises.
+        """
+        if math.isnan(logprob):
+            raise FloatingPointError(
+                f"logits: expected numbers, got NaN or infinity for output token {len(self.sequence.output_token_ids)}"
+                " (an overflow in half precision, or broken weights)"
+            )
         token_ids = self.sequence.output_token_ids
         token_ids.append(token_id)
         self.sequence.cumulative_logprob += logprob
@@ -91,7 +102,9 @@ class Request:
         completion = CompletionOutput.of(
             text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs, finish_reason
         )
-        return RequestOutput.of(sequence.request_id, self._prompt, sequence.prompt_token_ids, completion, self.metrics)
+        return RequestOutput.of(
+            sequence.request_id, self._prompt, sequence.prompt_token_ids, completion, self.metrics, self.error
+        )
 
     def _new_detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:

@@ -390,6 +390,39 @@ def test_the_engine_goes_on_after_an_error(
     assert engine.stats().num_output_tokens == sum(map(len, token_ids(finished)))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [dict(temperature=0), dict(seed=1), dict(seed=1, top_p=0.9, logprobs=2)])
+def test_broken_logits_end_their_request_alone(
+    llama: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bad: float,
+    params: dict[str, Any],
+) -> None:
+    """As after an overflow in half precision: the output ends before, and says why."""
+    engine, each = LLMEngine(llama.path), SamplingParams(max_tokens=9, **params)
+    expected = run(engine, llama.prompts[:3], each)
+    sample, num_calls = engine.model_runner.sampler.sample, 0
+
+    def broken(logits: Any, rows: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 5:
+            logits[1, 7] = bad
+        return sample(logits, rows)
+
+    monkeypatch.setattr(engine.model_runner.sampler, "sample", broken)
+    before = engine.stats().num_output_tokens
+    outputs = run(engine, llama.prompts[:3], each)
+    assert completions(outputs[::2]) == completions(expected[::2])
+    assert [output.error for output in outputs[::2]] == [None, None]
+    assert completions(outputs[1:2]) == [("", token_ids(expected)[1][:4], "error")]
+    assert math.isfinite(outputs[1].outputs[0].cumulative_logprob)
+    assert outputs[1].error is not None and "logits: expected numbers, got NaN or infinity" in outputs[1].error
+    assert "request '1' ends with an error" in caplog.text and "logits" in caplog.text
+    assert engine.stats().num_output_tokens - before == 9 + 4 + 9
+
+
 def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
     text_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,8 +441,9 @@ def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
     monkeypatch.setattr(type(engine.tokenizer), "decode", failing)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)  # one token a call
     outputs = run(engine, prompts, [params, GREEDY, GREEDY])
-    assert outputs[0].outputs[0].finish_reason == "abort" and len(outputs[0].outputs[0].token_ids) == 6
-    assert "request '0' is aborted" in caplog.text and "OverflowError" in caplog.text
+    assert outputs[0].outputs[0].finish_reason == "error" and len(outputs[0].outputs[0].token_ids) == 6
+    assert outputs[0].error == "OverflowError: here"
+    assert "request '0' ends with an error" in caplog.text and "OverflowError" in caplog.text
     assert completions(outputs[1:]) == completions(expected[1:])
 
 

@@ -489,3 +489,22 @@ def test_on_cuda() -> None:
     rows = [SamplingRow(SamplingParams(min_p=0.1), 0)] * NUM_DRAWS
     tokens = torch.tensor(Sampler(0, "cuda").sample(LOGITS.cuda().repeat(NUM_DRAWS, 1), rows).token_ids)
     expect_distribution(tokens, PROBABILITIES * (PROBABILITIES > 0.04))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1000, 40_000])
+@pytest.mark.parametrize("params", [dict(temperature=0), dict(), dict(top_p=0.9), dict(top_k=3, min_p=0.1, logprobs=4)])
+def test_the_logprob_of_broken_logits_is_nan(vocab_size: int, params: dict[str, Any]) -> None:
+    """A NaN or +inf anywhere in the row, or nothing but -inf; the other rows do not notice, and -inf alone is legal."""
+    good = torch.linspace(-1, 1, vocab_size)
+    masked = good.clone()
+    masked[::2] = -torch.inf
+    broken = [good.clone() for _ in range(4)]
+    broken[0][vocab_size // 2] = torch.nan
+    broken[1][-1] = torch.inf
+    broken[2][:] = -torch.inf
+    broken[3][:] = torch.nan
+    rows = [SamplingRow(SamplingParams(seed=i, **params), 0) for i in range(6)]
+    output = Sampler(0).sample(torch.stack([good, masked, *broken]), rows)
+    assert [math.isnan(logprob) for logprob in output.logprobs] == [False, False, True, True, True, True]
+    alone = Sampler(0).sample(torch.stack([good, masked]), rows[:2])
+    assert (output.token_ids[:2], output.logprobs[:2]) == (alone.token_ids, alone.logprobs)

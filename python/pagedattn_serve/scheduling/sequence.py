@@ -15,6 +15,7 @@ class SequenceStatus(Enum):
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
 
     @property
     def is_finished(self) -> bool:
@@ -23,7 +24,7 @@ class SequenceStatus(Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason in a word, "stop", "length" or "abort"; None while not finished."""
+        """The reason in a word, "stop", "length", "abort" or "error"; None while not finished."""
         return self.value if self.is_finished else None
 
 
