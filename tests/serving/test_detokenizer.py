@@ -144,6 +144,55 @@ def test_a_prompt_that_ends_within_a_run_of_bytes(metaspace: PreTrainedTokenizer
     assert stream(metaspace, [a, *emoji[:3]], [emoji[3], a, b])[-1].endswith("ab")
 
 
+def byte_fallback_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """What a stream makes of them: of each run of bytes, as many as are text, then a sign for each of the others.
+
+    `decode` says the same, unless such a run begins as text: it gives a sign for each byte then, which a stream can no
+    longer do.
+    """
+    text, run = "", b""
+    for piece in [*tokenizer.convert_ids_to_tokens(token_ids), "</s>"]:
+        if piece.startswith("<0x"):
+            run += bytes([int(piece[3:5], 16)])
+            continue
+        lengths = [n for n in range(len(run) + 1) if is_text(run[:n])]
+        text += run[: lengths[-1]].decode() + REPLACEMENT * (len(run) - lengths[-1])
+        text, run = text + piece.replace("▁", " ").removesuffix("</s>"), b""
+    return text
+
+
+def is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+BYTES = [0x41, 0x20, 0x80, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0xFF]
+PIECES = [*(f"<0x{byte:02X}>" for byte in BYTES), "▁", "a", "▁the"]
+
+
+@given(pieces=st.lists(st.sampled_from(PIECES) | st.sampled_from(["<0xC3>", "<0xA9>", "<0xE2>"]), max_size=14))
+def test_any_bytes(metaspace: PreTrainedTokenizerBase, pieces: list[str]) -> None:
+    """After a prompt that ends with a whole word. Earlier bytes are not repeated when a later one is invalid."""
+    prompt_ids, output_ids = metaspace("abc").input_ids, metaspace.convert_tokens_to_ids(pieces)
+    texts = stream(metaspace, prompt_ids, output_ids)
+    assert texts[-1] == byte_fallback_text(metaspace, output_ids)
+    full = metaspace.decode([*prompt_ids, *output_ids])
+    if all(full.startswith("abc" + text) for text in texts[:-1]):  # nothing given out is another text now
+        assert "abc" + texts[-1] == full
+
+
+def test_an_invalid_byte_after_a_character_of_bytes(metaspace: PreTrainedTokenizerBase) -> None:
+    ids = metaspace.convert_tokens_to_ids
+    e, broken, a = ids(["<0xC3>", "<0xA9>"]), ids("<0xE2>"), ids("a")
+    assert stream(metaspace, [a], [*e, broken, a]) == ["", "", "é", "é", "é\ufffda", "é\ufffda"]
+    assert stream(metaspace, [a], [*e, broken]) == ["", "", "é", "é", "é\ufffd"]
+    assert stream(metaspace, [a, *e], [broken, a])[-1] == "\ufffda"  # in the prompt, too
+    assert stream(metaspace, [a], [*e, broken, *ids(["<0x82>", "<0xAC>"])])[-1] == "é€"
+
+
 def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
     a, b = tokenizer("ab").input_ids
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id

@@ -50,6 +50,12 @@ class IncrementalDetokenizer:
     def _pending_text(self) -> str:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
         after = self._decode(self._token_ids[self._context_begin :])
+        if REPLACEMENT in after:
+            # One invalid byte token and the whole run of them decodes to a replacement character each, those before it
+            # too whose text was given out: the text of the new tokens alone does not repeat it.
+            alone = self._decode(self._token_ids[self._given_out :])
+            if alone.startswith(REPLACEMENT) and after.endswith(alone):
+                return alone
         if after.startswith(before):
             return after[len(before) :]
         # A prompt that ends within a character, which the output completes: its text changes with the output.
