@@ -24,7 +24,14 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm"},
     "cli": {"llm"},
     "llm": {"engine"},
-    "engine": {"scheduling.scheduler", "execution.cache_memory", "models.packed_linear", "text.tokenizer", "request"},
+    "engine": {
+        "scheduling.scheduler",
+        "execution.cache_memory",
+        "models.packed_linear",
+        "text.tokenizer",
+        "generation_config",
+        "request",
+    },
     "request": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
     # which sequences run, on which blocks
     "scheduling": set(),
@@ -61,6 +68,7 @@ ARROWS: dict[str, set[str]] = {
     "text.tokenizer": set(),
     # plain data that users hold and any room may read
     "outputs": set(),
+    "generation_config": {"sampling_params"},
     "sampling_params": {"config"},
     "config": set(),
     # the op package: nothing of ours to its right

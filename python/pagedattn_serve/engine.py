@@ -12,6 +12,7 @@ from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, ch
 from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory, num_useful_blocks
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.models.loader import load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import EngineStats, RequestOutput
@@ -20,7 +21,7 @@ from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.text.tokenizer import eos_token_ids, load_tokenizer
+from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class LLMEngine:
             raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
         device = choose_device(device)
         self.tokenizer = load_tokenizer(model, tokenizer)
+        self._eos_token_ids = eos_token_ids(model)
+        self._defaults = generation_defaults(model)
         causal_lm = load_model(model, dtype, device)
         self._vocab_size = causal_lm.vocab_size
         if device == "cpu":
@@ -104,7 +107,6 @@ class LLMEngine:
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         self.scheduler = Scheduler(scheduler_config, cache_config)
         self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
-        self._eos_token_ids = eos_token_ids(model)
         # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
@@ -117,6 +119,14 @@ class LLMEngine:
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and output together."""
         return self.scheduler.config.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a request that brings none: what generation_config.json in the model's directory says (do_sample,
+        temperature, top_k, top_p, min_p, max_new_tokens), and for the rest `SamplingParams()`.
+
+        A max_length there counts the prompt too: max_tokens is None here, and requests without parameters end at it.
+        """
+        return self._defaults.params
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
@@ -131,7 +141,7 @@ class LLMEngine:
         prompt_token_ids: list[int] | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request: a prompt, or its token ids. Default sampling: `SamplingParams()`.
+        """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
 
@@ -140,7 +150,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._defaults.params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -149,7 +159,10 @@ class LLMEngine:
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
         sequence = Sequence(request_id, token_ids, params, arrival_time)
-        request = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, self.max_model_len)
+        max_len = self.max_model_len
+        if sampling_params is None and self._defaults.max_length is not None:
+            max_len = min(max_len, max(self._defaults.max_length, len(token_ids) + 1))
+        request = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, max_len)
         self._settle()
         self._settled = False
         try:

@@ -51,6 +51,10 @@ class LLM:
         """The tokenizer from transformers; None if the model's directory has none."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it is given none: the engine's, `LLMEngine.get_default_sampling_params`."""
+        return self.llm_engine.get_default_sampling_params()
+
     def generate(
         self,
         prompts: str | list[str] | None = None,
@@ -62,7 +66,7 @@ class LLM:
 
         Args:
             prompts: one or several texts; or else prompt_token_ids.
-            sampling_params: one for all, or one a prompt; default `SamplingParams()`.
+            sampling_params: one for all, or one a prompt; default `get_default_sampling_params()`.
             prompt_token_ids: one list of token ids a prompt.
             use_tqdm: show progress on standard error.
 

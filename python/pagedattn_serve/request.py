@@ -13,7 +13,7 @@ class Request:
     """One prompt and its output.
 
     prompt: None if it came as token ids. tokenizer: None where there is none; the output has no text then.
-    max_model_len: most tokens of the sequence, prompt and output together.
+    max_len: most tokens of the sequence, prompt and output together.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class Request:
         sequence: Sequence,
         tokenizer: Any | None,
         eos_token_ids: set[int],
-        max_model_len: int,
+        max_len: int,
     ) -> None:
         self.sequence = sequence
         self.metrics = RequestMetrics(sequence.arrival_time)
@@ -32,7 +32,7 @@ class Request:
         self._detokenizer = self._new_detokenizer()
         params = sequence.sampling_params
         self._stop_ids = set(params.stop_ids) if params.ignore_eos else {*params.stop_ids, *eos_token_ids}
-        room = max_model_len - len(sequence.prompt_token_ids)
+        room = max_len - len(sequence.prompt_token_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
 
     def mark(self) -> tuple[int, float]:

@@ -1,15 +1,14 @@
-"""Where the tokenizer comes from, and which tokens end an output."""
+"""Where the tokenizer comes from."""
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import Checkpoint
 from transformers import PreTrainedTokenizerBase
 
-from pagedattn_serve.text.tokenizer import eos_token_ids, load_tokenizer
+from pagedattn_serve.text.tokenizer import load_tokenizer
 
 TEXT = "the cat sat 🙂 é"
 
@@ -49,33 +48,3 @@ def test_vocab_and_merges(text_model: str, tokenizer: PreTrainedTokenizerBase, t
     assert loaded is not None
     assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
     assert loaded.decode(loaded(TEXT).input_ids) == TEXT
-
-
-@pytest.mark.parametrize(
-    ("config", "generation_config", "expected"),
-    [
-        (None, None, set()),
-        ({}, None, set()),
-        ({"eos_token_id": None}, None, set()),
-        ({"eos_token_id": 7}, None, {7}),
-        ({"eos_token_id": 0}, None, {0}),  # as in the demo model
-        ({"eos_token_id": [7, 8, 7]}, None, {7, 8}),
-        ({"eos_token_id": 7}, {"eos_token_id": 9}, {9}),  # generation_config.json decides
-        ({"eos_token_id": 7}, {"eos_token_id": [0, 9]}, {0, 9}),
-        ({"eos_token_id": 7}, {"eos_token_id": 0}, {0}),
-        ({"eos_token_id": 7}, {"eos_token_id": None}, {7}),
-        ({"eos_token_id": [7, 8]}, {"max_length": 20}, {7, 8}),
-        ({}, {"eos_token_id": [1]}, {1}),
-        (None, {"eos_token_id": 1}, {1}),
-    ],
-)
-def test_eos_token_ids(
-    tmp_path: Path,
-    config: dict[str, Any] | None,
-    generation_config: dict[str, Any] | None,
-    expected: set[int],
-) -> None:
-    for name, fields in [("config.json", config), ("generation_config.json", generation_config)]:
-        if fields is not None:
-            (tmp_path / name).write_text(json.dumps(fields))
-    assert eos_token_ids(str(tmp_path)) == expected
