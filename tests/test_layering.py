@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
         "models.packed_linear",
         "text.tokenizer",
         "generation_config",
+        "prompts",
         "request",
     },
     "request": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
@@ -69,6 +70,7 @@ ARROWS: dict[str, set[str]] = {
     # plain data that users hold and any room may read
     "outputs": set(),
     "generation_config": {"sampling_params"},
+    "prompts": set(),
     "sampling_params": {"config"},
     "config": set(),
     # the op package: nothing of ours to its right

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.models.loader import load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
@@ -136,13 +138,14 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
-        prompt_token_ids: list[int] | None = None,
+        prompt_token_ids: Any | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
+        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}.
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
@@ -155,14 +158,14 @@ class LLMEngine:
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
-        token_ids = self._prompt_tokens(prompt, prompt_token_ids)
+        text, token_ids = self._prompt_tokens(prompt, prompt_token_ids)
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
         sequence = Sequence(request_id, token_ids, params, arrival_time)
         max_len = self.max_model_len
         if sampling_params is None and self._defaults.max_length is not None:
             max_len = min(max_len, max(self._defaults.max_length, len(token_ids) + 1))
-        request = Request(prompt, sequence, self.tokenizer, self._eos_token_ids, max_len)
+        request = Request(text, sequence, self.tokenizer, self._eos_token_ids, max_len)
         self._settle()
         self._settled = False
         try:
@@ -217,24 +220,27 @@ class LLMEngine:
             num_output_tokens=self._num_output_tokens,
         )
 
-    def _prompt_tokens(self, prompt: str | None, token_ids: list[int] | None) -> list[int]:
+    def _prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it came as token ids, and its token ids."""
         if (prompt is None) == (token_ids is None):
             raise ValueError("prompt: expected either prompt or prompt_token_ids")
-        if token_ids is None:
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompt: expected a string, got {type(prompt).__name__}")
-            if self.tokenizer is None:
-                raise ValueError("prompt: expected prompt_token_ids, as the model's directory has no tokenizer")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"prompt: expected text that UTF-8 can write, got {error}") from None
-            token_ids = self.tokenizer(prompt, verbose=False).input_ids
-        if not isinstance(token_ids, list):
-            raise TypeError(f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}")
-        for token_id in token_ids:
-            check_int("prompt_token_ids", token_id, 0, self._vocab_size - 1)
-        return list(token_ids)
+        text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
+        if ids is None:
+            assert text is not None
+            ids = self._tokenize(text)
+        for token_id in ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(f"prompt_token_ids: expected an int in [0, {self._vocab_size - 1}], got {token_id}")
+        return text, ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("prompt: expected prompt_token_ids, as the model's directory has no tokenizer")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt: expected text that UTF-8 can write, got {error}") from None
+        return list(self.tokenizer(text, verbose=False).input_ids)
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         requests = [self._requests[each.sequence.request_id] for each in batch.sequences if each.samples]

@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.prompts import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
 
 
@@ -57,17 +58,18 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[str] | None = None,
+        prompts: Prompt | list[Prompt] | None = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        prompt_token_ids: list[list[int]] | None = None,
+        prompt_token_ids: Any | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for all prompts together, batched continuously.
 
         Args:
-            prompts: one or several texts; or else prompt_token_ids.
+            prompts: one prompt or a list of them, each in any of the forms that `LLMEngine.add_request` takes: a text,
+                token ids, a dict with either. A list of ints is one prompt. Or else prompt_token_ids.
             sampling_params: one for all, or one a prompt; default `get_default_sampling_params()`.
-            prompt_token_ids: one list of token ids a prompt.
+            prompt_token_ids: one list of token ids a prompt, or that of a single one.
             use_tqdm: show progress on standard error.
 
         Returns:
@@ -76,13 +78,13 @@ class LLM:
         Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`); it
         names the prompt, by its place in the list.
         """
-        requests = pair_up(prompts, prompt_token_ids)
+        requests = list_prompts(prompts, prompt_token_ids)
         params = one_each(sampling_params, len(requests))
         self._abort_all()  # where an interrupt did not let the last call do it
         outputs: dict[str, RequestOutput] = {}
         try:
-            for i, ((prompt, token_ids), param) in enumerate(zip(requests, params, strict=True)):
-                self._add(f"prompt {i} of {len(requests)}", prompt, token_ids, param)
+            for i, (prompt, param) in enumerate(zip(requests, params, strict=True)):
+                self._add(f"prompt {i} of {len(requests)}", prompt, param)
             own = set(self._request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
@@ -94,15 +96,15 @@ class LLM:
         finally:
             self._abort_all()
 
-    def _add(self, place: str, prompt: str | None, token_ids: list[int] | None, param: SamplingParams | None) -> None:
+    def _add(self, place: str, prompt: Prompt, param: SamplingParams | None) -> None:
         request_id = f"llm-{self._num_requests}"
         self._num_requests += 1
         self._request_ids.append(request_id)  # first, so that no request is in the engine without
         try:
-            self.llm_engine.add_request(request_id, prompt, param, token_ids)
+            self.llm_engine.add_request(request_id, prompt, param)
         except (TypeError, ValueError) as error:
             self._request_ids.pop()  # if the id is taken, that request is somebody else's
-            raise type(error)(f"{place}: {error}") from None
+            raise type(error)(f"{place}: {str(error).removeprefix('prompt: ')}") from None
 
     def _abort_all(self) -> None:
         """After an error or an interrupt, no request of the call stays behind."""
@@ -111,20 +113,14 @@ class LLM:
         self._request_ids = []
 
 
-def pair_up(
-    prompts: str | list[str] | None, prompt_token_ids: list[list[int]] | None
-) -> list[tuple[str | None, list[int] | None]]:
+def list_prompts(prompts: Any | None, prompt_token_ids: Any | None) -> list[Prompt]:
     if (prompts is None) == (prompt_token_ids is None):
         raise ValueError("prompts: expected either prompts or prompt_token_ids")
-    if prompt_token_ids is not None:
-        if not isinstance(prompt_token_ids, list | tuple):
-            raise TypeError(f"prompt_token_ids: expected a list of lists, got {type(prompt_token_ids).__name__}")
-        return [(None, token_ids) for token_ids in prompt_token_ids]
-    if isinstance(prompts, str):
-        return [(prompts, None)]
-    if not isinstance(prompts, list | tuple):
-        raise TypeError(f"prompts: expected a string or a list of strings, got {type(prompts).__name__}")
-    return [(prompt, None) for prompt in prompts]
+    if prompt_token_ids is None:
+        return split_prompts(prompts)
+    if isinstance(prompt_token_ids, str | dict) or not hasattr(prompt_token_ids, "__len__"):
+        raise TypeError(f"prompt_token_ids: expected a list of lists, got {type(prompt_token_ids).__name__}")
+    return [{"prompt_token_ids": token_ids} for token_ids in split_prompts(prompt_token_ids)]
 
 
 def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -> list[SamplingParams | None]:

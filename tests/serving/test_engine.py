@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from checkpoints import (
     BEGINNING,
     SMALL,
@@ -41,9 +43,19 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
         (dict(prompt="x" * 128), ValueError, "expected 1 to 127 tokens .* got 128"),
         (dict(prompt_token_ids=[3] * 128), ValueError, "expected 1 to 127 tokens .* got 128"),
         (dict(prompt="a\ud800"), ValueError, "prompt: expected text that UTF-8 can write, .*surrogates"),
-        (dict(prompt=5), TypeError, "prompt: expected a string, got int"),
-        (dict(prompt=b"a"), TypeError, "prompt: expected a string, got bytes"),
-        (dict(prompt=["a"]), TypeError, "prompt: expected a string, got list"),
+        (dict(prompt=5), TypeError, "prompt: expected a string, token ids or a dict, got int"),
+        (dict(prompt=b"a"), TypeError, "prompt: expected a string, token ids or a dict, got bytes"),
+        (dict(prompt=["a"]), TypeError, "prompt_token_ids: expected an int, got 'a' of type str"),
+        (dict(prompt={}), ValueError, "prompt: expected a dict with one key, .*, got none"),
+        (dict(prompt={"text": "a"}), ValueError, "prompt: expected a dict with one key, .*, got text"),
+        (dict(prompt={"prompt": "a", "prompt_token_ids": [1]}), ValueError, "got prompt, prompt_token_ids"),
+        (dict(prompt={"prompt": "a", "multi_modal_data": {}}), ValueError, "got prompt, multi_modal_data"),
+        (dict(prompt={"prompt": None}), TypeError, "prompt: expected a string, token ids or a dict, got NoneType"),
+        (dict(prompt={"prompt_token_ids": "a"}), TypeError, "prompt_token_ids: expected a list of token ids, got str"),
+        (dict(prompt=np.array([1.5])), TypeError, "prompt_token_ids: expected an int, got 1.5"),
+        (dict(prompt=np.array([[1], [2]])), TypeError, r"prompt_token_ids: expected an int, got \[1\]"),
+        (dict(prompt=torch.tensor(3)), TypeError, "prompt: expected a string, token ids or a dict, got Tensor"),
+        (dict(prompt=[1, np.float32(2)]), TypeError, "prompt_token_ids: expected an int, got .*2.0"),
         (dict(prompt_token_ids=[1, 2.0]), TypeError, "prompt_token_ids: expected an int, got 2.0"),
         (dict(prompt_token_ids=[True]), TypeError, "prompt_token_ids: expected an int, got True"),
         (dict(prompt_token_ids="the"), TypeError, "prompt_token_ids"),
@@ -87,6 +99,29 @@ def test_prompt_and_its_token_ids_are_the_same(engine: LLMEngine, tokenizer: Pre
     assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
     ids.append(0)  # the caller's list is his own
     assert by_ids.prompt_token_ids != ids
+
+
+def test_every_form_of_a_prompt(engine: LLMEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("the 🙂").input_ids
+    forms: list[Any] = [
+        {"prompt": "the 🙂"},
+        ids,
+        tuple(ids),
+        np.array(ids),
+        np.array(ids, dtype=np.uint16),
+        [*map(np.int32, ids)],
+        torch.tensor(ids),
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": np.array(ids)},
+        {"prompt": ids},
+    ]
+    [expected] = run(engine, ["the 🙂"], GREEDY)
+    for i, form in enumerate(forms):
+        engine.add_request("x", form, GREEDY)
+        output = finish_all(engine)["x"][-1]
+        assert completions([output]) == completions([expected]) and output.prompt_token_ids == ids
+        assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
+        assert output.prompt == ("the 🙂" if i == 0 else None)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(text_model: str, tmp_path: Path) -> None:
@@ -157,7 +192,7 @@ def test_a_request_that_can_never_fit(llama: Checkpoint, options: dict[str, Any]
 
     def refuse(length: int) -> None:
         before = engine.stats()
-        with pytest.raises(ValueError, match=rf"'x': expected 1 to 31 tokens \(max_model_len 32.*got {length}$"):
+        with pytest.raises(ValueError, match=rf"^prompt: expected 1 to 31 tokens \(max_model_len 32.*got {length}$"):
             engine.add_request("x", sampling_params=params, prompt_token_ids=[7] * length)
         assert engine.stats() == before
 

@@ -3,7 +3,9 @@
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from checkpoints import Checkpoint, completions, token_ids
 
 from pagedattn_serve import LLM, LLMEngine, SamplingParams
@@ -79,6 +81,30 @@ def test_a_tuple_of_prompts(text_llm: LLM) -> None:
     assert completions(by_ids) == completions(listed)
 
 
+def test_every_form_of_prompts(text_llm: LLM) -> None:
+    texts = ["the cat", "é é é"]
+    expected = text_llm.generate(texts, GREEDY, use_tqdm=False)
+    ids = [output.prompt_token_ids for output in expected]
+    several: list[Any] = [
+        [{"prompt": text} for text in texts],
+        tuple({"prompt_token_ids": each} for each in ids),
+        ids,
+        tuple(map(tuple, ids)),
+        [np.array(each) for each in ids],
+        [torch.tensor(each) for each in ids],
+        [texts[0], ids[1]],
+        [{"prompt_token_ids": ids[0]}, texts[1]],
+    ]
+    for prompts in several:
+        assert completions(text_llm.generate(prompts, GREEDY, use_tqdm=False)) == completions(expected)
+    for prompt in (ids[0], tuple(ids[0]), np.array(ids[0]), torch.tensor(ids[0]), {"prompt": texts[0]}):
+        assert completions(text_llm.generate(prompt, GREEDY, use_tqdm=False)) == completions(expected[:1])
+    by_ids = text_llm.generate(prompt_token_ids=ids[0], sampling_params=GREEDY, use_tqdm=False)
+    assert completions(by_ids) == completions(expected[:1])
+    rows = text_llm.generate(np.array([ids[0], ids[0]]), GREEDY, use_tqdm=False)
+    assert completions(rows) == 2 * completions(expected[:1])
+
+
 def test_the_same_prompt_several_times(text_llm: LLM) -> None:
     outputs = text_llm.generate(["the cat"] * 5, GREEDY, use_tqdm=False)
     assert len({output.request_id for output in outputs}) == 5
@@ -118,29 +144,33 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=["a", "b"], sampling_params=[GREEDY, {}]), TypeError, "^prompt 1 of 2: sampling_params: .*dict"),
         (dict(prompts=b"a"), TypeError, "^prompts: expected a string or a list of strings, got bytes"),
         (dict(prompts=5), TypeError, "^prompts: .*got int"),
-        (dict(prompts={"a": 1}), TypeError, "^prompts: .*got dict"),
+        (dict(prompts={"a": 1}), ValueError, "^prompt 0 of 1: expected a dict with one key, .*got a$"),
+        (dict(prompts=["a", {}]), ValueError, "^prompt 1 of 2: expected a dict with one key, .*got none$"),
+        (dict(prompts=[1, "a"]), TypeError, "^prompt 0 of 1: prompt_token_ids: expected an int, got 'a'"),
+        (dict(prompts=["a", 1]), TypeError, "^prompt 1 of 2: expected a string, token ids or a dict, got int"),
+        (dict(prompts=np.array(5)), TypeError, "^prompts: expected a string .*got int"),
         (dict(prompts={"a", "b"}), TypeError, "^prompts: .*got set"),
         (dict(prompts=(prompt for prompt in "ab")), TypeError, "^prompts: .*got generator"),
         (dict(prompts=None, sampling_params=GREEDY), ValueError, "^prompts: expected either"),
         (dict(prompts=None, prompt_token_ids=None), ValueError, "^prompts: expected either"),
         (dict(prompts=[], prompt_token_ids=[]), ValueError, "^prompts: expected either"),
-        (dict(prompts=""), ValueError, "^prompt 0 of 1: .*expected 1 to 127 tokens .* got 0$"),
-        (dict(prompts="b" * 500), ValueError, "^prompt 0 of 1: .*expected 1 to 127 tokens .* got 500$"),
+        (dict(prompts=""), ValueError, "^prompt 0 of 1: expected 1 to 127 tokens .* got 0$"),
+        (dict(prompts="b" * 500), ValueError, "^prompt 0 of 1: expected 1 to 127 tokens .* got 500$"),
         # The last of several is wrong: those before it must not stay.
-        (dict(prompts=["a", "b", ""]), ValueError, "^prompt 2 of 3: .*expected 1 to 127 tokens"),
-        (dict(prompts=["a", "b", "b" * 500]), ValueError, "^prompt 2 of 3: .*expected 1 to 127 tokens"),
-        (dict(prompts=["a", "", "b", "c"]), ValueError, "^prompt 1 of 4: .*expected 1 to 127 tokens"),
-        (dict(prompts=["a", 5]), TypeError, "^prompt 1 of 2: prompt: expected a string, got int"),
-        (dict(prompts=["a", b"b"]), TypeError, "^prompt 1 of 2: prompt: expected a string, got bytes"),
-        (dict(prompts=["a", ["b"]]), TypeError, "^prompt 1 of 2: prompt: expected a string, got list"),
-        (dict(prompts=["a", None]), ValueError, "^prompt 1 of 2: prompt"),
+        (dict(prompts=["a", "b", ""]), ValueError, "^prompt 2 of 3: expected 1 to 127 tokens"),
+        (dict(prompts=["a", "b", "b" * 500]), ValueError, "^prompt 2 of 3: expected 1 to 127 tokens"),
+        (dict(prompts=["a", "", "b", "c"]), ValueError, "^prompt 1 of 4: expected 1 to 127 tokens"),
+        (dict(prompts=["a", 5]), TypeError, "^prompt 1 of 2: expected a string, token ids or a dict, got int"),
+        (dict(prompts=["a", b"b"]), TypeError, "^prompt 1 of 2: expected a string, token ids or a dict, got bytes"),
+        (dict(prompts=["a", ["b"]]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected an int, got 'b'"),
+        (dict(prompts=["a", None]), ValueError, "^prompt 1 of 2: expected either"),
         (dict(prompt_token_ids=[[1, 2], [3, 300]]), ValueError, "^prompt 1 of 2: prompt_token_ids: .*279.*got 300"),
-        (dict(prompt_token_ids=[[1], []]), ValueError, "^prompt 1 of 2: .*expected 1 to 127 tokens .* got 0$"),
+        (dict(prompt_token_ids=[[1], []]), ValueError, "^prompt 1 of 2: expected 1 to 127 tokens .* got 0$"),
         (dict(prompt_token_ids=[[1], "a"]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected a list"),
         (dict(prompt_token_ids=[[1], [2.0]]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected an int"),
         (dict(prompt_token_ids="a"), TypeError, "^prompt_token_ids: expected a list of lists, got str"),
-        # One list where a list of lists is due.
-        (dict(prompt_token_ids=[1, 2]), TypeError, "^prompt 0 of 2: prompt_token_ids: expected a list"),
+        (dict(prompt_token_ids=[[1], 2]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected a list"),
+        (dict(prompt_token_ids=5), TypeError, "^prompt_token_ids: expected a list of lists, got int"),
     ],
 )
 def test_an_error_comes_before_anything_runs(

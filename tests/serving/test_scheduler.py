@@ -269,7 +269,7 @@ def test_errors() -> None:
         make_engine(num_blocks=8, max_model_len=65)
     engine = make_engine(max_model_len=16)
     for prompt_len in (0, 16):
-        with pytest.raises(ValueError, match=rf"'request 0': expected 1 to 15 tokens .*, got {prompt_len}"):
+        with pytest.raises(ValueError, match=rf"^prompt: expected 1 to 15 tokens .*, got {prompt_len}$"):
             engine.add(prompt_len)
     a = engine.add(15)
     with pytest.raises(ValueError, match="'request 0' is taken"):

@@ -71,7 +71,7 @@ class Scheduler:
         # With the constructor's check this also means that it fits in the cache.
         if not 0 < sequence.num_tokens < self.config.max_model_len:
             raise ValueError(
-                f"prompt of {sequence.request_id!r}: expected 1 to {self.config.max_model_len - 1} tokens "
+                f"prompt: expected 1 to {self.config.max_model_len - 1} tokens "
                 f"(max_model_len {self.config.max_model_len}, one left to generate), got {sequence.num_tokens}"
             )
         self._unfinished[sequence.request_id] = sequence

@@ -1,0 +1,59 @@
+"""The forms that a prompt may have: vLLM's, and whatever else is plainly a text or token ids."""
+
+from operator import index
+from typing import Any
+
+# A text; token ids in a list, a tuple, or an array or tensor of one dimension; or either in a dict, under its name.
+Prompt = Any
+
+
+def split_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt, or a list, tuple, or two-dimensional array of them, as a list of prompts."""
+    prompts = without_array(prompts)
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts: expected a string or a list of strings, got {type(prompts).__name__}")
+    if prompts and is_int(prompts[0]):
+        return [prompts]
+    return list(prompts)
+
+
+def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """A prompt's text, or else its token ids as a new list of ints. A wrong type raises TypeError, a wrong key
+    ValueError."""
+    if isinstance(prompt, dict):
+        [(name, value)] = prompt.items() if len(prompt) == 1 else [(None, None)]
+        if name not in ("prompt", "prompt_token_ids"):
+            keys = ", ".join(map(str, prompt)) or "none"
+            raise ValueError(f"prompt: expected a dict with one key, prompt or prompt_token_ids, got {keys}")
+        if name == "prompt_token_ids":
+            return None, to_ids(value)
+        prompt = value
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(without_array(prompt), list | tuple):
+        return None, to_ids(prompt)
+    raise TypeError(f"prompt: expected a string, token ids or a dict, got {type(prompt).__name__}")
+
+
+def to_ids(token_ids: Any) -> list[int]:
+    """Token ids as a new list of ints: of a list or tuple of any integers, or an array or tensor of one dimension."""
+    token_ids = without_array(token_ids)
+    if not isinstance(token_ids, list | tuple):
+        raise TypeError(f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}")
+    for token_id in token_ids:
+        if type(token_id) is not int and not is_int(token_id):
+            kind = type(token_id).__name__
+            raise TypeError(f"prompt_token_ids: expected an int, got {token_id!r} of type {kind}")
+    return list(map(index, token_ids))
+
+
+def without_array(value: Any) -> Any:
+    """Arrays and tensors as lists of plain numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an int, or one of numpy's; a bool is not."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
