@@ -27,6 +27,13 @@ def check_float(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
+def check_bool(name: str, value: object) -> bool:
+    """`value`; raises TypeError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+    return value
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one scheduler.
@@ -51,7 +58,7 @@ class CacheConfig:
     """Size of the paged key-value cache, in blocks.
 
     num_blocks: physical blocks in the pool.
-    block_size: tokens per block; a power of two from 8 to 64.
+    block_size: tokens per block; a power of two from 8 to 256.
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     """
 
@@ -61,7 +68,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)
-        check_int("block_size", self.block_size, 8, 64)
+        check_int("block_size", self.block_size, 8, 256)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
         check_float("watermark", self.watermark)

@@ -1,16 +1,25 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
 import logging
+import os
 import re
+import secrets
 import time
 from dataclasses import replace
-from typing import Any
+from os import PathLike
+from typing import Any, overload
 
 import torch
 
 import pagedattn_ext
-from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_float, check_int
-from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, choose_num_blocks, cuda_memory, num_useful_blocks
+from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
+from pagedattn_serve.execution.cache_memory import (
+    DEFAULT_CPU_MEMORY,
+    block_bytes_of,
+    choose_num_blocks,
+    cuda_memory,
+    num_useful_blocks,
+)
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
@@ -32,12 +41,12 @@ class LLMEngine:
     """Continuous batching over a paged cache.
 
     Args:
-        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer).
+        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer); "~" is the home.
         tokenizer: a directory with another tokenizer than the model's.
-        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16"; or torch's.
+        dtype: "auto" (the checkpoint's), "float32" or "float", "float16" or "half", "bfloat16"; or torch's.
         device: "auto" (CUDA where there is a device and this build has the kernels, else the CPU), "cpu", "cuda" or
             "cuda:N".
-        block_size: tokens per cache block, a power of two from 8 to 64.
+        block_size: tokens per cache block, a power of two from 8 to 256.
         kv_cache_memory: bytes for the cache. Default: 1 GiB on the CPU, on CUDA what gpu_memory_utilization leaves;
             but no more than max_num_seqs sequences of max_model_len tokens could use.
         num_blocks: blocks of the cache; not together with kv_cache_memory.
@@ -48,7 +57,10 @@ class LLMEngine:
         swap_space: GiB of host memory for swapped-out groups of several sequences. Single sequences, the only kind yet,
             are recomputed instead, so none of it is taken.
         gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
-        seed: of the random numbers for requests without a seed of their own.
+        seed: of the random numbers for requests without a seed of their own; None takes an arbitrary one.
+        tensor_parallel_size: 1, as one device is all that is used yet.
+        enforce_eager: True or False, which are the same here: nothing is compiled or captured in graphs.
+        trust_remote_code: False, as a checkpoint's own code is never run.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
 
@@ -58,8 +70,8 @@ class LLMEngine:
 
     def __init__(
         self,
-        model: str,
-        tokenizer: str | None = None,
+        model: str | PathLike[str],
+        tokenizer: str | PathLike[str] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         block_size: int = 16,
@@ -70,11 +82,16 @@ class LLMEngine:
         max_model_len: int | None = None,
         swap_space: float = 4,
         gpu_memory_utilization: float = 0.9,
-        seed: int = 0,
+        seed: int | None = 0,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
-        check_int("block_size", block_size, 8, 64)
+        check_int("block_size", block_size, 8, 256)
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        if seed is None:
+            seed = secrets.randbits(64)
         check_int("seed", seed, 0, 2**64 - 1)
         check_float("swap_space", swap_space)
         if swap_space < 0:
@@ -84,6 +101,14 @@ class LLMEngine:
             raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
         if num_blocks is not None and kv_cache_memory is not None:
             raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
+        if check_bool("trust_remote_code", trust_remote_code):
+            raise ValueError("trust_remote_code: expected False, as running a checkpoint's own code is not supported")
+        check_bool("enforce_eager", enforce_eager)
+        check_int("tensor_parallel_size", tensor_parallel_size, 1)
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
+        model = directory_path("model", model)
+        tokenizer = None if tokenizer is None else directory_path("tokenizer", tokenizer)
         device = choose_device(device)
         self.tokenizer = load_tokenizer(model, tokenizer)
         self._eos_token_ids = eos_token_ids(model)
@@ -107,8 +132,15 @@ class LLMEngine:
             )
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
-        self.scheduler = Scheduler(scheduler_config, cache_config)
-        self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
+        try:
+            self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
+            self.scheduler = Scheduler(scheduler_config, cache_config)
+        except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
+            num_bytes = num_blocks * block_bytes_of(causal_lm, block_size)
+            raise MemoryError(
+                f"num_blocks: expected a cache that fits in memory, got {num_blocks:,} blocks of {block_size} tokens, "
+                f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
+            ) from None
         # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
@@ -192,8 +224,27 @@ class LLMEngine:
         self._settled = True
         return outputs
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at once; returns what it had so far, or None if it is unknown or finished already."""
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        self._settle()
+        return len(self._requests)
+
+    @overload
+    def abort_request(self, request_id: str) -> RequestOutput | None: ...
+    @overload
+    def abort_request(self, request_id: list[str] | tuple[str, ...] | set[str]) -> list[RequestOutput]: ...
+    def abort_request(
+        self, request_id: str | list[str] | tuple[str, ...] | set[str]
+    ) -> RequestOutput | list[RequestOutput] | None:
+        """End a request at once; returns what it had so far, or None if it is unknown or finished already.
+
+        Of several ids, ends each of them; returns a list for those that were unfinished.
+        """
+        if isinstance(request_id, list | tuple | set):
+            ended = [self.abort_request(each) for each in request_id]
+            return [output for output in ended if output is not None]
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id: expected a string or a list of strings, got {type(request_id).__name__}")
         self._settle()
         request = self._requests.get(request_id)
         if request is None:
@@ -283,6 +334,12 @@ class LLMEngine:
         self.scheduler.restart([request.sequence for request in self._requests.values()])
         self.model_runner.block_tables.clear()
         self._settled = True
+
+
+def directory_path(name: str, value: str | PathLike[str]) -> str:
+    if not isinstance(value, str | PathLike):
+        raise TypeError(f"{name}: expected a directory as a string or a path, got {type(value).__name__}")
+    return os.path.expanduser(os.fspath(value))
 
 
 def choose_device(name: str) -> str:

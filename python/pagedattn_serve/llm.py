@@ -1,5 +1,6 @@
 """Offline generation: a list of prompts in, a list of outputs out."""
 
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
-        tokenizer: str | None = None,
+        model: str | PathLike[str],
+        tokenizer: str | PathLike[str] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         block_size: int = 16,
@@ -28,7 +29,10 @@ class LLM:
         max_model_len: int | None = None,
         swap_space: float = 4,
         gpu_memory_utilization: float = 0.9,
-        seed: int = 0,
+        seed: int | None = 0,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -44,6 +48,9 @@ class LLM:
             swap_space=swap_space,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            trust_remote_code=trust_remote_code,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call
@@ -108,8 +115,7 @@ class LLM:
 
     def _abort_all(self) -> None:
         """After an error or an interrupt, no request of the call stays behind."""
-        for request_id in self._request_ids:
-            self.llm_engine.abort_request(request_id)
+        self.llm_engine.abort_request(self._request_ids)
         self._request_ids = []
 
 

@@ -331,6 +331,23 @@ def test_abort_leaves_the_others_alone(llama: Checkpoint, num_blocks: int) -> No
     assert engine.abort_request("0") is None and engine.abort_request("unknown") is None
 
 
+def test_abort_of_several(llama: Checkpoint) -> None:
+    engine = LLMEngine(llama.path, max_num_seqs=2)
+    for i, prompt in enumerate(llama.prompts[:4]):
+        engine.add_request(str(i), prompt, GREEDY)
+    assert engine.get_num_unfinished_requests() == 4
+    engine.step()
+    aborted = engine.abort_request(["0", "unknown", "3", "0"])
+    assert completions(aborted) == [("", llama.expected[0][:1], "abort"), ("", [], "abort")]
+    assert engine.get_num_unfinished_requests() == 2
+    assert engine.abort_request([]) == [] and engine.abort_request(("0",)) == []
+    for wrong in (5, None, [5]):
+        with pytest.raises(TypeError, match="request_id: expected a string or a list of strings, got"):
+            engine.abort_request(wrong)  # type: ignore[call-overload]
+    assert sorted(finish_all(engine)) == ["1", "2"]
+    assert engine.get_num_unfinished_requests() == 0
+
+
 def test_abort_gives_what_is_there(speaker: LLMEngine) -> None:
     speaker.add_request("x", BEGINNING, SamplingParams(temperature=0, max_tokens=None))
     for text in words(speaker)[:5]:

@@ -202,6 +202,20 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         (dict(max_model_len=20.0), TypeError, "max_model_len"),
         (dict(dtype="float64"), ValueError, "dtype"),
         (dict(seed="x"), TypeError, "seed"),
+        (dict(block_size=512), ValueError, r"block_size: expected an int in \[8, 256\], got 512"),
+        (dict(tensor_parallel_size=2), ValueError, "tensor_parallel_size: expected 1, .*not supported, got 2"),
+        (dict(tensor_parallel_size="1"), TypeError, "tensor_parallel_size: expected an int"),
+        (dict(trust_remote_code=True), ValueError, "trust_remote_code: expected False, .*not supported"),
+        (dict(trust_remote_code="no"), TypeError, "trust_remote_code: expected a bool, got 'no'"),
+        (dict(enforce_eager=None), TypeError, "enforce_eager: expected a bool, got None"),
+        (dict(quantization="awq"), TypeError, "unexpected keyword argument 'quantization'"),
+        (dict(tokenizer=5), TypeError, "tokenizer: expected a directory as a string or a path, got int"),
+        (
+            dict(num_blocks=10**13),
+            MemoryError,
+            f"10,000,000,000,000 blocks of 16 tokens, {BLOCK_BYTES * 10**13:,} bytes",
+        ),
+        (dict(num_blocks=10**9), MemoryError, f"1,000,000,000 blocks of 16 tokens, {BLOCK_BYTES * 10**9:,} bytes"),
         (dict(seed=-1), ValueError, "seed"),
         (dict(swap_space=-1), ValueError, "swap_space: expected a number >= 0, got -1"),
         (dict(swap_space=-0.5), ValueError, "swap_space: expected a number >= 0, got -0.5"),
@@ -245,3 +259,45 @@ def test_the_default_size_lets_all_run_at_once(llama: Checkpoint, max_num_seqs: 
         engine.add_request(str(i), sampling_params=SamplingParams(max_tokens=None), prompt_token_ids=prompt)
     engine.scheduler.schedule()
     assert (engine.stats().num_running, engine.stats().num_waiting) == (max_num_seqs, 0)
+
+
+@pytest.mark.parametrize("model", [None, 123, b"x", ["x"]])
+def test_a_model_that_is_no_path(model: Any) -> None:
+    with pytest.raises(TypeError, match=f"^model: expected a directory .*, got {type(model).__name__}$"):
+        LLMEngine(model)
+
+
+def test_paths(llama: Checkpoint, text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pathlib, and in the home directory."""
+    expected = llama.expected[:1]
+    assert token_ids(run(LLMEngine(Path(llama.path)), llama.prompts[:1], GREEDY)) == expected
+    monkeypatch.setenv("HOME", str(Path(llama.path).parent))
+    engine = LLMEngine(f"~/{Path(llama.path).name}", tokenizer=Path(text_model))
+    assert engine.tokenizer is not None
+    assert token_ids(run(engine, llama.prompts[:1], GREEDY)) == expected
+
+
+def test_options_that_change_nothing(llama: Checkpoint) -> None:
+    for enforce_eager in (True, False):
+        engine = LLMEngine(llama.path, tensor_parallel_size=1, enforce_eager=enforce_eager, trust_remote_code=False)
+        assert token_ids(run(engine, llama.prompts[:2], GREEDY)) == llama.expected[:2]
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 128, 256])
+def test_every_block_size(llama: Checkpoint, block_size: int) -> None:
+    """Two sequences' worth of blocks, so that others are preempted where a block is small."""
+    engine = LLMEngine(llama.path, block_size=block_size, num_blocks=2 * max(64 // block_size, 1))
+    assert token_ids(run(engine, llama.prompts, GREEDY)) == llama.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("half", torch.float16), ("float", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_names_of_dtypes(llama: Checkpoint, name: str, dtype: torch.dtype) -> None:
+    assert LLMEngine(llama.path, dtype=name).model_runner.model.dtype == dtype
+
+
+def test_an_arbitrary_seed(llama: Checkpoint) -> None:
+    params = SamplingParams(temperature=5.0, max_tokens=20)
+    first, second = (token_ids(run(LLMEngine(llama.path, seed=None), llama.prompts[:1], params)) for _ in range(2))
+    assert first != second

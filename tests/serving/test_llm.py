@@ -241,6 +241,9 @@ def test_arguments_of_the_constructor() -> None:
         ("swap_space", 4),
         ("gpu_memory_utilization", 0.9),
         ("seed", 0),
+        ("tensor_parallel_size", 1),
+        ("enforce_eager", False),
+        ("trust_remote_code", False),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert LLMEngine.__doc__ is not None

@@ -33,7 +33,13 @@ NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,  # these two names are torch's and vLLM's as well
+    "half": torch.float16,
+}
 # In order of preference: the one file, and the index that stands there if the weights lie in several.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
