@@ -56,6 +56,8 @@ class CompletionOutput(_CopiedWhenRead):
     logprobs: for each token its own logprob and those of the most likely ones, by token id; None if not asked for.
     finish_reason: "stop" (end-of-sequence or stop token, stop string), "length", "abort", "error" (which
         `RequestOutput.error` tells); None while unfinished.
+    stop_reason: the stop string or the id of the stop token that ended it; None for an end-of-sequence token, and where
+        finish_reason is not "stop".
     """
 
     index: int
@@ -64,6 +66,7 @@ class CompletionOutput(_CopiedWhenRead):
     cumulative_logprob: float
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
+    stop_reason: int | str | None = None
 
     COPIED = ("token_ids", "logprobs")
 
@@ -75,6 +78,7 @@ class CompletionOutput(_CopiedWhenRead):
         cumulative_logprob: float,
         logprobs: list[dict[int, Logprob]] | None,
         finish_reason: str | None,
+        stop_reason: int | str | None,
     ) -> Self:
         """The engine's way to make one: the lists stay its own, and it may append to them."""
         output = cls.__new__(cls)
@@ -82,6 +86,7 @@ class CompletionOutput(_CopiedWhenRead):
         output.text = text
         output.cumulative_logprob = cumulative_logprob
         output.finish_reason = finish_reason
+        output.stop_reason = stop_reason
         output._source = len(token_ids), token_ids, logprobs
         return output
 

@@ -31,7 +31,9 @@ class Request:
         self._tokenizer = tokenizer
         self._detokenizer = self._new_detokenizer()
         params = sequence.sampling_params
-        self._stop_ids = set(params.stop_ids) if params.ignore_eos else {*params.stop_ids, *eos_token_ids}
+        self._stop_ids = set(params.stop_ids)
+        self._eos_ids = set() if params.ignore_eos else eos_token_ids
+        self._stop_reason: int | str | None = None
         room = max_len - len(sequence.prompt_token_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
 
@@ -45,7 +47,7 @@ class Request:
         del self.sequence.output_token_ids[num_tokens:]
         del self.sequence.logprobs[num_tokens:]
         self.sequence.status = SequenceStatus.WAITING
-        self.metrics.finished_time = self.error = None
+        self.metrics.finished_time = self.error = self._stop_reason = None
         if num_tokens == 0:
             self.metrics.first_token_time = None
         self._detokenizer = self._new_detokenizer()
@@ -75,8 +77,9 @@ class Request:
                 for each_id, each in top_logprobs.items():
                     each.decoded_token = self._tokenizer.decode([each_id], clean_up_tokenization_spaces=False)
         status = None
-        if token_id in self._stop_ids:
+        if token_id in self._eos_ids or token_id in self._stop_ids:
             status = SequenceStatus.FINISHED_STOPPED
+            self._stop_reason = None if token_id in self._eos_ids else token_id
         elif len(token_ids) == self._max_tokens:
             status = SequenceStatus.FINISHED_LENGTH
         if self._detokenizer is None:
@@ -85,8 +88,9 @@ class Request:
             self._detokenizer.add(token_id)
         if status is not None:
             self._detokenizer.finish()
-        stop_at = first_stop(self._detokenizer.text, self.sequence.sampling_params.stop_strings)
-        if stop_at is not None:
+        stop = first_stop(self._detokenizer.text, self.sequence.sampling_params.stop_strings)
+        if stop is not None:
+            stop_at, self._stop_reason = stop
             self._detokenizer.text = self._detokenizer.text[:stop_at]
             status = SequenceStatus.FINISHED_STOPPED
         return status
@@ -100,7 +104,7 @@ class Request:
             text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
         logprobs = None if params.logprobs is None else sequence.logprobs
         completion = CompletionOutput.of(
-            text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs, finish_reason
+            text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs, finish_reason, self._stop_reason
         )
         return RequestOutput.of(
             sequence.request_id, self._prompt, sequence.prompt_token_ids, completion, self.metrics, self.error

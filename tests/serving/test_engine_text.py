@@ -139,6 +139,32 @@ def test_text_and_stops_with_preemption(text_model: str) -> None:
         assert stopped.outputs[0].text == text[: text.find(text[9:11])]
 
 
+def test_stop_reason(speaker: LLMEngine) -> None:
+    """The string or the token that ended it, None for EOS, even as a stop token, and for other ends."""
+    ids = speech_ids(speaker)
+    assert speaker.tokenizer is not None
+    eos = speaker.tokenizer.convert_tokens_to_ids(EOS)
+    cases: list[tuple[dict[str, Any], int | str | None]] = [
+        (dict(stop="on the hat"), "on the hat"),
+        (dict(stop=["never", "mat", " on the mat"]), " on the mat"),  # it begins first
+        (dict(stop=["mat", "mat 🙂"]), "mat"),
+        (dict(stop=[" m", " mat"]), " m"),
+        (dict(stop_token_ids=[ids[3], ids[9]]), ids[3]),
+        (dict(stop_token_ids=[ids[3]], stop="the end", max_tokens=4), ids[3]),
+        (dict(), None),
+        (dict(stop_token_ids=[eos]), None),
+        (dict(stop_token_ids=[eos], ignore_eos=True), eos),
+        (dict(max_tokens=3), None),
+    ]
+    for params, expected in cases:
+        *before, last = speak(speaker, **params)
+        assert last.outputs[0].stop_reason == expected, params
+        assert {step.outputs[0].stop_reason for step in before} <= {None}
+    speaker.add_request("x", BEGINNING)
+    aborted = speaker.abort_request("x")
+    assert aborted is not None and aborted.outputs[0].stop_reason is None
+
+
 # --- stop tokens ---
 
 
