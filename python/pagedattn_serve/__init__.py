@@ -4,6 +4,7 @@
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
+
+    __version__: str
 
 _PUBLIC = {
     "DEMO_MODEL": "config",
@@ -30,9 +33,30 @@ _PUBLIC = {
 }
 __all__ = list(_PUBLIC)
 
+# What the extra `serve` brings.
+_EXTRA = ("numpy", "safetensors", "tqdm", "transformers")
+
+
+def import_serving(name: str) -> ModuleType:
+    """A module of this package. Where the packages of the extra `serve` are not installed, an ImportError says so."""
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        raise ImportError(
+            f"pagedattn_serve: expected {', '.join(_EXTRA)}, found no {error.name}: pip install 'pagedattn-ext[serve]'"
+        ) from error
+
 
 def __getattr__(name: str) -> object:
     """Public names, imported on first use: the scheduling side works where torch is not installed."""
+    if name == "__version__":
+        return import_module("pagedattn_ext").__version__
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return getattr(import_serving(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, "__version__"})

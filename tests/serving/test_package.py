@@ -1,0 +1,57 @@
+"""The package itself: its names, its version, and what it says where the extra is not installed."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pagedattn_serve
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_names_and_version() -> None:
+    assert set(pagedattn_serve.__all__) < set(dir(pagedattn_serve))
+    assert {"LLM", "__version__", "__doc__"} < set(dir(pagedattn_serve))
+    for name in pagedattn_serve.__all__:
+        assert getattr(pagedattn_serve, name) is not None
+    assert pagedattn_serve.__version__ == PROJECT["version"]
+    with pytest.raises(AttributeError, match="module 'pagedattn_serve' has no attribute 'LMM'"):
+        pagedattn_serve.LMM  # type: ignore[attr-defined]  # noqa: B018
+
+
+EXTRA = ["numpy", "safetensors", "tqdm", "transformers"]
+
+
+@pytest.mark.parametrize("missing", [EXTRA, *([name] for name in EXTRA)], ids=lambda names: "-".join(names))
+def test_without_the_extra(missing: list[str]) -> None:
+    """All of its packages, or one: an ImportError that says what to do. The ops, and what needs none of them, work."""
+    hide = f"import sys; sys.modules.update(dict.fromkeys({missing}));"
+    done = python(f"{hide} from pagedattn_serve import LLM")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("ImportError: pagedattn_serve: expected numpy, safetensors, tqdm, transformers, found no ")
+    assert last.endswith(": pip install 'pagedattn-ext[serve]'") and any(f"found no {name}" in last for name in missing)
+    plain = python(
+        f"{hide} import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
+    )
+    assert plain.returncode == 0, plain.stderr
+
+
+def test_the_extra_is_what_the_project_says() -> None:
+    named = [requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"]["serve"]]
+    assert named == EXTRA
+
+
+def test_another_missing_module_is_no_matter_of_the_extra() -> None:
+    done = python("import sys; sys.modules['zipfile'] = None; from pagedattn_serve.models import loader")
+    assert "pip install" not in done.stderr
+    done = python("import pagedattn_serve, sys; sys.modules['pagedattn_serve.engine'] = None; pagedattn_serve.LLM")
+    assert done.stderr.strip().splitlines()[-1].startswith("ModuleNotFoundError: ")
