@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
-from pagedattn_serve.prompts import Prompt, split_prompts
+from pagedattn_serve.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams
 
 
@@ -80,7 +80,7 @@ class LLM:
             use_tqdm: show progress on standard error.
 
         Returns:
-            The finished requests, in the order of the prompts.
+            The finished requests, in the order of the prompts; one that could not go on says why in `error`.
 
         Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`); it
         names the prompt, by its place in the list.
@@ -124,7 +124,7 @@ def list_prompts(prompts: Any | None, prompt_token_ids: Any | None) -> list[Prom
         raise ValueError("prompts: expected either prompts or prompt_token_ids")
     if prompt_token_ids is None:
         return split_prompts(prompts)
-    if isinstance(prompt_token_ids, str | dict) or not hasattr(prompt_token_ids, "__len__"):
+    if not isinstance(without_array(prompt_token_ids), list | tuple):
         raise TypeError(f"prompt_token_ids: expected a list of lists, got {type(prompt_token_ids).__name__}")
     return [{"prompt_token_ids": token_ids} for token_ids in split_prompts(prompt_token_ids)]
 

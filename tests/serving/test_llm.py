@@ -170,6 +170,7 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompt_token_ids=[[1], [2.0]]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected an int"),
         (dict(prompt_token_ids="a"), TypeError, "^prompt_token_ids: expected a list of lists, got str"),
         (dict(prompt_token_ids=[[1], 2]), TypeError, "^prompt 1 of 2: prompt_token_ids: expected a list"),
+        (dict(prompt_token_ids={1, 2}), TypeError, "^prompt_token_ids: expected a list of lists, got set"),
         (dict(prompt_token_ids=5), TypeError, "^prompt_token_ids: expected a list of lists, got int"),
     ],
 )
