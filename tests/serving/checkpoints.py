@@ -304,6 +304,12 @@ def remove_prefix(model: PreTrainedModel, directory: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def change_config(directory: Path, **fields: Any) -> None:
+    """Set fields of config.json; None removes one."""
+    config = {**json.loads((directory / "config.json").read_text()), **fields}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
 def convert_to_bin(directory: Path) -> None:
     """Every file of weights, and their index if there is one, in the format before safetensors."""
     for file in directory.glob("*.safetensors"):

@@ -15,6 +15,7 @@ from checkpoints import (
     VARIANTS,
     VOCAB_SIZE,
     Checkpoint,
+    change_config,
     finish_all,
     greedy_reference,
     make_model,
@@ -23,6 +24,7 @@ from checkpoints import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.sampler import Sampler, SamplingRow
@@ -155,6 +157,57 @@ def test_options(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     engine = LLMEngine(str(tmp_path), num_blocks=10, block_size=8, max_num_batched_tokens=13)
     assert token_ids(run(engine, prompts, GREEDY)) == [greedy_reference(model, prompt, 24) for prompt in prompts]
     assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama-gqa", dict(sliding_window=5)),
+        ("llama-gqa", dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
+        ("llama-gqa", dict(partial_rotary_factor=0.5)),
+        ("llama-gqa", dict(rope_parameters=dict(UNSCALED, partial_rotary_factor=0.5))),
+        ("llama-gqa", dict(original_max_position_embeddings=16)),
+        ("llama-gqa", dict(final_logit_softcapping=1.0, attention_multiplier=0.1, use_qk_norm=True, n_inner=8)),
+        ("mistral", dict(partial_rotary_factor=0.5)),
+        ("mistral", dict(attention_bias=True, mlp_bias=True)),
+        ("mistral", dict(use_sliding_window=False, max_window_layers=0)),
+        ("qwen2-tied", dict(partial_rotary_factor=0.5)),
+        ("qwen2-tied", dict(attention_bias=True, mlp_bias=True)),
+        ("qwen2-tied", dict(attention_bias=False, sliding_window=5)),
+        ("qwen3", dict(partial_rotary_factor=0.5)),
+        ("qwen3", dict(mlp_bias=True, sliding_window=5, max_window_layers=0)),
+        *(
+            (name, dict(head_dim=20, num_key_value_heads=1, sliding_window=5, attention_bias=False, rope_theta=5.0))
+            for name in ("gpt2", "opt-125m", "bloom")
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_other_families_count_for_nothing(
+    get_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, name: str, fields: dict[str, Any]
+) -> None:
+    """As in Hugging Face's models; its cache, which this leaves out, does drop keys for LLaMA's `sliding_window`."""
+    checkpoint = get_checkpoint(name)
+    make_model(name).save_pretrained(tmp_path)
+    change_config(tmp_path, **fields)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt, expected = checkpoint.prompts[3], checkpoint.expected[3]
+    assert greedy_reference(model, prompt, 24, use_cache=False) == expected
+    assert token_ids(run(LLMEngine(str(tmp_path)), [prompt], GREEDY)) == [expected]
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "llama-yarn"])
+def test_original_length_beside_the_rotary_parameters(
+    get_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, name: str
+) -> None:
+    """As in the configs of Phi-3. It counts more than that among the parameters."""
+    make_model(name).save_pretrained(tmp_path)
+    change_config(tmp_path, original_max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt, other = get_checkpoint(name).prompts[5], get_checkpoint(name).expected[5]
+    expected = greedy_reference(model, prompt, 24)
+    assert expected != other
+    assert token_ids(run(LLMEngine(str(tmp_path)), [prompt], GREEDY)) == [expected]
 
 
 def test_up_to_the_last_position(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,5 @@
 """From a directory to a model: every tensor in its place, or an error that says what is wrong."""
 
-import json
 import pickle
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from checkpoints import (
     FAMILIES,
     VARIANTS,
     Checkpoint,
+    change_config,
     convert_to_bin,
     greedy_reference,
     make_model,
@@ -54,12 +54,6 @@ def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object
     change(tensors)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # no two in the same memory
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def change_config(directory: Path, **fields: Any) -> None:
-    """Set fields of config.json; None removes one."""
-    config = {**json.loads((directory / "config.json").read_text()), **fields}
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def generate(directory: Path, dtype: str = "auto") -> list[list[int]]:

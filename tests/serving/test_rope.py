@@ -176,12 +176,14 @@ def test_yarn_without_an_original_length() -> None:
     check(make_config("yarn", max_position=50, factor=3.0), 150)
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
-@pytest.mark.parametrize(("factor", "rot_dim"), [(0.5, 10), (0.8, 16), (1.0, 20)])
-def test_partial_rotary_factor(rope_type: str, factor: float, rot_dim: int) -> None:
-    config = make_config(rope_type, partial_rotary_factor=factor, **SCALINGS[rope_type])
-    check(config, 500 if rope_type == "linear" else 200)
-    assert cos_sin_cache(config, 20).shape[1] == rot_dim
+def test_partial_rotary_factor() -> None:
+    """All of a head turns: it is ignored without scaling, and an error with it, where Hugging Face's models fail."""
+    check(make_config("default", partial_rotary_factor=0.5), 200)
+    check(make_config("linear", partial_rotary_factor=1.0, **SCALINGS["linear"]), 500)
+    for rope_type in SCALINGS.keys() - {"default"}:
+        config = make_config(rope_type, partial_rotary_factor=0.5, **SCALINGS[rope_type])
+        with pytest.raises(ValueError, match=rf"^partial_rotary_factor: expected 1, .*, got 0\.5 .*'{rope_type}'"):
+            cos_sin_cache(config, 20)
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])

@@ -52,8 +52,8 @@ class NativeCausalLM(CausalLM):
         self.dtype = dtype
         self.num_layers = config.num_hidden_layers
         self.num_heads = config.num_attention_heads
-        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.num_kv_heads = self.num_heads  # but in the families of LLaMA, as the next one
+        self.head_size = config.hidden_size // self.num_heads
         self.vocab_size = config.vocab_size
 
     def make_lm_head(self, config: Any, embedding: nn.Embedding) -> None:

@@ -1,6 +1,7 @@
 """LLaMA 1 to 3 (Touvron et al., 2023), and what differs from it by a switch: Mistral, Qwen2, Qwen3.
 
 Mistral: sliding windows. Qwen2: bias in the query, key and value layers. Qwen3: RMS norm of each query and key head.
+A config may have fields of other families, which count for nothing: what a family reads is asked of `model_type`.
 """
 
 from typing import Any, ClassVar
@@ -31,7 +32,7 @@ class LlamaAttention(nn.Module):
         self.sliding_window = sliding_window_of_layer(config, layer_idx)
         query_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        bias = getattr(config, "attention_bias", False)
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or config.model_type == "qwen2")
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=bias)
         has_head_norm = config.model_type == "qwen3"
@@ -51,7 +52,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        bias = getattr(config, "mlp_bias", False)
+        bias = config.model_type == "llama" and config.mlp_bias
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias)
         self.activation = choose_activation(GATED_ACTIVATIONS, config, "hidden_act")
@@ -106,6 +107,8 @@ class LlamaForCausalLM(NativeCausalLM):
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_size = getattr(config, "head_dim", None) or self.head_size
         self.max_model_len = max_position(config)
         self.model = LlamaModel(config, RotaryEmbedding(config, self.head_size, dtype))
         self.make_lm_head(config, self.model.embed_tokens)
@@ -117,7 +120,9 @@ class LlamaForCausalLM(NativeCausalLM):
 
 
 def sliding_window_of_layer(config: Any, layer_idx: int) -> int | None:
-    """Tokens that the layer sees: of every layer, or of those that `layer_types` tells. None: all."""
+    """Tokens that the layer sees: of every layer, or of those that `layer_types` tells. None: all, as in LLaMA."""
+    if config.model_type == "llama":
+        return None
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer_idx] != "sliding_attention":
         return None

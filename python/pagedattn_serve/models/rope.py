@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def cos_sin_cache(config: Any, head_size: int) -> Tensor:
-    """Cosines, then sines, of every position: fp32 [max_position, rot_dim], made on the CPU.
+    """Cosines, then sines, of every position: fp32 [max_position, head_size], made on the CPU.
 
     config: that of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and
         `rope_scaling`.
@@ -23,20 +23,20 @@ def cos_sin_cache(config: Any, head_size: int) -> Tensor:
     Raises ValueError for a kind of scaling that is not in ROPE_TYPES, or that lacks a parameter.
     """
     rope = rope_parameters(config)
-    rot_dim = int(head_size * rope.get("partial_rotary_factor", 1.0))
     positions = torch.arange(max_position(config), dtype=torch.float32, device="cpu")
+    length = config.max_position_embeddings
     attention_factor = 1.0
     match rope["rope_type"]:
         case "default":
-            angles = torch.outer(positions, frequencies(rope["rope_theta"], rot_dim))
+            angles = torch.outer(positions, frequencies(rope["rope_theta"], head_size))
         case "linear":
-            angles = torch.outer(positions, frequencies(rope["rope_theta"], rot_dim) / rope["factor"])
+            angles = torch.outer(positions, frequencies(rope["rope_theta"], head_size) / rope["factor"])
         case "dynamic":
-            angles = positions[:, None] * dynamic_frequencies(rope, rot_dim, config.max_position_embeddings, positions)
+            angles = positions[:, None] * dynamic_frequencies(rope, head_size, length, positions)
         case "llama3":
-            angles = torch.outer(positions, llama3_frequencies(rope, rot_dim))
+            angles = torch.outer(positions, llama3_frequencies(rope, head_size))
         case "yarn":
-            angles = torch.outer(positions, yarn_frequencies(rope, rot_dim))
+            angles = torch.outer(positions, yarn_frequencies(rope, head_size))
             attention_factor = yarn_attention_factor(rope)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
 
@@ -59,6 +59,11 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
     if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}")
+    if rope["rope_type"] != "default" and rope.get("partial_rotary_factor", 1) != 1:  # without scaling it is ignored
+        got = f"{rope['partial_rotary_factor']} with rope_type {rope['rope_type']!r}"
+        raise ValueError(f"partial_rotary_factor: expected 1, as all of a head turns, got {got}")
+    if length := getattr(config, "original_max_position_embeddings", None):  # beside the other parameters, as in Phi-3
+        rope["original_max_position_embeddings"] = length
     rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     if rope["rope_type"] == "yarn":
         rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
@@ -79,46 +84,46 @@ def max_position(config: Any) -> int:
     return length
 
 
-def frequencies(theta: float | Tensor, rot_dim: int) -> Tensor:
-    """Without scaling: theta ** (-2i / rot_dim), fp32 [rot_dim / 2], or [n, rot_dim / 2] for theta [n, 1]."""
-    exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32, device="cpu") / rot_dim
+def frequencies(theta: float | Tensor, head_size: int) -> Tensor:
+    """Without scaling: theta ** (-2i / head_size), fp32 [head_size / 2], or [n, head_size / 2] for theta [n, 1]."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     return 1.0 / theta**exponents
 
 
-def dynamic_frequencies(rope: dict[str, Any], rot_dim: int, original_length: int, positions: Tensor) -> Tensor:
-    """Frequencies of each position, [num_positions, rot_dim / 2]: those of a sequence that ends there.
+def dynamic_frequencies(rope: dict[str, Any], head_size: int, original_length: int, positions: Tensor) -> Tensor:
+    """Frequencies of each position, [num_positions, head_size / 2]: those of a sequence that ends there.
 
     So a token keeps its key when the sequence grows, as in Hugging Face's `generate` with its cache.
     """
     lengths = torch.clamp(positions + 1, min=original_length)
     stretch = rope["factor"] * lengths / original_length - (rope["factor"] - 1)
-    theta = rope["rope_theta"] * stretch ** (rot_dim / (rot_dim - 2))
-    return frequencies(theta[:, None], rot_dim)
+    theta = rope["rope_theta"] * stretch ** (head_size / (head_size - 2))
+    return frequencies(theta[:, None], head_size)
 
 
-def llama3_frequencies(rope: dict[str, Any], rot_dim: int) -> Tensor:
-    """[rot_dim / 2]. What counts is how often a pair turns within the original length."""
-    plain = frequencies(rope["rope_theta"], rot_dim)
+def llama3_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
+    """[head_size / 2]. What counts is how often a pair turns within the original length."""
+    plain = frequencies(rope["rope_theta"], head_size)
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     share_of_plain = ((turns - low) / (high - low)).clamp(0, 1)
     return torch.lerp(plain / rope["factor"], plain, share_of_plain)
 
 
-def yarn_frequencies(rope: dict[str, Any], rot_dim: int) -> Tensor:
-    """[rot_dim / 2]. The passage is linear in the index of the pair."""
+def yarn_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
+    """[head_size / 2]. The passage is linear in the index of the pair."""
     theta, length = rope["rope_theta"], rope["original_max_position_embeddings"]
 
     def pair_that_turns(times: float) -> float:
-        return rot_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+        return head_size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_that_turns(rope.get("beta_fast", 32)), pair_that_turns(rope.get("beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rot_dim - 1)
-    pairs = torch.arange(rot_dim // 2, dtype=torch.float32, device="cpu")
+    first, last = max(first, 0), min(last, head_size - 1)
+    pairs = torch.arange(head_size // 2, dtype=torch.float32, device="cpu")
     share_of_scaled = ((pairs - first) / ((last - first) or 1e-3)).clamp(0, 1)
-    plain = frequencies(theta, rot_dim)
+    plain = frequencies(theta, head_size)
     return torch.lerp(plain, plain / rope["factor"], share_of_scaled)
 
 
