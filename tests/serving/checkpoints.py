@@ -142,6 +142,21 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             ),
         ),
     ),
+    "llama-longrope": (
+        LlamaConfig,
+        dict(
+            hidden_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                short_factor=[1.0, 1.05, 1.1, 1.2, 1.5, 2.0],
+                long_factor=[1.2, 2.0, 3.5, 5.0, 8.0, 12.0],
+                original_max_position_embeddings=44,  # every prompt is shorter, some outputs end behind it
+            ),
+        ),
+    ),
     "mistral": (
         MistralConfig,
         dict(hidden_size=54, num_attention_heads=6, num_key_value_heads=2, head_dim=18, sliding_window=11),

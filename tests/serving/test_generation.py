@@ -108,6 +108,11 @@ def test_every_parameter_is_worth_comparing(checkpoint: Checkpoint) -> None:
         ("llama-llama3", dict(rope_parameters={**UNSCALED, "rope_theta": 500000.0})),
         ("llama-yarn", dict(rope_parameters=UNSCALED)),
         ("llama-yarn-options", dict(rope_parameters={**UNSCALED, "rope_theta": 5000.0})),
+        ("llama-longrope", dict(rope_parameters=UNSCALED)),
+        (
+            "llama-longrope",  # outputs without the factors behind the original length
+            dict(rope_parameters={**VARIANTS["llama-longrope"][1]["rope_parameters"], "long_factor": [2.0] * 6}),
+        ),
         ("mistral", dict(sliding_window=None)),
         ("mistral", dict(sliding_window=12)),
         ("qwen2-sliding", dict(use_sliding_window=False)),
@@ -213,7 +218,10 @@ def test_original_length_beside_the_rotary_parameters(
 def test_up_to_the_last_position(checkpoint: Checkpoint) -> None:
     """The last one of the scaled positions, from a prompt within the original ones."""
     engine = LLMEngine(checkpoint.path, max_num_batched_tokens=50)
-    original_len = getattr(checkpoint.model.config, "max_position_embeddings", MAX_LEN)
+    config = checkpoint.model.config
+    original_len = getattr(config, "max_position_embeddings", MAX_LEN)
+    if hasattr(config, "rope_parameters") and config.rope_parameters["rope_type"] == "longrope":
+        original_len = config.rope_parameters["original_max_position_embeddings"]
     prompt = [i % VOCAB_SIZE for i in range(original_len - 20)]
     [output] = run(engine, [prompt], SamplingParams(temperature=0, max_tokens=None))
     num_tokens = engine.max_model_len - len(prompt)
@@ -221,12 +229,13 @@ def test_up_to_the_last_position(checkpoint: Checkpoint) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])
 @pytest.mark.parametrize("budget", [1, 7, 100])
-def test_dynamic_rope_after_a_prompt_beyond_the_original_length(
-    get_checkpoint: Callable[[str], Checkpoint], budget: int
+def test_rope_after_a_prompt_beyond_the_original_length(
+    get_checkpoint: Callable[[str], Checkpoint], budget: int, name: str
 ) -> None:
     """As if it had been fed token by token: a key does not hang on how much of the prompt came with it."""
-    checkpoint = get_checkpoint("llama-dynamic")
+    checkpoint = get_checkpoint(name)
     prompt = [(5 * i) % VOCAB_SIZE for i in range(60)]
     tokens, cache = list(prompt), None
     for i in range(len(prompt) + 19):

@@ -385,20 +385,6 @@ def test_a_head_that_is_not_the_embedding_although_the_config_ties_them(save: Sa
         ("gpt2", dict(activation_function="silu"), "activation_function: expected .*gelu_new.*, got 'silu'"),
         ("opt-125m", dict(activation_function="xielu"), "activation_function: expected .*relu.*, got 'xielu'"),
         (
-            "llama-gqa",
-            dict(
-                rope_parameters=dict(
-                    rope_type="longrope",
-                    rope_theta=10000.0,
-                    factor=8.0,
-                    short_factor=[1.0] * 10,
-                    long_factor=[2.0] * 10,
-                    original_max_position_embeddings=64,
-                )
-            ),
-            "rope_type: expected one of default, linear, dynamic, llama3, yarn, got 'longrope'",
-        ),
-        (
             "qwen3",
             dict(rope_parameters=None, rope_scaling=dict(type="proportional", factor=2.0)),
             "rope_type: .*'proportional'",

@@ -20,6 +20,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": dict(factor=3.0),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     "yarn": dict(factor=4.0, original_max_position_embeddings=50),
+    "longrope": dict(
+        short_factor=[1.0 + 0.1 * i for i in range(10)],
+        long_factor=[1.5 + i for i in range(10)],
+        original_max_position_embeddings=50,
+    ),
 }
 
 
@@ -33,7 +38,7 @@ def make_config(rope_type: str, head_size: int = 20, max_position: int = 200, **
 
 
 def reference(config: LlamaConfig, seq_len: int | None = None) -> tuple[Tensor, float]:
-    """Frequencies and attention factor, [rot_dim / 2]. seq_len: of the sequence, which only "dynamic" looks at."""
+    """Frequencies and attention factor, [rot_dim / 2]. seq_len: what "dynamic" and "longrope" look at."""
     if config.rope_parameters["rope_type"] == "default":
         return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     return ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, seq_len=seq_len)
@@ -176,6 +181,40 @@ def test_yarn_without_an_original_length() -> None:
     check(make_config("yarn", max_position=50, factor=3.0), 150)
 
 
+@given(
+    theta=thetas,
+    half=st.integers(1, 32),
+    length=lengths,
+    original=st.integers(8, 200),
+    options=st.fixed_dictionaries({}, optional={"attention_factor": st.floats(0.5, 2.0), "factor": factors}),
+    data=st.data(),
+)
+def test_longrope(
+    theta: float, half: int, length: int, original: int, options: dict[str, float], data: st.DataObject
+) -> None:
+    """Rows within the original length are those of a short sequence, rows behind it those of a long one."""
+    pair_factors = st.lists(st.floats(0.5, 60.0), min_size=half, max_size=half)
+    config = make_config(
+        "longrope",
+        2 * half,
+        length,
+        rope_theta=theta,
+        short_factor=data.draw(pair_factors),
+        long_factor=data.draw(pair_factors),
+        original_max_position_embeddings=original,
+        **options,
+    )
+    actual = cos_sin_cache(config, 2 * half)
+    num_rows = max(length, int(original * options.get("factor", length / original)))
+    positions = torch.arange(num_rows, dtype=torch.float32)
+    short, attention_factor = reference(config, seq_len=original)
+    long, _ = reference(config, seq_len=original + 1)
+    angles = torch.where(positions[:, None] < original, torch.outer(positions, short), torch.outer(positions, long))
+    assert actual.shape == (num_rows, 2 * half) and actual.dtype == torch.float32
+    expected = torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
+    check_rows(actual, expected, positions * max(attention_factor, 1.0))
+
+
 def test_partial_rotary_factor() -> None:
     """All of a head turns: it is ignored without scaling, and an error with it, where Hugging Face's models fail."""
     check(make_config("default", partial_rotary_factor=0.5), 200)
@@ -210,11 +249,11 @@ def test_the_config_is_left_as_it_is() -> None:
     assert vars(config) == dict(max_position_embeddings=200, rope_theta=500.0, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "proportional", "su", "mrope", "Linear", ""])
+@pytest.mark.parametrize("rope_type", ["proportional", "su", "mrope", "Linear", ""])
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
 def test_unknown_types(rope_type: str, field: str) -> None:
     config = SimpleNamespace(max_position_embeddings=200, **{field: dict(rope_type=rope_type, factor=2.0)})
-    with pytest.raises(ValueError, match=f"rope_type: .*default, linear, dynamic, llama3, yarn, got '{rope_type}'"):
+    with pytest.raises(ValueError, match=f"rope_type: .*default, linear, .*, longrope, got '{rope_type}'"):
         cos_sin_cache(config, 20)
 
 
@@ -226,6 +265,8 @@ def test_unknown_types(rope_type: str, field: str) -> None:
         ("llama3", "factor"),
         ("llama3", "low_freq_factor"),
         ("llama3", "high_freq_factor"),
+        ("longrope", "short_factor"),
+        ("longrope", "long_factor"),
     ],
 )
 @pytest.mark.parametrize("is_there", [False, True])
@@ -236,3 +277,23 @@ def test_parameters_that_are_missing(rope_type: str, name: str, is_there: bool) 
         del scaling[name]
     with pytest.raises(ValueError, match=rf"^{name}: .*'{rope_type}'"):
         cos_sin_cache(SimpleNamespace(max_position_embeddings=200, rope_scaling=scaling), 20)
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "parameters", "message"),
+    [
+        ("default", dict(rope_theta="10000"), "rope_theta: expected a number > 0, got '10000'"),
+        ("default", dict(rope_theta=-1), "rope_theta: expected a number > 0, got -1"),
+        ("linear", dict(factor="two"), "factor: expected a number > 0, got 'two'"),
+        ("dynamic", dict(factor=0), "factor: expected a number > 0, got 0"),
+        ("llama3", dict(low_freq_factor=[1.0]), r"low_freq_factor: expected a number > 0, got \[1.0\]"),
+        ("yarn", dict(original_max_position_embeddings="50"), "original_max_position_embeddings: .* '50'"),
+        ("longrope", dict(short_factor=[1.0] * 9), "short_factor: expected a list of 10 numbers, .*, got 9"),
+        ("longrope", dict(long_factor=2.0), "long_factor: expected a list of 10 numbers, .*, got 2.0"),
+        ("longrope", dict(long_factor=["x"] * 10), "long_factor: expected numbers > 0, got"),
+    ],
+)
+def test_parameters_that_are_wrong(rope_type: str, parameters: dict[str, Any], message: str) -> None:
+    scaling = {"rope_type": rope_type, **SCALINGS[rope_type], **parameters}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cos_sin_cache(SimpleNamespace(max_position_embeddings=200, rope_parameters=scaling), 20)

@@ -4,7 +4,8 @@ A pair of elements turns by `position * frequency`; the scalings lower the frequ
 - linear: all by the same factor (position interpolation, Chen et al., 2023);
 - dynamic: none within the original length, then more the further a position lies behind it ("NTK-aware");
 - llama3: the slow ones by the factor, the fast ones not at all, a smooth passage between (LLaMA 3.1);
-- yarn: the same idea in another passage, and the logits rise with the factor (Peng et al., 2023).
+- yarn: the same idea in another passage, and the logits rise with the factor (Peng et al., 2023);
+- longrope: each pair by factors of its own, one within the original length, one behind it (Ding et al., 2024).
 """
 
 import math
@@ -20,7 +21,7 @@ def cos_sin_cache(config: Any, head_size: int) -> Tensor:
     config: that of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and
         `rope_scaling`.
 
-    Raises ValueError for a kind of scaling that is not in ROPE_TYPES, or that lacks a parameter.
+    Raises ValueError for a kind of scaling that is not in ROPE_TYPES, or that lacks a parameter or has a wrong one.
     """
     rope = rope_parameters(config)
     positions = torch.arange(max_position(config), dtype=torch.float32, device="cpu")
@@ -38,6 +39,9 @@ def cos_sin_cache(config: Any, head_size: int) -> Tensor:
         case "yarn":
             angles = torch.outer(positions, yarn_frequencies(rope, head_size))
             attention_factor = yarn_attention_factor(rope)
+        case "longrope":
+            angles = positions[:, None] * longrope_frequencies(rope, head_size, positions)
+            attention_factor = longrope_attention_factor(rope)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
 
 
@@ -48,7 +52,19 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
+# What must be a number above 0, where it is there.
+POSITIVE = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -65,11 +81,14 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     if length := getattr(config, "original_max_position_embeddings", None):  # beside the other parameters, as in Phi-3
         rope["original_max_position_embeddings"] = length
     rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    if rope["rope_type"] == "yarn":
-        rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
     for name in ROPE_TYPES[rope["rope_type"]]:
         if name not in rope:
             raise ValueError(f"{name}: expected one for rope_type {rope['rope_type']!r}, got none")
+    for name in rope.keys() & POSITIVE:
+        if not isinstance(rope[name], int | float) or rope[name] <= 0:
+            raise ValueError(f"{name}: expected a number > 0, got {rope[name]!r}")
+    if rope["rope_type"] in ("yarn", "longrope"):
+        rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
     return rope
 
 
@@ -79,7 +98,7 @@ def max_position(config: Any) -> int:
     length: int = config.max_position_embeddings
     if rope["rope_type"] in ("linear", "dynamic"):
         return int(length * rope["factor"])
-    if rope["rope_type"] == "yarn":
+    if rope["rope_type"] in ("yarn", "longrope"):
         return max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
     return length
 
@@ -138,3 +157,29 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return growth(rope["mscale"]) / growth(rope["mscale_all_dim"])
     return growth(1.0)
+
+
+def longrope_frequencies(rope: dict[str, Any], head_size: int, positions: Tensor) -> Tensor:
+    """Frequencies of each position, [num_positions, head_size / 2]: as above, those of a sequence that ends there."""
+    plain = frequencies(rope["rope_theta"], head_size)
+    short, long = (plain / pair_factors(rope, name, len(plain)) for name in ("short_factor", "long_factor"))
+    return torch.where(positions[:, None] < rope["original_max_position_embeddings"], short, long)
+
+
+def pair_factors(rope: dict[str, Any], name: str, num_pairs: int) -> Tensor:
+    """fp32 [num_pairs]."""
+    factors = rope[name]
+    if not isinstance(factors, list) or len(factors) != num_pairs:
+        got = f"{len(factors)}" if isinstance(factors, list) else f"{factors!r}"
+        raise ValueError(f"{name}: expected a list of {num_pairs} numbers, one a pair of a head's elements, got {got}")
+    if not all(isinstance(factor, int | float) and factor > 0 for factor in factors):
+        raise ValueError(f"{name}: expected numbers > 0, got {factors}")
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
+
+
+def longrope_attention_factor(rope: dict[str, Any]) -> float:
+    """What queries and keys are multiplied by, at every position."""
+    if "attention_factor" in rope:
+        return float(rope["attention_factor"])
+    growth = math.log(max(rope["factor"], 1.0)) / math.log(rope["original_max_position_embeddings"])
+    return math.sqrt(1.0 + growth)
