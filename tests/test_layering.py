@@ -50,7 +50,8 @@ ARROWS: dict[str, set[str]] = {
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # the families and what they share
     "models": {"models.loader"},
-    "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"},
+    "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
+    | {"checkpoint"},
     "models.bloom": {"models.causal_lm"},
     "models.gpt2": {"models.causal_lm"},
     "models.llama": {"models.causal_lm"},
@@ -66,10 +67,12 @@ ARROWS: dict[str, set[str]] = {
     "text": set(),
     "text.detokenizer": set(),
     "text.stop_strings": set(),
-    "text.tokenizer": set(),
+    "text.tokenizer": {"checkpoint"},
+    # a directory and its JSON files, for the loader and the tokenizer alike
+    "checkpoint": set(),
     # plain data that users hold and any room may read
     "outputs": set(),
-    "generation_config": {"sampling_params"},
+    "generation_config": {"checkpoint", "sampling_params"},
     "prompts": set(),
     "sampling_params": {"config"},
     "config": set(),

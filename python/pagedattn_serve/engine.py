@@ -1,7 +1,6 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
 import logging
-import os
 import re
 import secrets
 import time
@@ -12,6 +11,7 @@ from typing import Any, overload
 import torch
 
 import pagedattn_ext
+from pagedattn_serve.checkpoint import model_directory
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
 from pagedattn_serve.execution.cache_memory import (
     DEFAULT_CPU_MEMORY,
@@ -41,7 +41,8 @@ class LLMEngine:
     """Continuous batching over a paged cache.
 
     Args:
-        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer); "~" is the home.
+        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), "~" is the home; or
+            the name of a repository that lies in Hugging Face's cache.
         tokenizer: a directory with another tokenizer than the model's.
         dtype: "auto" (the checkpoint's), "float32" or "float", "float16" or "half", "bfloat16"; or torch's.
         device: "auto" (CUDA where there is a device and this build has the kernels, else the CPU), "cpu", "cuda" or
@@ -107,13 +108,12 @@ class LLMEngine:
         check_int("tensor_parallel_size", tensor_parallel_size, 1)
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
-        model = directory_path("model", model)
-        tokenizer = None if tokenizer is None else directory_path("tokenizer", tokenizer)
         device = choose_device(device)
-        self.tokenizer = load_tokenizer(model, tokenizer)
-        self._eos_token_ids = eos_token_ids(model)
-        self._defaults = generation_defaults(model)
-        causal_lm = load_model(model, dtype, device)
+        directory = model_directory(model)
+        self.tokenizer = load_tokenizer(directory, tokenizer)
+        self._eos_token_ids = eos_token_ids(directory)
+        self._defaults = generation_defaults(directory)
+        causal_lm = load_model(directory, dtype, device)
         self._vocab_size = causal_lm.vocab_size
         if device == "cpu":
             pack_linear_layers(causal_lm, causal_lm.dtype)
@@ -334,12 +334,6 @@ class LLMEngine:
         self.scheduler.restart([request.sequence for request in self._requests.values()])
         self.model_runner.block_tables.clear()
         self._settled = True
-
-
-def directory_path(name: str, value: str | PathLike[str]) -> str:
-    if not isinstance(value, str | PathLike):
-        raise TypeError(f"{name}: expected a directory as a string or a path, got {type(value).__name__}")
-    return os.path.expanduser(os.fspath(value))
 
 
 def choose_device(name: str) -> str:

@@ -1,11 +1,11 @@
 """What a model's directory says about generation: how to sample by default, and which tokens end an output."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedattn_serve.checkpoint import read_json
 from pagedattn_serve.config import check_int
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -65,14 +65,15 @@ class GenerationDefaults:
     max_length: int | None
 
 
-def generation_defaults(model: str) -> GenerationDefaults:
-    """Those of generation_config.json in directory `model`; what it does not say is as in `SamplingParams`.
+def generation_defaults(directory: Path) -> GenerationDefaults:
+    """Those of generation_config.json; what it does not say is as in `SamplingParams`.
 
     One warning names the fields that are not honoured. Raises ValueError, with the file and the field, for a value that
     is not valid.
     """
-    path = Path(model) / FILE
-    fields = {name: value for name, value in read_object(path).items() if value is not None}
+    path = directory / FILE
+    content = read_json(path) if path.is_file() else {}
+    fields = {name: value for name, value in content.items() if value is not None}
     chosen: dict[str, Any] = {}
     for name, own_name in HONOURED.items():
         if name in fields:
@@ -98,11 +99,11 @@ def generation_defaults(model: str) -> GenerationDefaults:
     return GenerationDefaults(SamplingParams(**chosen), max_length)
 
 
-def eos_token_ids(model: str) -> set[int]:
+def eos_token_ids(directory: Path) -> set[int]:
     """The token ids that end an output: those of generation_config.json, or else of config.json."""
     for name in (FILE, "config.json"):
-        path = Path(model) / name
-        eos = read_object(path).get("eos_token_id")
+        path = directory / name
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
         if eos is not None:
             token_ids = eos if isinstance(eos, list) else [eos]
             for token_id in token_ids:
@@ -110,16 +111,3 @@ def eos_token_ids(model: str) -> set[int]:
                     raise ValueError(f"{path}: eos_token_id: expected an int or a list of ints, got {eos!r}")
             return set(token_ids)
     return set()
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file. ValueError, with the file, if it holds no such."""
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a JSON object, got {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(fields).__name__}")
-    return fields

@@ -40,14 +40,14 @@ def write(directory: Path, fields: Any) -> str:
 def test_defaults(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    defaults = generation_defaults(write(tmp_path, fields))
+    defaults = generation_defaults(Path(write(tmp_path, fields)))
     assert defaults.params == SamplingParams(**expected)
     assert defaults.max_length == (4096 if fields == {"max_length": 4096} else None)
     assert caplog.text == ""
 
 
 def test_no_file(tmp_path: Path) -> None:
-    assert generation_defaults(str(tmp_path)).params == SamplingParams()
+    assert generation_defaults(tmp_path).params == SamplingParams()
     assert LLMEngine(DEMO_MODEL, num_blocks=64).get_default_sampling_params() == SamplingParams()
 
 
@@ -140,4 +140,4 @@ def test_eos_token_ids(
     for name, fields in [("config.json", config), ("generation_config.json", generation_config)]:
         if fields is not None:
             (tmp_path / name).write_text(json.dumps(fields))
-    assert eos_token_ids(str(tmp_path)) == expected
+    assert eos_token_ids(tmp_path) == expected

@@ -209,8 +209,11 @@ def test_a_bin_that_holds_code(save: Save, form: str) -> None:
         file.write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, file, _use_new_zipfile_serialization=form == "zip")
-    with pytest.raises(ValueError, match=f"^model: cannot read the weights in {re.escape(str(file))}: [^\n]+$"):
+    with pytest.raises(
+        ValueError, match=f"^model: cannot read the weights in {re.escape(str(file))}: [^\n]+$"
+    ) as error:
         load_model(str(directory))
+    assert "weights_only" not in str(error.value)  # torch's own advice is to run the code
     assert not (directory / "it_ran").exists()
 
 
@@ -263,8 +266,40 @@ def test_corrupt_weights(save: Save, file_name: str, keep: str) -> None:
     file = directory / file_name
     content = file.read_bytes()
     file.write_bytes({"nothing": b"", "garbage": b"x" * 5000, "header": content[:20], "half": content[:-5000]}[keep])
-    with pytest.raises(ValueError, match=f"cannot read the weights in {re.escape(str(file))}: [^\n]+$"):
+    with pytest.raises(ValueError, match=f"cannot read the weights in {re.escape(str(file))}: [^\n]+$") as error:
         load_model(str(directory))
+    assert "weights_only" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}"])
+def test_a_wrong_index(save: Save, content: str) -> None:
+    directory = save("llama-gqa")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=f"expected .* in {re.escape(str(index))}, got "):
+        load_model(str(directory))
+
+
+# ---- base models -----------------------------------------------------------------------------------------------------
+
+
+BASE_MODELS = ["llama-mqa-tied-bias", "qwen2-tied", "qwen3-tied-bias-sliding", "gpt2", "opt-125m", "opt-350m", "bloom"]
+
+
+@pytest.mark.parametrize("name", BASE_MODELS)
+def test_a_base_model_generates_with_its_tied_embedding(tmp_path: Path, name: str) -> None:
+    """As AutoModelForCausalLM does with it."""
+    model = make_model(name)
+    model.base_model.save_pretrained(tmp_path)
+    change_config(tmp_path, architectures=[type(model.base_model).__name__])
+    assert not any(tensor.startswith("lm_head") for tensor in load_file(tmp_path / "model.safetensors"))
+    assert generate(tmp_path) == reference(model)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gpt2-inner-untied"])
+def test_a_base_model_without_a_head(tmp_path: Path, name: str) -> None:
+    make_model(name).base_model.save_pretrained(tmp_path)
+    expect_misfit(tmp_path, "missing lm_head.weight, which config.json does not tie to the embedding: a model without")
 
 
 # ---- tensors that do not fit ----------------------------------------------------------------------------------------
@@ -396,6 +431,45 @@ def test_unsupported_options(save: Save, model: str, fields: dict[str, Any], mes
     directory = save(model)
     change_config(directory, **fields)
     with pytest.raises(ValueError, match=message):
+        load_model(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("llama-gqa", dict(num_hidden_layers=0), "num_hidden_layers: expected an int >= 1 in .*config.json, got 0"),
+        ("llama-gqa", dict(num_hidden_layers=-2), "num_hidden_layers: .*, got -2"),
+        ("llama-gqa", dict(num_hidden_layers="2"), "num_hidden_layers: .*, got '2'"),
+        ("llama-gqa", dict(num_attention_heads=0), "num_attention_heads: .*, got 0"),
+        ("llama-gqa", dict(num_attention_heads=4.0), "num_attention_heads: .*, got 4.0"),
+        ("llama-gqa", dict(num_key_value_heads=3), "num_key_value_heads: expected a divisor of .* 4, got 3"),
+        ("llama-gqa", dict(num_key_value_heads=0), "num_key_value_heads: .*, got 0"),
+        ("llama-gqa", dict(hidden_size=[48]), r"hidden_size: .*, got \[48\]"),
+        ("llama-gqa", dict(head_dim=-20), "head_dim: .*, got -20"),
+        ("llama-gqa", dict(vocab_size=True), "vocab_size: .*, got True"),
+        ("llama-gqa", dict(max_position_embeddings=0), "max_position_embeddings: .*, got 0"),
+        ("llama-gqa", dict(intermediate_size="big"), "intermediate_size: .*, got 'big'"),
+        ("llama-gqa", dict(rms_norm_eps="small"), "model: cannot read .*config.json: .*rms_norm_eps.*"),
+        ("llama-gqa", dict(dtype="float7"), "model: cannot read .*config.json: .*float7"),
+        ("llama-gqa", dict(architectures="LlamaForCausalLM"), "architectures: .*, got 'LlamaForCausalLM'"),
+        ("gpt2", dict(n_layer=0), "n_layer: .*, got 0"),
+        ("gpt2", dict(n_head=5), "num_attention_heads: expected a divisor of hidden_size 48, got 5"),
+        ("opt-125m", dict(ffn_dim=0), "ffn_dim: .*, got 0"),
+        ("bloom", dict(n_head=4), "num_attention_heads: expected a divisor of hidden_size 55, got 4"),
+    ],
+)
+def test_impossible_sizes(save: Save, model: str, fields: dict[str, Any], message: str) -> None:
+    directory = save(model)
+    change_config(directory, **fields)
+    with pytest.raises(ValueError, match=f"^{message}[^\n]*$"):
+        load_model(str(directory))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "\0"])
+def test_a_config_that_is_no_json_object(save: Save, content: str) -> None:
+    directory = save("llama-gqa")
+    (directory / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"expected .*JSON.* in {re.escape(str(directory))}/config.json, got [^\n]*$"):
         load_model(str(directory))
 
 

@@ -48,3 +48,19 @@ def test_vocab_and_merges(text_model: str, tokenizer: PreTrainedTokenizerBase, t
     assert loaded is not None
     assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
     assert loaded.decode(loaded(TEXT).input_ids) == TEXT
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}', '{"tokenizer_class": 3}'])
+def test_a_tokenizer_that_cannot_be_loaded(text_model: str, tmp_path: Path, name: str, content: str) -> None:
+    """The file is named if it is no JSON object, the directory otherwise; what loads all the same is no error."""
+    directory = tmp_path / "tokenizer"
+    shutil.copytree(text_model, directory)
+    (directory / name).write_text(content)
+    is_object = content.startswith("{") and content != "{"
+    where = directory if is_object else directory / name
+    if name == "tokenizer_config.json" and content == '{"model": 3}':
+        assert load_tokenizer(str(directory), None) is not None
+        return
+    with pytest.raises(ValueError, match=f"{where}(: |, got )"):
+        load_tokenizer(str(directory), None)

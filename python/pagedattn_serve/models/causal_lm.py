@@ -38,6 +38,10 @@ class NativeCausalLM(CausalLM):
 
     PREFIX: of all names but that of lm_head; checkpoints of the model without its head leave it out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
+
+    num_kv_heads, head_size: default as many as query heads, and a head's share of hidden_size.
+
+    Raises ValueError for numbers of heads that do not divide what they share.
     """
 
     PREFIX: ClassVar[str]
@@ -46,15 +50,26 @@ class NativeCausalLM(CausalLM):
     runs = "native"
     lm_head: nn.Linear
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype, num_kv_heads: int | None = None, head_size: int | None = None
+    ) -> None:
         super().__init__()
         self.architecture = config.architectures[0]
         self.dtype = dtype
         self.num_layers = config.num_hidden_layers
         self.num_heads = config.num_attention_heads
-        self.num_kv_heads = self.num_heads  # but in the families of LLaMA, as the next one
-        self.head_size = config.hidden_size // self.num_heads
+        self.num_kv_heads = num_kv_heads or self.num_heads
+        self.head_size = head_size or config.hidden_size // self.num_heads
         self.vocab_size = config.vocab_size
+        if head_size is None and config.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_attention_heads: expected a divisor of hidden_size {config.hidden_size}, got {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of num_attention_heads {self.num_heads}, "
+                f"got {self.num_kv_heads}"
+            )
 
     def make_lm_head(self, config: Any, embedding: nn.Embedding) -> None:
         """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""

@@ -106,11 +106,10 @@ class LlamaForCausalLM(NativeCausalLM):
     NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # old checkpoints keep what follows from the config
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype)
-        self.num_kv_heads = config.num_key_value_heads
-        self.head_size = getattr(config, "head_dim", None) or self.head_size
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        super().__init__(config, dtype, config.num_key_value_heads, head_size)
         self.max_model_len = max_position(config)
-        self.model = LlamaModel(config, RotaryEmbedding(config, self.head_size, dtype))
+        self.model = LlamaModel(config, RotaryEmbedding(config, head_size, dtype))
         self.make_lm_head(config, self.model.embed_tokens)
 
     def hidden_states(

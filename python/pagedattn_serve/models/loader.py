@@ -1,11 +1,11 @@
 """From a Hugging Face directory to a model with its weights: config.json and *.safetensors or pytorch_model*.bin."""
 
-import json
 import logging
 import pickle
 import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from pagedattn_serve.checkpoint import model_directory, read_json
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
@@ -32,7 +33,21 @@ NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "OPTForCausalLM": OPTForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
+    # Without a head: that of tied embeddings.
+    "BloomModel": BloomForCausalLM,
+    "GPT2Model": GPT2LMHeadModel,
+    "LlamaModel": LlamaForCausalLM,
+    "MistralModel": LlamaForCausalLM,
+    "OPTModel": OPTForCausalLM,
+    "Qwen2Model": LlamaForCausalLM,
+    "Qwen3Model": LlamaForCausalLM,
 }
+# Fields of config.json that are whole numbers from 1 up, where they are there.
+SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "vocab_size"),
+    *("intermediate_size", "max_position_embeddings", "ffn_dim", "word_embed_proj_dim"),
+    *("n_layer", "n_head", "n_embd", "n_inner", "n_positions"),
+)
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -43,38 +58,57 @@ DTYPES = {
 # In order of preference: the one file, and the index that stands there if the weights lie in several.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
+HEAD = "lm_head.weight"
+
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
 
 
-def load_model(path: str, dtype: str | torch.dtype = "auto", device: str = "cpu") -> CausalLM:
+def load_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto", device: str = "cpu") -> CausalLM:
     """The model in directory `path`, on `device`, with weights of `dtype` ("auto": that of config.json).
 
-    Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for an
-    architecture or option that is not supported and for tensors that are missing, unexpected or misshapen.
+    path: a directory, or a repository of Hugging Face that lies in its cache.
+
+    Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
+    cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
+    misshapen.
     """
-    model = build_model(path, dtype)
+    directory = model_directory(path)
+    model = build_model(directory, dtype)
     if isinstance(model, TransformersCausalLM):
-        weight_files(Path(path))  # raises if there are none
-        model.load_weights(Path(path), device)
+        weight_files(directory)  # raises if there are none
+        model.load_weights(directory, device)
     else:
-        load_weights(model, Path(path), device)
+        load_weights(model, directory, device)
     return model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
 
 
-def build_model(path: str, dtype: str | torch.dtype = "auto") -> NativeCausalLM | TransformersCausalLM:
+def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") -> NativeCausalLM | TransformersCausalLM:
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"model: expected a directory with a config.json, got {path}")
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = read_config(model_directory(path) / "config.json")
     architecture = (config.architectures or ["none"])[0]
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantization_config: expected none, as quantized weights are not supported")
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     with torch.device("meta"):
         return NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
+
+
+def read_config(file: Path) -> Any:
+    """What transformers makes of a config.json. Raises ValueError with the name of a field that no model can have."""
+    fields = read_json(file)
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"architectures: expected a list of names in {file}, got {architectures!r}")
+    for name in SIZES if NATIVE.keys() & architectures else ():
+        size = fields.get(name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}: expected an int >= 1 in {file}, got {size!r}")
+    try:
+        return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    except Exception as error:  # of any type: its checks of the fields, and what follows from those it does not check
+        raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 
 
 def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
@@ -102,10 +136,12 @@ def load_weights(model: NativeCausalLM, directory: Path, device: str) -> None:
             if not problems:
                 weight = convert(model, name, parts).to(device, model.dtype).contiguous()
                 set_parameter(model, name, weight)
-        if "lm_head.weight" in unexpected and not problems:  # its embeddings are tied
-            unexpected.discard("lm_head.weight")
-            load_own_head(model, tensors["lm_head.weight"]().to(device, model.dtype))
+        if HEAD in unexpected and not problems:  # its embeddings are tied
+            unexpected.discard(HEAD)
+            load_own_head(model, tensors[HEAD]().to(device, model.dtype))
     problems += [f"unexpected {name}" for name in sorted(unexpected)]
+    if problems == [f"missing {HEAD}"]:
+        problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
     if problems:
         raise ValueError(misfit(directory, type(model).__name__, problems))
 
@@ -135,7 +171,11 @@ def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
                 if not isinstance(state, dict):
                     raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
                 tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
-        except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        except pickle.UnpicklingError:  # whose message advises to run what the file holds
+            raise ValueError(
+                f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
+            ) from None
+        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
             reason = str(error).strip().split("\n")[0] or "it ends too early"
             raise ValueError(f"model: cannot read the weights in {file}: {reason}") from None
     return tensors
@@ -146,7 +186,10 @@ def weight_files(directory: Path) -> list[Path]:
     for name in WEIGHT_FILES:
         index = directory / f"{name}.index.json"
         if index.is_file():
-            files = [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ValueError(f"weight_map: expected the files of tensors in {index}, got {weight_map!r:.80}")
+            files = [directory / file for file in sorted(set(weight_map.values()))]
             for file in files:
                 if not file.is_file():
                     raise FileNotFoundError(f"model: expected {file.name} in {directory}, as {index.name} names it")

@@ -1,21 +1,29 @@
 """The tokenizer of a model's directory."""
 
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from pagedattn_serve.checkpoint import find_directory, read_json
+
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-def load_tokenizer(model: str, tokenizer: str | None) -> Any | None:
+def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
     """The tokenizer in directory `tokenizer`, or that of the model's own; None if the model's directory has none.
 
-    Raises FileNotFoundError if `tokenizer` is given and has none.
+    Raises FileNotFoundError if `tokenizer` is given and has none, ValueError if it cannot be loaded.
     """
-    directory = Path(model if tokenizer is None else tokenizer)
-    if any((directory / name).is_file() for name in FILES):
-        return AutoTokenizer.from_pretrained(directory)
-    if tokenizer is not None:
+    directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
+    if directory is None or not any((directory / name).is_file() for name in FILES):
+        if tokenizer is None:
+            return None
         raise FileNotFoundError(f"tokenizer: expected a directory with one of {', '.join(FILES)}, got {tokenizer}")
-    return None
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # of any type, mostly without the name of the file
+        for file in sorted(directory.glob("*.json")):
+            read_json(file)
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
