@@ -2,7 +2,10 @@
 
 import doctest
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,17 @@ def test_sessions(heading, text):
 @pytest.mark.parametrize("name", ["serving.md", "transformers.md"])
 def test_sessions_of_page(name):
     run_session("\n".join(sessions((DOCS / name).read_text())), f"docs/{name}")
+
+
+def test_commands_of_serving():
+    """As a shell runs them, with this installation's `pagedattn`."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    text = (DOCS / "serving.md").read_text()
+    commands = re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert commands
+    for command, expected in commands:
+        result = subprocess.run(command, shell=True, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        assert (result.stdout, result.stderr) == (expected, ""), command
 
 
 def run_session(code, name):

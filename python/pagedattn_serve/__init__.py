@@ -34,7 +34,7 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 
 # What the extra `serve` brings.
-_EXTRA = ("numpy", "safetensors", "tqdm", "transformers")
+_EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
 
 
 def import_serving(name: str) -> ModuleType:

@@ -1,8 +1,13 @@
 """The `pagedattn` command, as a user runs it: on the demo model, and `info` on others."""
 
+import io
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,9 @@ from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 from pagedattn_serve.cli import main
 
 PROMPT = 'The "with" statement'
+COMMAND = Path(sys.executable).parent / "pagedattn"
+# What an installation of the ops alone lacks.
+HIDDEN = ["transformers", "safetensors", "huggingface_hub", "tqdm", "numpy"]
 
 
 def completion(prompt: str, **params: Any) -> str:
@@ -22,7 +30,7 @@ def completion(prompt: str, **params: Any) -> str:
 
 
 def test_the_installed_command_completes_a_prompt() -> None:
-    command = [Path(sys.executable).parent / "pagedattn", "generate", "--prompt", PROMPT, "--max-tokens", "24"]
+    command = [COMMAND, "generate", "--prompt", PROMPT, "--max-tokens", "24"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout == PROMPT + completion(PROMPT) + "\n"
@@ -63,8 +71,16 @@ def test_text_appears_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "message"),
     [
         (["no/such/model", "--prompt", "x"], "expected a directory with a config.json, got no/such/model"),
-        (["--prompt", ""], "expected 1 to 511 tokens"),
+        (["--prompt", ""], "prompt 1 of 1: "),
         (["--prompt", "word " * 600], "expected 1 to 511 tokens"),
+        (["--prompt", "x", "--prompt", "word " * 600, "--prompt", "x"], "prompt 2 of 3: "),
+        (["--prompts-file", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--prompts-file", os.devnull], f"prompts-file: expected a prompt a line in {os.devnull}, got none"),
+        (["--prompt", "x", "--num-blocks", "0"], "num_blocks: expected an int >= 1, got 0"),
+        (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs: expected an int >= 1, got 0"),
+        (["--prompt", "x", "--max-model-len", "513"], "max_model_len: expected an int in [2, 512], got 513"),
+        (["--prompt", "x", "--kv-cache-memory", "1KiB"], "kv_cache_memory: expected at least one block"),
+        (["--prompt", "x", "--tokenizer", "no/such/dir"], "tokenizer: expected a directory with one of"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens: expected an int >= 1, got 0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number >= 0, got -1.0"),
         (["--prompt", "x", "--dtype", "int8"], "dtype: expected auto, float32, float16, bfloat16, got int8"),
@@ -88,7 +104,12 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
         ["nonsense"],
         ["generate", "--prompt", "x", "--top-k", "many"],
         ["generate", "--prompt", "x", "--min-p", "little"],
+        ["generate", "--prompt", "x", "--prompts-file", "-"],
+        ["generate", "--prompt", "x", "--kv-cache-memory", "1GiB", "--num-blocks", "4"],
         ["info", "--kv-cache-memory", "1GB"],
+        ["info", "--kv-cache-memory", "1.5"],
+        ["info", "--kv-cache-memory", "GiB"],
+        ["info", "--kv-cache-memory", ""],
         ["info", "--block-size", "16.0"],
         ["info", "--prompt", "x"],
         ["info", "one", "two"],
@@ -98,6 +119,143 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
+
+
+def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A line a prompt, spaces kept, empty lines left out."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\r\n\n  indented é\n   \nlast")
+    assert main(["generate", "--prompts-file", str(file), "--max-tokens", "8"]) == 0
+    expected = [p + completion(p, max_tokens=8) for p in (PROMPT, "  indented é", "last")]
+    assert capsys.readouterr().out == "\n\n".join(expected) + "\n"
+    file.write_bytes(b"caf\xe9")
+    assert main(["generate", "--prompts-file", str(file)]) == 1
+    assert f"prompts-file: expected UTF-8 in {file}, got " in capsys.readouterr().err
+
+
+def test_lines_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the prompts, though the first of them ends last."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\nx"))
+    stop = completion("x", max_tokens=8)[3:6]
+    assert stop not in completion(PROMPT, max_tokens=8)
+    options = ["--json", "--max-tokens", "8", "--stop", stop]
+    assert main(["generate", DEMO_MODEL, "--prompts-file", "-", *options]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    params = SamplingParams(temperature=0, max_tokens=8, stop=stop)
+    outputs = LLM(DEMO_MODEL).generate([PROMPT, "x"], params, use_tqdm=False)
+    assert [line["finish_reason"] for line in lines] == ["length", "stop"]
+    assert lines == [
+        {
+            "prompt": output.prompt,
+            "text": output.outputs[0].text,
+            "token_ids": output.outputs[0].token_ids,
+            "finish_reason": output.outputs[0].finish_reason,
+        }
+        for output in outputs
+    ]
+
+
+def test_engine_options(capsys: pytest.CaptureFixture[str], speaker_path: str, text_model: str, tmp_path: Path) -> None:
+    """The model stops by itself; with `--ignore-eos` it goes to the length. Its tokenizer may lie elsewhere."""
+    model = tmp_path / "model"
+    shutil.copytree(speaker_path, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    arguments = ["generate", str(model), "--tokenizer", text_model, "--prompt", "the cat", "--json"]
+    for options, finish_reason, num_tokens in [
+        (["--num-blocks", "7"], "stop", None),
+        (["--ignore-eos", "--max-model-len", "100", "--max-num-seqs", "1"], "length", 98),
+        (["--ignore-eos", "--num-blocks", "4"], "length", 62),  # all that the cache holds
+        (["--ignore-eos", "--kv-cache-memory", f"{4 * 16 * 2 * 128 * 4 / 1024}KiB"], "length", 62),
+    ]:
+        assert main([*arguments, "--max-tokens", "200", *options]) == 0
+        line = json.loads(capsys.readouterr().out)
+        assert line["finish_reason"] == finish_reason
+        assert num_tokens is None or len(line["token_ids"]) == num_tokens
+
+
+# --- how it ends ---
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"pagedattn-ext {version('pagedattn-ext')}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info"], ["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"]]
+)
+def test_a_reader_that_goes_away(arguments: list[str]) -> None:
+    """As with `| head`: no complaint, and the status of what SIGPIPE ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # as users have it; argparse passes over errors of its own writes
+    with os.fdopen(writing, "w") as stdout:
+        result = subprocess.run(
+            [COMMAND, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered
+        )
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from pagedattn_serve.cli import main
+sys.exit(main(["generate", "--prompt", "x"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "torch", "numpy._core", "transformers", "pagedattn_serve.models.llama"])
+def test_an_interrupt_while_it_imports(module: str) -> None:
+    """numpy, for one, makes an ImportError of it."""
+    command = [sys.executable, "-c", INTERRUPTED, module]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_an_interrupt_while_it_generates() -> None:
+    command = [COMMAND, "generate", "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.read(5) == PROMPT[:5]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (130, "")
+
+
+def test_the_handler_of_interrupts_is_put_back(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(["info"]) == 0 and main(["info", "no/such/model"]) == 1
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def run_without(modules: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command where some modules are not installed."""
+    program = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(',')))\n"
+    program += "from pagedattn_serve.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, ",".join(modules), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["generate", "--prompt", "x"]])
+@pytest.mark.parametrize("modules", [HIDDEN, *([name] for name in HIDDEN)], ids=",".join)
+def test_without_what_serving_needs(modules: list[str], arguments: list[str]) -> None:
+    result = run_without(modules, *arguments)
+    assert (result.returncode, result.stdout) == (1, "")
+    [line] = result.stderr.splitlines()
+    assert line.startswith("pagedattn: error: pagedattn_serve: expected huggingface_hub, ")
+    assert line.endswith(": pip install 'pagedattn-ext[serve]'")
+
+
+def test_help_needs_no_more_than_python() -> None:
+    for arguments in (["--help"], ["--version"], ["generate", "--help"], ["info", "--help"]):
+        result = run_without([*HIDDEN, "torch"], *arguments)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 # --- info ---
@@ -152,6 +310,21 @@ def test_info_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["dtype"] == "float32" and shown["parameters"] == f"{count:,} ({4 * count:,} bytes)"
     assert shown["cache"] == "4,096 bytes per token, 262,144 per block of 64"
     assert shown["that fit"] == "3 blocks (192 tokens) in 1,000,000 bytes"
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("1000000", 1_000_000),
+        ("100KiB", 102_400),
+        ("512MiB", 1 << 29),
+        ("4GiB", 4 << 30),
+        ("1.5 gib", 3 << 29),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes(capsys: pytest.CaptureFixture[str], size: str, num_bytes: int) -> None:
+    assert info(capsys, "--kv-cache-memory", size)["that fit"].endswith(f" in {num_bytes:,} bytes")
 
 
 def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Checkpoint) -> None:

@@ -27,7 +27,7 @@ def test_names_and_version() -> None:
         pagedattn_serve.LMM  # type: ignore[attr-defined]  # noqa: B018
 
 
-EXTRA = ["numpy", "safetensors", "tqdm", "transformers"]
+EXTRA = ["huggingface_hub", "numpy", "safetensors", "tqdm", "transformers"]
 
 
 @pytest.mark.parametrize("missing", [EXTRA, *([name] for name in EXTRA)], ids=lambda names: "-".join(names))
@@ -37,7 +37,7 @@ def test_without_the_extra(missing: list[str]) -> None:
     done = python(f"{hide} from pagedattn_serve import LLM")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
-    assert last.startswith("ImportError: pagedattn_serve: expected numpy, safetensors, tqdm, transformers, found no ")
+    assert last.startswith(f"ImportError: pagedattn_serve: expected {', '.join(EXTRA)}, found no ")
     assert last.endswith(": pip install 'pagedattn-ext[serve]'") and any(f"found no {name}" in last for name in missing)
     plain = python(
         f"{hide} import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
@@ -46,7 +46,7 @@ def test_without_the_extra(missing: list[str]) -> None:
 
 
 def test_the_extra_is_what_the_project_says() -> None:
-    named = [requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"]["serve"]]
+    named = [requirement.split(">=")[0].replace("-", "_") for requirement in PROJECT["optional-dependencies"]["serve"]]
     assert named == EXTRA
 
 

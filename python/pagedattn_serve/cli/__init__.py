@@ -1,0 +1,37 @@
+"""The `pagedattn` command. What it runs is imported when it runs: help needs no torch, and an error no traceback."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from pagedattn_serve import import_serving
+from pagedattn_serve.cli.parser import make_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, in the main thread; returns the exit status. A user's mistake is one line on standard error."""
+    # In the midst of an import, a KeyboardInterrupt may come out as some other error.
+    previous_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        try:
+            run(argv)
+        finally:
+            sys.stdout.flush()  # a reader that has gone away shows here at the latest, help and version included
+    except BrokenPipeError:  # `| head` has seen enough; nothing may be written when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell reports what SIGPIPE ends
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"pagedattn: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+    return 0
+
+
+def run(argv: Sequence[str] | None) -> None:
+    args = make_parser().parse_args(argv)
+    if args.command == "generate":
+        import_serving("cli.generate").generate(args)
+    else:
+        import_serving("cli.info").info(args)

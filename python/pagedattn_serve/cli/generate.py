@@ -1,0 +1,100 @@
+"""`pagedattn generate`: prompts to text, streamed, or to lines of JSON."""
+
+import argparse
+import json
+import sys
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
+
+
+def generate(args: argparse.Namespace) -> None:
+    """All prompts run together."""
+    prompts = args.prompt or read_prompts(args.prompts_file)
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+    engine = LLMEngine(
+        args.model,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        device=args.device,
+        kv_cache_memory=args.kv_cache_memory,
+        num_blocks=args.num_blocks,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+    )
+    for i, prompt in enumerate(prompts):
+        try:
+            engine.add_request(str(i), prompt, params)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {i + 1} of {len(prompts)}: {error}") from None
+    if args.json:
+        write_json(engine)
+    else:
+        write_text(engine, prompts)
+
+
+def read_prompts(file: str) -> list[str]:
+    """The lines of a file, or of standard input for "-", but for empty ones. Raises ValueError if there are none."""
+    try:
+        if file == "-":
+            text = sys.stdin.read()
+        else:
+            with open(file, encoding="utf-8") as lines:
+                text = lines.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts-file: expected UTF-8 in {file}, got {error}") from None
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts-file: expected a prompt a line in {file}, got none")
+    return prompts
+
+
+def write_json(engine: LLMEngine) -> None:
+    """One object a request, in the order of the prompts, each as soon as it and those before it are done."""
+    finished: dict[int, RequestOutput] = {}
+    num_written = 0
+    while engine.has_unfinished_requests():
+        finished |= {int(output.request_id): output for output in engine.step() if output.finished}
+        while num_written in finished:
+            output = finished.pop(num_written)
+            completion = output.outputs[0]
+            fields = {
+                "prompt": output.prompt,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+            }
+            print(json.dumps(fields, ensure_ascii=False), flush=True)
+            num_written += 1
+
+
+def write_text(engine: LLMEngine, prompts: list[str]) -> None:
+    """The first prompt's text streams, and each other's follows when it is its turn."""
+    texts = [""] * len(prompts)
+    done = [False] * len(prompts)
+    shown = 0  # the prompt whose text is on the screen
+    num_printed = 0  # characters of it
+    print(prompts[0], end="", flush=True)
+    while shown < len(texts):
+        for output in engine.step():
+            texts[int(output.request_id)] = output.outputs[0].text
+            done[int(output.request_id)] = output.finished
+        while shown < len(texts):
+            print(texts[shown][num_printed:], end="", flush=True)
+            num_printed = len(texts[shown])
+            if not done[shown]:
+                break
+            shown, num_printed = shown + 1, 0
+            print("\n" if shown < len(texts) else "")
+            if shown < len(texts):
+                print(prompts[shown], end="", flush=True)

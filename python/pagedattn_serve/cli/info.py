@@ -1,0 +1,37 @@
+"""`pagedattn info`: the shapes of a model, and what fits in the cache."""
+
+import argparse
+import sys
+
+from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
+from pagedattn_serve.models.loader import build_model
+
+
+def info(args: argparse.Namespace) -> None:
+    CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
+    model = build_model(args.model, args.dtype)
+    memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
+    block_bytes = block_bytes_of(model, args.block_size)
+    num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    for name, value in [
+        ("model", args.model),
+        ("architecture", model.architecture),
+        ("runs", model.runs),
+        ("parameters", f"{num_parameters:,} ({num_parameters * model.dtype.itemsize:,} bytes)"),
+        ("dtype", str(model.dtype).removeprefix("torch.")),
+        ("layers", f"{model.num_layers}"),
+        ("heads", f"{model.num_heads} query, {model.num_kv_heads} key-value, of size {model.head_size}"),
+        ("vocabulary", f"{model.vocab_size:,}"),
+        ("max_model_len", f"{model.max_model_len:,} tokens"),
+        (
+            "cache",
+            f"{block_bytes // args.block_size:,} bytes per token, {block_bytes:,} per block of {args.block_size}",
+        ),
+        (
+            "that fit",
+            f"{num_blocks:,} blocks ({num_blocks * args.block_size:,} tokens) in {memory:,} bytes",
+        ),
+    ]:
+        print(f"{name:15}{value}")
