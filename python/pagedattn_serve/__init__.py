@@ -4,7 +4,7 @@
 """
 
 from importlib import import_module
-from types import ModuleType
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,20 +33,15 @@ _PUBLIC = {
 }
 __all__ = list(_PUBLIC)
 
-# What the extra `serve` brings.
+# What the extra `serve` brings, and the modules here that need it.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
+_NEED_EXTRA = ("llm", "engine")
 
 
-def import_serving(name: str) -> ModuleType:
-    """A module of this package. Where the packages of the extra `serve` are not installed, an ImportError says so."""
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise ImportError(
-            f"pagedattn_serve: expected {', '.join(_EXTRA)}, found no {error.name}: pip install 'pagedattn-ext[serve]'"
-        ) from error
+def require_extra() -> None:
+    """Raises ImportError, which says what to do, where the extra `serve` is not installed."""
+    if missing := [package for package in _EXTRA if find_spec(package) is None]:
+        raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: pip install 'pagedattn-ext[serve]'")
 
 
 def __getattr__(name: str) -> object:
@@ -55,7 +50,10 @@ def __getattr__(name: str) -> object:
         return import_module("pagedattn_ext").__version__
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_serving(_PUBLIC[name]), name)
+    module = _PUBLIC[name]
+    if module in _NEED_EXTRA:
+        require_extra()
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -305,8 +305,9 @@ class LLMEngine:
             try:
                 status = request.add_token(token_id, logprob, top_logprobs)
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
-                logger.exception("request %r ends with an error", request.sequence.request_id)
                 request.error = f"{type(error).__name__}: {error}"
+                has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
+                logger.error("request %r ends: %s", request.sequence.request_id, request.error, exc_info=has_trace)
                 status = SequenceStatus.FINISHED_ERROR
             if status is not None:
                 request.metrics.finished_time = now

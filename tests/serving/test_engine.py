@@ -471,7 +471,7 @@ def test_broken_logits_end_their_request_alone(
     assert completions(outputs[1:2]) == [("", token_ids(expected)[1][:4], "error")]
     assert math.isfinite(outputs[1].outputs[0].cumulative_logprob)
     assert outputs[1].error is not None and "logits: expected numbers, got NaN or infinity" in outputs[1].error
-    assert "request '1' ends with an error" in caplog.text and "logits" in caplog.text
+    assert "request '1' ends: FloatingPointError" in caplog.text and "logits" in caplog.text
     assert engine.stats().num_output_tokens - before == 9 + 4 + 9
 
 
@@ -495,7 +495,7 @@ def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
     outputs = run(engine, prompts, [params, GREEDY, GREEDY])
     assert outputs[0].outputs[0].finish_reason == "error" and len(outputs[0].outputs[0].token_ids) == 6
     assert outputs[0].error == "OverflowError: here"
-    assert "request '0' ends with an error" in caplog.text and "OverflowError" in caplog.text
+    assert "request '0' ends: " in caplog.text and "OverflowError" in caplog.text
     assert completions(outputs[1:]) == completions(expected[1:])
 
 

@@ -276,7 +276,8 @@ def test_a_wrong_index(save: Save, content: str) -> None:
     directory = save("llama-gqa")
     index = directory / "model.safetensors.index.json"
     index.write_text(content)
-    with pytest.raises(ValueError, match=f"expected .* in {re.escape(str(index))}, got "):
+    name = re.escape(str(index))
+    with pytest.raises(ValueError, match=f"^{name}: expected a JSON object, got |expected .* in {name}, got "):
         load_model(str(directory))
 
 
@@ -469,7 +470,9 @@ def test_impossible_sizes(save: Save, model: str, fields: dict[str, Any], messag
 def test_a_config_that_is_no_json_object(save: Save, content: str) -> None:
     directory = save("llama-gqa")
     (directory / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=f"expected .*JSON.* in {re.escape(str(directory))}/config.json, got [^\n]*$"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(str(directory))}/config.json: expected a JSON object, got [^\n]*$"
+    ):
         load_model(str(directory))
 
 
@@ -513,7 +516,7 @@ def test_dtypes(save: Save) -> None:
     with pytest.raises(ValueError, match=r"dtype: expected auto, .*, got float64"):
         load_model(str(directory), torch.float64)
     for name in ("float64", "fp16", "int8", ""):
-        with pytest.raises(ValueError, match=f"dtype: expected auto, float32, float16, bfloat16, got {name}"):
+        with pytest.raises(ValueError, match=f"dtype: expected auto, .*, float, half, got {name}"):
             load_model(str(directory), name)
 
 

@@ -37,8 +37,7 @@ def test_without_the_extra(missing: list[str]) -> None:
     done = python(f"{hide} from pagedattn_serve import LLM")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
-    assert last.startswith(f"ImportError: pagedattn_serve: expected {', '.join(EXTRA)}, found no ")
-    assert last.endswith(": pip install 'pagedattn-ext[serve]'") and any(f"found no {name}" in last for name in missing)
+    assert last == f"ImportError: pagedattn_serve: expected {', '.join(missing)}: pip install 'pagedattn-ext[serve]'"
     plain = python(
         f"{hide} import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
     )
@@ -48,10 +47,3 @@ def test_without_the_extra(missing: list[str]) -> None:
 def test_the_extra_is_what_the_project_says() -> None:
     named = [requirement.split(">=")[0].replace("-", "_") for requirement in PROJECT["optional-dependencies"]["serve"]]
     assert named == EXTRA
-
-
-def test_another_missing_module_is_no_matter_of_the_extra() -> None:
-    done = python("import sys; sys.modules['zipfile'] = None; from pagedattn_serve.models import loader")
-    assert "pip install" not in done.stderr
-    done = python("import pagedattn_serve, sys; sys.modules['pagedattn_serve.engine'] = None; pagedattn_serve.LLM")
-    assert done.stderr.strip().splitlines()[-1].startswith("ModuleNotFoundError: ")

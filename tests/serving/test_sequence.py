@@ -44,8 +44,9 @@ def test_status() -> None:
         "FINISHED_STOPPED": "stop",
         "FINISHED_LENGTH": "length",
         "FINISHED_ABORTED": "abort",
+        "FINISHED_ERROR": "error",
     }
-    assert [status.is_finished for status in SequenceStatus] == [False, False, True, True, True]
+    assert [status.is_finished for status in SequenceStatus] == [False, False, True, True, True, True]
 
 
 def test_samples_is_fixed_when_scheduled() -> None:

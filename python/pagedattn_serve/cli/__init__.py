@@ -5,8 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve import import_serving
-from pagedattn_serve.cli.parser import make_parser
+from pagedattn_serve import require_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; nothing may be written when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as the shell reports what SIGPIPE ends
-    except (ImportError, OSError, TypeError, ValueError) as error:
+    except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
         print(f"pagedattn: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
@@ -30,8 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str] | None) -> None:
+    from pagedattn_serve.cli.parser import make_parser
+
     args = make_parser().parse_args(argv)
+    require_extra()
     if args.command == "generate":
-        import_serving("cli.generate").generate(args)
+        from pagedattn_serve.cli.generate import generate
+
+        generate(args)
     else:
-        import_serving("cli.info").info(args)
+        from pagedattn_serve.cli.info import info
+
+        info(args)

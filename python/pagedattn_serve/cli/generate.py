@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
@@ -10,7 +11,7 @@ from pagedattn_serve.sampling_params import SamplingParams
 
 
 def generate(args: argparse.Namespace) -> None:
-    """All prompts run together."""
+    """All prompts run together. Raises ValueError if one ended in an error, once all that there is has been written."""
     prompts = args.prompt or read_prompts(args.prompts_file)
     params = SamplingParams(
         temperature=args.temperature,
@@ -37,10 +38,10 @@ def generate(args: argparse.Namespace) -> None:
             engine.add_request(str(i), prompt, params)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {i + 1} of {len(prompts)}: {error}") from None
-    if args.json:
-        write_json(engine)
-    else:
-        write_text(engine, prompts)
+    errors = write_json(engine) if args.json else write_text(engine, prompts)
+    if errors:
+        first = min(errors)
+        raise ValueError(f"prompt {first + 1} of {len(prompts)}: {errors[first]}")
 
 
 def read_prompts(file: str) -> list[str]:
@@ -59,8 +60,12 @@ def read_prompts(file: str) -> list[str]:
     return prompts
 
 
-def write_json(engine: LLMEngine) -> None:
-    """One object a request, in the order of the prompts, each as soon as it and those before it are done."""
+def write_json(engine: LLMEngine) -> dict[int, str]:
+    """One object a request, in the order of the prompts, each as soon as it and those before it are done.
+
+    Returns the errors that requests ended in, by prompt.
+    """
+    errors: dict[int, str] = {}
     finished: dict[int, RequestOutput] = {}
     num_written = 0
     while engine.has_unfinished_requests():
@@ -68,18 +73,22 @@ def write_json(engine: LLMEngine) -> None:
         while num_written in finished:
             output = finished.pop(num_written)
             completion = output.outputs[0]
-            fields = {
+            fields: dict[str, Any] = {
                 "prompt": output.prompt,
                 "text": completion.text,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
             }
+            if output.error is not None:
+                errors[num_written] = fields["error"] = output.error
             print(json.dumps(fields, ensure_ascii=False), flush=True)
             num_written += 1
+    return errors
 
 
-def write_text(engine: LLMEngine, prompts: list[str]) -> None:
-    """The first prompt's text streams, and each other's follows when it is its turn."""
+def write_text(engine: LLMEngine, prompts: list[str]) -> dict[int, str]:
+    """The first prompt's text streams, and each other's follows when it is its turn. Returns as `write_json`."""
+    errors: dict[int, str] = {}
     texts = [""] * len(prompts)
     done = [False] * len(prompts)
     shown = 0  # the prompt whose text is on the screen
@@ -87,8 +96,11 @@ def write_text(engine: LLMEngine, prompts: list[str]) -> None:
     print(prompts[0], end="", flush=True)
     while shown < len(texts):
         for output in engine.step():
-            texts[int(output.request_id)] = output.outputs[0].text
-            done[int(output.request_id)] = output.finished
+            i = int(output.request_id)
+            texts[i] = output.outputs[0].text
+            done[i] = output.finished
+            if output.error is not None:
+                errors[i] = output.error
         while shown < len(texts):
             print(texts[shown][num_printed:], end="", flush=True)
             num_printed = len(texts[shown])
@@ -98,3 +110,4 @@ def write_text(engine: LLMEngine, prompts: list[str]) -> None:
             print("\n" if shown < len(texts) else "")
             if shown < len(texts):
                 print(prompts[shown], end="", flush=True)
+    return errors

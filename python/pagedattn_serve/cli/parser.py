@@ -49,7 +49,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--json",
         action="store_true",
-        help="a line of JSON a prompt, in their order: prompt, text, token_ids, finish_reason",
+        help="a line of JSON a prompt, in their order: prompt, text, token_ids, finish_reason, error if there is one",
     )
 
     sampling = parser.add_argument_group("sampling")
