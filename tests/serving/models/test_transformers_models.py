@@ -394,8 +394,8 @@ def test_a_rotary_embedding_that_hangs_on_the_batch_is_refused(tmp_path: Path) -
 
 def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = save_config(tmp_path, "olmo2", **SHAPE)
-    monkeypatch.setattr(transformers, "__version__", "5.3.0")
-    expect_refusal(tmp_path, architecture, "that takes transformers 5.4")
+    monkeypatch.setattr(transformers, "__version__", "5.18.1")
+    expect_refusal(tmp_path, architecture, "that takes transformers 5.19")
 
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
