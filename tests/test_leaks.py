@@ -1,4 +1,4 @@
-"""No call of an op keeps memory, with or without an error: what the process has grown by after many calls."""
+"""No call of an op keeps memory, with or without an error, and no request: what the process grows by after many."""
 
 import os
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from op_calls import OPS, SCHEMA_OF, make_arguments, positional, raw_op, wrapper
+
+from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 
 WARM_UP_CALLS = 1_000  # what torch, Python and malloc take once
 MAX_BYTES_PER_CALL = 10  # the smallest piece that malloc gives away takes 32
@@ -61,3 +63,18 @@ def test_error_of_an_op_with_a_str_argument(name, argument):
             pytest.fail("no error")
 
     assert_keeps_nothing(refused, 100_000)
+
+
+def test_ten_thousand_requests():
+    """In steps of equal sizes: a linear layer keeps some memory for each new number of rows."""
+    llm = LLM(DEMO_MODEL, dtype="float32", num_blocks=300)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
+
+    def serve(num_requests: int) -> None:
+        llm.generate(prompt_token_ids=[[3, 4, 5]] * num_requests, sampling_params=params, use_tqdm=False)
+
+    serve(1_000)
+    before = resident_bytes()
+    for _ in range(10):
+        serve(1_000)
+    assert resident_bytes() - before < 300 * 10_000  # one request takes 3,000 bytes
