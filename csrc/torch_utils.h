@@ -219,15 +219,14 @@ class Door {
   // At least one dimension; the last is a row and contiguous, the leading ones collapse into rows of one stride.
   RowView rows(const char* argument, const Tensor& tensor) const {
     check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
-    return rows_from(argument, tensor, tensor.dim() - 1);
+    const int64_t last = tensor.dim() - 1;
+    contiguous_from(argument, tensor, last);
+    return rows_before(argument, tensor, last, tensor.size(last));
   }
 
-  // The same where the dimensions from `first_dim` on are a row.
-  RowView rows_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
-    contiguous_from(argument, tensor, first_dim);
-    RowView view{1, 1, 1};
-    for (int64_t dim = first_dim; dim < tensor.dim(); ++dim) view.width *= tensor.size(dim);
-    view.stride = view.width;
+  // The dimensions before `first_dim` as rows of one stride; the others lie within `width` elements.
+  RowView rows_before(const char* argument, const Tensor& tensor, int64_t first_dim, int64_t width) const {
+    RowView view{1, width, width};
     if (tensor.numel() == 0) {
       view.num_rows = 0;
       return view;
@@ -249,8 +248,8 @@ class Door {
     return apart(argument, tensor, rows(argument, tensor));
   }
 
-  RowView written_rows_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
-    return apart(argument, tensor, rows_from(argument, tensor, first_dim));
+  RowView written_rows_before(const char* argument, const Tensor& tensor, int64_t first_dim, int64_t width) const {
+    return apart(argument, tensor, rows_before(argument, tensor, first_dim, width));
   }
 
   // Contiguous from dimension 1 on; in dimension 0 any stride that keeps the parts apart.

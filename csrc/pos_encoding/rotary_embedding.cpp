@@ -11,6 +11,7 @@ namespace {
 struct Heads {
   int64_t num_heads;
   int64_t token_stride;
+  int64_t head_stride;
 };
 
 // The sizes of positions, [num_tokens] or [batch, seq_len], then [num_heads * head_size] or [num_heads, head_size].
@@ -26,7 +27,13 @@ Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, 
   const int64_t num_heads = tensor.size(heads_dim) / (has_head_dim ? 1 : head_size);
   door.check(has_head_dim || num_heads * head_size == tensor.size(heads_dim), argument,
              "expected a last dimension that is a multiple of head_size ", head_size, ", got shape ", tensor.sizes());
-  return {num_heads, door.written_rows_from(argument, tensor, heads_dim).stride};
+  door.contiguous_from(argument, tensor, has_head_dim ? heads_dim + 1 : heads_dim);
+  const bool is_strided = has_head_dim && num_heads > 1 && tensor.numel() > 0;
+  const int64_t head_stride = is_strided ? tensor.stride(heads_dim) : head_size;
+  door.check(head_stride >= head_size, argument, "expected heads that do not overlap, got shape ", tensor.sizes(),
+             " with strides ", tensor.strides());
+  const int64_t width = num_heads > 0 ? (num_heads - 1) * head_stride + head_size : 0;
+  return {num_heads, door.written_rows_before(argument, tensor, heads_dim, width).stride, head_stride};
 }
 
 void check_positions(const Door& door, const int64_t* positions, int64_t num_tokens, int64_t max_position) {
@@ -46,15 +53,16 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
              "expected [num_tokens] or [batch, seq_len], got shape ", positions.sizes());
   door.contiguous("positions", positions);
   params.num_tokens = positions.numel();
-  params.head_size = head_size;
   const Heads query_heads = check_heads(door, "query", query, positions, query.scalar_type(), head_size);
   params.num_heads = query_heads.num_heads;
   params.query_stride = query_heads.token_stride;
+  params.query_head_stride = query_heads.head_stride;
   if (key.has_value()) {
     const Heads key_heads = check_heads(door, "key", *key, positions, query.scalar_type(), head_size);
     door.other_memory("key", *key, "query", query);
     params.num_kv_heads = key_heads.num_heads;
     params.key_stride = key_heads.token_stride;
+    params.key_head_stride = key_heads.head_stride;
     params.key = key->mutable_data_ptr();
   }
 

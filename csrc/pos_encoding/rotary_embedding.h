@@ -9,16 +9,17 @@ namespace pagedattn {
 struct RotaryEmbeddingParams {
   DType dtype;
   int64_t num_tokens;
-  int64_t num_heads;     // of query
-  int64_t num_kv_heads;  // of key
-  int64_t head_size;
+  int64_t num_heads;         // of query
+  int64_t num_kv_heads;      // of key
   int64_t rot_dim;           // the first rot_dim elements of a head are rotated; even
   bool is_neox;              // pairs: element i of the first half with i of the second; else 2i with 2i + 1
   const int64_t* positions;  // [num_tokens]
   void* query;               // [num_tokens, num_heads, head_size], updated
   int64_t query_stride;      // elements between tokens
-  void* key;                 // [num_tokens, num_kv_heads, head_size], updated; nullptr if num_kv_heads is 0
+  int64_t query_head_stride;
+  void* key;  // [num_tokens, num_kv_heads, head_size], updated; nullptr if num_kv_heads is 0
   int64_t key_stride;
+  int64_t key_head_stride;
   const void* cos_sin_cache;  // [max_position, rot_dim], the cosines, then the sines
 };
 

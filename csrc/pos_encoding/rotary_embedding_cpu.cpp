@@ -28,7 +28,7 @@ void rotate_neox(T* head, const T* cos, int64_t half) {
 
 // The same for all heads of a token, with halves of NUM_VECS vectors: cos and sin stay in registers.
 template <int NUM_VECS, typename T>
-void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_size, const T* cos_sin) {
+void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const T* cos_sin) {
   constexpr int HALF = NUM_VECS * VEC_SIZE;
   Vec cos[NUM_VECS], sin[NUM_VECS];
   PAGEDATTN_UNROLL
@@ -36,10 +36,10 @@ void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_size, const T* 
     cos[k] = load(cos_sin + k * VEC_SIZE);
     sin[k] = load(cos_sin + HALF + k * VEC_SIZE);
   }
-  for (T* head = heads; head < heads + num_heads * head_size; head += head_size) {
+  for (int64_t head = 0; head < num_heads; ++head) {
     PAGEDATTN_UNROLL
     for (int k = 0; k < NUM_VECS; k += 2) {
-      T* first = head + k * VEC_SIZE;
+      T* first = heads + head * head_stride + k * VEC_SIZE;
       T* second = first + HALF;
       const Pair a = rotate({load(first), load(second)}, cos[k], sin[k]);
       const Pair b = rotate({load(first + VEC_SIZE), load(second + VEC_SIZE)}, cos[k + 1], sin[k + 1]);
@@ -70,15 +70,15 @@ void rotate_neighbours(T* head, const T* cos, int64_t half) {
 }
 
 template <typename T>
-void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, const T* cos) {
+void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const T* cos) {
   const int64_t half = p.rot_dim / 2;
-  if (p.is_neox && half == 4 * VEC_SIZE) return rotate_neox_heads<4>(heads, num_heads, p.head_size, cos);
-  if (p.is_neox && half == 2 * VEC_SIZE) return rotate_neox_heads<2>(heads, num_heads, p.head_size, cos);
+  if (p.is_neox && half == 4 * VEC_SIZE) return rotate_neox_heads<4>(heads, num_heads, head_stride, cos);
+  if (p.is_neox && half == 2 * VEC_SIZE) return rotate_neox_heads<2>(heads, num_heads, head_stride, cos);
   for (int64_t head = 0; head < num_heads; ++head) {
     if (p.is_neox) {
-      rotate_neox(heads + head * p.head_size, cos, half);
+      rotate_neox(heads + head * head_stride, cos, half);
     } else {
-      rotate_neighbours(heads + head * p.head_size, cos, half);
+      rotate_neighbours(heads + head * head_stride, cos, half);
     }
   }
 }
@@ -91,8 +91,10 @@ void rotary_embedding(const RotaryEmbeddingParams& params, int64_t begin, int64_
     T* key = static_cast<T*>(params.key);
     for (int64_t token = begin; token < end; ++token) {
       const T* cos = static_cast<const T*>(params.cos_sin_cache) + params.positions[token] * params.rot_dim;
-      rotate_heads(params, query + token * params.query_stride, params.num_heads, cos);
-      if (key != nullptr) rotate_heads(params, key + token * params.key_stride, params.num_kv_heads, cos);
+      T* query_heads = query + token * params.query_stride;
+      rotate_heads(params, query_heads, params.num_heads, params.query_head_stride, cos);
+      if (key == nullptr) continue;
+      rotate_heads(params, key + token * params.key_stride, params.num_kv_heads, params.key_head_stride, cos);
     }
   });
 }

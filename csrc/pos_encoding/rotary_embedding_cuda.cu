@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmb
   T* key = static_cast<T*>(p.key) + token * p.key_stride;
   const int64_t num_heads = p.num_heads + p.num_kv_heads;
   const auto head_data = [&](int64_t head) {
-    return head < p.num_heads ? query + head * p.head_size : key + (head - p.num_heads) * p.head_size;
+    return head < p.num_heads ? query + head * p.query_head_stride : key + (head - p.num_heads) * p.key_head_stride;
   };
 
   const int num_threads_of_head = static_cast<int>(blockDim.x) / heads_per_pass;
@@ -119,9 +119,9 @@ void rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream) 
   const int64_t bytes = element_size(params.dtype);
   // Of neighbours, 16 bytes hold half as many pairs, and their cosines are 8 bytes.
   const int64_t rotated_bytes = (params.is_neox ? params.rot_dim / 2 : params.rot_dim) * bytes;
-  const bool is_aligned =
-      is_aligned_16({params.query, params.key, params.cos_sin_cache},
-                    {params.head_size * bytes, params.query_stride * bytes, params.key_stride * bytes, rotated_bytes});
+  const bool is_aligned = is_aligned_16({params.query, params.key, params.cos_sin_cache},
+                                        {params.query_head_stride * bytes, params.query_stride * bytes,
+                                         params.key_head_stride * bytes, params.key_stride * bytes, rotated_bytes});
   dispatch_dtype(params.dtype, [&]<typename T>() {
     constexpr int X = ELEMENTS_PER_CHUNK<T>;
     if (params.is_neox && is_aligned) {

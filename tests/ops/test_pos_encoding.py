@@ -5,6 +5,7 @@ its bits.
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from checks import (
     DTYPES,
     assert_close_to_reference,
@@ -140,6 +141,24 @@ def test_batch_of_neox_and_wrappers(device):
         assert_same_bits(key.flatten(0, 1), arguments["key"])
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("head_size", "rot_dim", "gap"), [(128, 128, 64), (64, 64, 8), (80, 32, 64), (62, 62, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_with_gaps(device, dtype, head_size, rot_dim, gap, is_neox, is_batch):
+    """A slice of wider heads: the same bits as of heads without gaps, and what lies between them stays as it is."""
+    arguments, same = (
+        make_arguments(device, dtype, head_size=head_size, rot_dim=rot_dim, is_neox=is_neox) for _ in range(2)
+    )
+    wide = {name: F.pad(same[name], (0, gap), value=torch.nan) for name in ("query", "key")}
+    same |= {name: heads[..., :head_size] for name, heads in wide.items()}
+    OPS.rotary_embedding(**arguments)
+    OPS.rotary_embedding(**as_batch(same, 2, 2) if is_batch else same)
+    for name, heads in wide.items():
+        assert_same_bits(heads[..., :head_size].contiguous(), arguments[name])
+        assert heads[..., head_size:].isnan().all()
+
+
 def test_first_tokens_of_longer_sequences(device):
     """Sequences that do not follow each other: walked where there is one token each, else refused."""
     arguments = make_arguments(device, positions=tuple(range(8)))
@@ -272,6 +291,7 @@ ERRORS = {
     "query dtype": ("query", TypeError, lambda a: {"query": a["query"].double()}),
     "query not dense in a row": ("query", ValueError, lambda a: {"query": a["query"].mT.contiguous().mT}),
     "query is key": ("key", ValueError, lambda a: {"key": a["query"]}),
+    "heads overlap": ("query", ValueError, lambda a: {"query": a["query"].as_strided((4, 4, 64), (256, 32, 1))}),
     "tokens overlap": ("query", ValueError, lambda a: {"query": a["query"][:1].expand_as(a["query"])}),
     "batch, query without it": ("query", ValueError, lambda a: as_batch(a, 2, 2) | {"query": a["query"]}),
     "batch, key without it": ("key", ValueError, lambda a: as_batch(a, 2, 2) | {"key": a["key"]}),

@@ -21,7 +21,7 @@ def rotary_embedding(
     Args:
         positions: int64 [num_tokens] or [batch, seq_len].
         query: the dimensions of positions, then [num_heads, head_size] or [num_heads * head_size]; any stride from one
-            token to the next, the same over all.
+            token to the next, the same over all, and from one head to the next.
         key: likewise, with num_kv_heads; or None.
         cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
 
