@@ -1,17 +1,25 @@
 """How one request wants its tokens chosen, and when to stop."""
 
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from pagedattn_serve.config import check_float, check_int
+from pagedattn_serve.config import check_bool, check_float, check_int
 
 MAX_LOGPROBS = 20  # of a token; what OpenAI's API and vLLM's default allow
+_MAX_PENALTY = 2  # presence and frequency, either way; OpenAI's limit, as is the next
+_MAX_BIAS = 100
 
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request. A wrong type raises TypeError, a wrong value ValueError.
 
-    What restricts the choice is applied in this order: temperature, min_p, top_k, top_p.
+    Names and meanings are vLLM's. What changes the logits is applied in this order: logits_processors; the masks
+    allowed_token_ids, bad_words and min_tokens; logit_bias; repetition, frequency and presence penalty; temperature;
+    min_p, top_k, top_p. Logprobs that are reported, and their sum, are the model's own: of the logits before all this.
 
     temperature: divides the logits; 0 is greedy.
     top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; in (0, 1].
@@ -24,6 +32,31 @@ class SamplingParams:
     stop_token_ids: token ids that end the output, whatever ignore_eos says; kept as a tuple.
     logprobs: how many of the most likely tokens to report at each position, beside the sampled one, with their log
         probabilities; at most MAX_LOGPROBS. 0 reports the sampled one alone, None nothing.
+    n: how many outputs to return.
+    best_of: how many to generate, of which the n with the highest cumulative_logprob are returned, or with
+        use_beam_search the width of the beam; None is n.
+    use_beam_search: search for the most likely outputs instead of drawing them, with temperature 0 and nothing that
+        restricts a draw.
+    length_penalty: of beam search, which ranks by cumulative logprob / length ** length_penalty.
+    early_stopping: of beam search: True ends it when best_of outputs are finished, False when no better one is likely,
+        "never" when no better one is possible (Hugging Face's three).
+    presence_penalty: is subtracted from the logits of the tokens in the output so far; in [-2, 2] (OpenAI's, as is the
+        next).
+    frequency_penalty: is subtracted as many times as the token is in the output so far; in [-2, 2].
+    repetition_penalty: divides the positive logits of the tokens in the prompt or the output so far, and multiplies the
+        negative ones; > 0 (CTRL's, Hugging Face's).
+    include_stop_str_in_output: leave the stop string at the end of the text.
+    min_tokens: no end-of-sequence and no stop token before this many tokens; neither do stop strings end the output.
+    prompt_logprobs: as logprobs, at each position of the prompt but the first.
+    logit_bias: what to add to the logits by token id; a dict with ints or, as in JSON, their digits as keys, and values
+        in [-100, 100]; kept as a tuple of pairs.
+    bad_words: texts whose last token is never generated after those before it; kept as a tuple.
+    skip_special_tokens: leave special tokens out of the text.
+    allowed_token_ids: the only ones that can come; None is all, otherwise kept as a tuple.
+    logits_processors: callables f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits) that take
+        fp32 logits [vocab_size], which they may write to, and return the new ones; kept as a tuple.
+    detokenize: whether the output has a text.
+    changes_logits: whether anything here changes the logits before the temperature; not an argument.
     """
 
     temperature: float = 1.0
@@ -36,6 +69,24 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
+    detokenize: bool = True
+    changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_float("temperature", self.temperature)
@@ -49,15 +100,86 @@ class SamplingParams:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))  # frozen: written here and never again
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
+        self._keep("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        check_bool("ignore_eos", self.ignore_eos)
         check_float("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: expected a number in [0, 1], got {self.min_p}")
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        self._keep("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            check_float(name, penalty)
+            if not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
+                raise ValueError(f"{name}: expected a number in [-{_MAX_PENALTY}, {_MAX_PENALTY}], got {penalty}")
+        check_float("repetition_penalty", self.repetition_penalty)
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty: expected a number > 0, got {self.repetition_penalty}")
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: expected an int <= max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
+            )
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._keep("logit_bias", _logit_bias(self.logit_bias))
+        self._keep("bad_words", _strings("bad_words", self.bad_words))
+        check_bool("skip_special_tokens", self.skip_special_tokens)
+        if self.allowed_token_ids is not None:
+            self._keep("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids: expected one token id at least, or None for all, got none")
+        self._keep("logits_processors", _processors(self.logits_processors))
+        if not check_bool("detokenize", self.detokenize) and self.stop:
+            raise ValueError(f"detokenize: expected True, as stop strings {self.stop} are looked for in the text")
+        self._check_sequences()
+        self._keep(
+            "changes_logits",
+            bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.min_tokens)
+            or bool(self.logit_bias or self.bad_words or self.allowed_token_ids or self.logits_processors),
+        )
+
+    def _check_sequences(self) -> None:
+        """n, best_of and beam search, and what can be said beside them."""
+        check_int("n", self.n, 1)
+        if self.best_of is not None:
+            check_int("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of: expected an int >= n, which is {self.n}, got {self.best_of}")
+        check_float("length_penalty", self.length_penalty)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            kind = type(self.early_stopping).__name__
+            error = ValueError if isinstance(self.early_stopping, str) else TypeError
+            raise error(f'early_stopping: expected True, False or "never", got {self.early_stopping!r} of type {kind}')
+        if check_bool("use_beam_search", self.use_beam_search):
+            if not self.greedy:
+                raise ValueError(f"temperature: expected 0, as use_beam_search draws nothing, got {self.temperature}")
+            for name, default in (("top_p", (1,)), ("top_k", (-1, 0)), ("min_p", (0,))):
+                if getattr(self, name) not in default:
+                    raise ValueError(
+                        f"{name}: expected {default[0]}, as use_beam_search draws nothing, got {getattr(self, name)}"
+                    )
+            if self.beam_width < 2:
+                raise ValueError(
+                    "best_of: expected a beam width of 2 at least with use_beam_search, as one of width 1 is greedy "
+                    "(use_beam_search=False, temperature=0), got 1"
+                )
+            return
+        if self.length_penalty != 1:
+            raise ValueError(f"length_penalty: expected 1 without use_beam_search, got {self.length_penalty}")
+        if self.early_stopping is not False:
+            raise ValueError(f"early_stopping: expected False without use_beam_search, got {self.early_stopping!r}")
+        if self.greedy and self.num_sequences > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(
+                f"{name}: expected 1 with temperature 0, where all outputs are the same (use_beam_search=True, or a "
+                f"temperature), got {self.num_sequences}"
+            )
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen: written at construction and never again
 
     @property
     def greedy(self) -> bool:
@@ -76,28 +198,124 @@ class SamplingParams:
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences to generate."""
+        return self.n if self.best_of is None else self.best_of
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    if stop is None:
+    @property
+    def beam_width(self) -> int:
+        """How many sequences beam search goes on with at each step; of no meaning without use_beam_search."""
+        return self.num_sequences
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises ValueError if logit_bias or allowed_token_ids name a token that the model does not have."""
+        for name, token_ids in (
+            ("logit_bias", [token_id for token_id, _ in self.bias_of_token_ids]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ):
+            for token_id in token_ids:
+                check_int(name, token_id, 0, vocab_size - 1)
+
+    @property
+    def bias_of_token_ids(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` with the type it has after construction; empty if there is none."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+
+@dataclass(slots=True, frozen=True)
+class TokenRules:
+    """What the parameters of a request say in texts, or leave to the model, as token ids; made once a request.
+
+    end_token_ids: the end-of-sequence tokens, unless ignore_eos, and the stop tokens: kept out until min_tokens.
+    bad_words: sequences of token ids whose last one is kept out where those before it end the sequence so far.
+    """
+
+    end_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for token_id in self.end_token_ids:
+            check_int("end_token_ids", token_id, 0)
+        for word in self.bad_words:
+            if not word:
+                raise ValueError("bad_words: expected one token id at least in each, got none")
+            for token_id in word:
+                check_int("bad_words", token_id, 0)
+
+
+def takes_prompt(processor: Callable[..., Any]) -> bool:
+    """Whether a logits processor is of the form f(prompt_token_ids, output_token_ids, logits), or else of the form
+    f(output_token_ids, logits). Raises TypeError if it is of neither."""
+    try:
+        signature = inspect.signature(processor)
+    except ValueError:  # as of some that are written in C
+        raise TypeError(f"logits_processors: expected a callable with a signature, got {processor!r}") from None
+    for num_arguments in (2, 3):
+        try:
+            signature.bind(*[None] * num_arguments)
+        except TypeError:
+            continue
+        return num_arguments == 3
+    raise TypeError(
+        "logits_processors: expected f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits), "
+        f"got {processor!r} with {signature}"
+    )
+
+
+def _items(name: str, value: object, kind: str) -> tuple[Any, ...]:
+    if value is None:
         return ()
-    if isinstance(stop, str):
-        stop = (stop,)
-    if not isinstance(stop, list | tuple):
-        raise TypeError(f"stop: expected a string or a list of strings, got {stop!r} of type {type(stop).__name__}")
-    for text in stop:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name}: expected a list of {kind}, got {value!r} of type {type(value).__name__}")
+    return tuple(value)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    texts = _items(name, value, "strings")
+    for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"stop: expected strings, got {text!r} of type {type(text).__name__}")
+            raise TypeError(f"{name}: expected strings, got {text!r} of type {type(text).__name__}")
         if not text:
-            raise ValueError(f"stop: expected non-empty strings, got {list(stop)}")
-    return tuple(stop)
+            raise ValueError(f"{name}: expected non-empty strings, got {list(texts)}")
+    return texts
 
 
-def _stop_ids(stop_token_ids: object) -> tuple[int, ...]:
-    if stop_token_ids is None:
-        return ()
-    if not isinstance(stop_token_ids, list | tuple):
-        kind = type(stop_token_ids).__name__
-        raise TypeError(f"stop_token_ids: expected a list of token ids, got {stop_token_ids!r} of type {kind}")
-    for token_id in stop_token_ids:
-        check_int("stop_token_ids", token_id, 0)
-    return tuple(stop_token_ids)
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    token_ids = _items(name, value, "token ids")
+    for token_id in token_ids:
+        check_int(name, token_id, 0)
+    return token_ids
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    pairs: dict[int, float] = {}
+    for pair in _items("logit_bias", value, "pairs, or a dict"):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"logit_bias: expected pairs of token id and bias, got {pair!r}")
+        token_id, bias = pair
+        if isinstance(token_id, str):
+            if not re.fullmatch("[0-9]+", token_id):
+                raise ValueError(f"logit_bias: expected token ids, got {token_id!r}")
+            token_id = int(token_id)
+        check_int("logit_bias", token_id, 0)
+        check_float("logit_bias", bias)
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise ValueError(f"logit_bias: expected numbers in [-{_MAX_BIAS}, {_MAX_BIAS}], got {bias}")
+        if token_id in pairs:
+            raise ValueError(f"logit_bias: expected each token id once, got {token_id} twice")
+        pairs[token_id] = bias
+    return tuple(pairs.items())
+
+
+def _processors(value: object) -> tuple[Callable[..., Any], ...]:
+    processors = _items("logits_processors", value, "callables")
+    for processor in processors:
+        if not callable(processor):
+            kind = type(processor).__name__
+            raise TypeError(f"logits_processors: expected callables, got {processor!r} of type {kind}")
+        takes_prompt(processor)
+    return processors

@@ -1,13 +1,14 @@
 """SamplingParams and the two configs: what they take, and what they say when it is wrong."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import pytest
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.sampling_params import MAX_LOGPROBS, SamplingParams
+from pagedattn_serve.sampling_params import MAX_LOGPROBS, SamplingParams, TokenRules, takes_prompt
 
 
 def test_defaults() -> None:
@@ -15,6 +16,13 @@ def test_defaults() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (1.0, 1.0, -1, None)
     assert (params.max_tokens, params.stop, params.ignore_eos) == (16, (), False)
     assert (params.min_p, params.stop_token_ids, params.logprobs) == (0.0, (), None)
+    assert (params.n, params.best_of, params.num_sequences) == (1, None, 1)
+    assert (params.use_beam_search, params.length_penalty, params.early_stopping) == (False, 1.0, False)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.include_stop_str_in_output, params.min_tokens, params.prompt_logprobs) == (False, 0, None)
+    assert (params.logit_bias, params.bad_words, params.allowed_token_ids) == ((), (), None)
+    assert (params.skip_special_tokens, params.logits_processors, params.detokenize) == (True, (), True)
+    assert not params.changes_logits
 
 
 def test_order_of_the_positional_ones() -> None:
@@ -76,6 +84,23 @@ def test_a_copy_with_a_change_is_checked_as_well() -> None:
         {"min_p": 1},
         {"logprobs": 0},
         {"logprobs": MAX_LOGPROBS},
+        {"presence_penalty": -2},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 1e-3},
+        {"min_tokens": 16},
+        {"min_tokens": 99, "max_tokens": None},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": MAX_LOGPROBS},
+        {"logit_bias": {0: -100, 5: 100}},
+        {"logit_bias": {}},
+        {"bad_words": []},
+        {"allowed_token_ids": [0]},
+        {"detokenize": False},
+        {"detokenize": False, "stop": [], "bad_words": ["a"]},
+        {"n": 3, "best_of": 3},
+        {"temperature": 0, "n": 1, "best_of": 1},
+        {"temperature": 0, "n": 2, "use_beam_search": True, "top_k": 0, "seed": 1},
+        {"temperature": 0, "best_of": 2, "use_beam_search": True, "early_stopping": "never", "length_penalty": -1.5},
     ],
 )
 def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
@@ -103,6 +128,30 @@ def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
         ("stop_token_ids", [3, -1]),
         ("logprobs", -1),
         ("logprobs", MAX_LOGPROBS + 1),
+        ("n", 0),
+        ("best_of", 0),
+        ("length_penalty", math.inf),
+        ("early_stopping", "always"),
+        ("presence_penalty", 2.01),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.01),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("min_tokens", -1),
+        ("min_tokens", 17),  # max_tokens is 16
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        ("logit_bias", {3: 100.5}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"-1": 1.0}),
+        ("logit_bias", {"three": 1.0}),
+        ("logit_bias", {"\u0663": 1.0}),  # a digit, but not one of JSON's
+        ("logit_bias", {"3": 1.0, 3: 1.0}),
+        ("bad_words", ["a", ""]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [3, -1]),
     ],
 )
 def test_wrong_value(name: str, value: Any) -> None:
@@ -135,11 +184,136 @@ def test_wrong_value(name: str, value: Any) -> None:
         ("stop_token_ids", [True]),
         ("logprobs", 1.0),
         ("logprobs", True),
+        ("n", 1.0),
+        ("best_of", True),
+        ("use_beam_search", 1),
+        ("length_penalty", "1"),
+        ("early_stopping", 1),
+        ("early_stopping", None),
+        ("presence_penalty", "0"),
+        ("frequency_penalty", None),
+        ("repetition_penalty", True),
+        ("include_stop_str_in_output", None),
+        ("min_tokens", 1.0),
+        ("prompt_logprobs", True),
+        ("logit_bias", [3]),
+        ("logit_bias", {3}),
+        ("logit_bias", {3: "1"}),
+        ("logit_bias", {3.0: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("bad_words", "a"),
+        ("bad_words", [3]),
+        ("skip_special_tokens", 1),
+        ("allowed_token_ids", 3),
+        ("allowed_token_ids", [3.0]),
+        ("logits_processors", print),
+        ("logits_processors", [3]),
+        ("logits_processors", [lambda logits: logits]),
+        ("logits_processors", [lambda a, b, c, d: d]),
+        ("detokenize", None),
     ],
 )
 def test_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{name}: expected .*, got "):
         SamplingParams(**{name: value})
+
+
+BEAMS: dict[str, Any] = {"temperature": 0, "n": 2, "use_beam_search": True}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of: expected an int >= n, which is 3, got 2"),
+        ({"n": 2, "temperature": 0}, "n: expected 1 with temperature 0, where all outputs are the same"),
+        ({"best_of": 2, "temperature": 0}, "best_of: expected 1 with temperature 0, where all outputs are the same"),
+        ({"length_penalty": 0.9}, "length_penalty: expected 1 without use_beam_search, got 0.9"),
+        ({"early_stopping": True}, "early_stopping: expected False without use_beam_search, got True"),
+        ({"early_stopping": "never"}, "early_stopping: expected False without use_beam_search, got 'never'"),
+        (BEAMS | {"temperature": 1}, "temperature: expected 0, as use_beam_search draws nothing, got 1"),
+        (BEAMS | {"top_p": 0.9}, "top_p: expected 1, as use_beam_search draws nothing, got 0.9"),
+        (BEAMS | {"top_k": 5}, "top_k: expected -1, as use_beam_search draws nothing, got 5"),
+        (BEAMS | {"min_p": 0.1}, "min_p: expected 0, as use_beam_search draws nothing, got 0.1"),
+        (BEAMS | {"n": 1}, "best_of: expected a beam width of 2 at least with use_beam_search, as one of width 1 is"),
+        ({"detokenize": False, "stop": "end"}, r"detokenize: expected True, as stop strings \('end',\) are looked for"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: expected an int <= max_tokens, which is 4, got 5"),
+    ],
+)
+def test_what_contradicts_itself(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SamplingParams(**kwargs)
+
+
+def test_how_many_sequences() -> None:
+    assert SamplingParams(n=3).num_sequences == 3
+    assert SamplingParams(n=3, best_of=5).num_sequences == 5
+    assert SamplingParams(**BEAMS, best_of=6).beam_width == 6
+    assert SamplingParams(**BEAMS).beam_width == 2
+
+
+def test_what_is_kept_is_the_request_s_own_and_can_be_hashed() -> None:
+    bias, words, allowed = {"7": 1, "0": -2.5}, ["a", "b"], [3, 4]
+    processors: list[Any] = [lambda output_token_ids, logits: logits]
+    params = SamplingParams(logit_bias=bias, bad_words=words, allowed_token_ids=allowed, logits_processors=processors)
+    same = dataclasses.replace(params)
+    for given in (words, allowed, processors):
+        given.clear()
+    bias.clear()
+    assert params.logit_bias == params.bias_of_token_ids == ((7, 1), (0, -2.5))
+    assert (params.bad_words, params.allowed_token_ids) == (("a", "b"), (3, 4))
+    assert params.logits_processors is not None and len(params.logits_processors) == 1
+    assert params == same and hash(params) == hash(same)
+    assert params != dataclasses.replace(params, logit_bias={7: 1})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 1},
+        {"logit_bias": {0: 0}},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [1]},
+        {"logits_processors": [lambda output_token_ids, logits: logits]},
+    ],
+)
+def test_what_changes_logits(kwargs: dict[str, Any]) -> None:
+    params = SamplingParams(**kwargs)
+    assert params.changes_logits
+    [name] = kwargs
+    assert not dataclasses.replace(params, **{name: getattr(SamplingParams(), name)}).changes_logits
+
+
+def test_token_ids_that_the_model_does_not_have() -> None:
+    SamplingParams(logit_bias={9: 1}, allowed_token_ids=[0, 9]).check_token_ids(10)
+    for name, value in (("logit_bias", {10: 1}), ("allowed_token_ids", [0, 10])):
+        with pytest.raises(ValueError, match=rf"^{name}: expected an int in \[0, 9\], got 10"):
+            SamplingParams(**{name: value}).check_token_ids(10)
+
+
+def test_the_forms_of_a_logits_processor() -> None:
+    class Processor:
+        def __call__(self, prompt_token_ids: Any, output_token_ids: Any, logits: Any) -> Any: ...
+
+    assert not takes_prompt(lambda output_token_ids, logits: logits)
+    assert not takes_prompt(lambda output_token_ids, logits, scale=2.0: logits)  # its third is its own affair
+    assert takes_prompt(lambda prompt_token_ids, output_token_ids, logits: logits)
+    assert takes_prompt(Processor()) and not takes_prompt(functools.partial(Processor(), [1]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"end_token_ids": (3, -1)}, "end_token_ids: expected an int >= 0, got -1"),
+        ({"bad_words": ((3,), ())}, "bad_words: expected one token id at least in each, got none"),
+        ({"bad_words": ((3, -1),)}, "bad_words: expected an int >= 0, got -1"),
+    ],
+)
+def test_wrong_token_rules(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TokenRules(**kwargs)
 
 
 def test_config_defaults() -> None:
