@@ -34,6 +34,12 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one scheduler.
@@ -41,16 +47,23 @@ class SchedulerConfig:
     max_model_len: most tokens a sequence may hold, prompt and output together; at least 2, one of each.
     max_num_seqs: most sequences running at once.
     max_num_batched_tokens: most tokens run through the model in one step, over all sequences.
+    policy: "fcfs", first come first served, or "priority", by priority and then by arrival.
+    preemption_mode: what becomes of the blocks of a request that makes room: "recompute" drops them, "swap" moves them
+        to host memory as long as there is room, "auto" swaps where a request has several sequences.
     """
 
     max_model_len: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2560
+    policy: str = "fcfs"
+    preemption_mode: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_choice("scheduling_policy", self.policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -60,17 +73,23 @@ class CacheConfig:
     num_blocks: physical blocks in the pool.
     block_size: tokens per block; a power of two from 8 to 256.
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
+    num_host_blocks: blocks of the pool in host memory that others are swapped out to.
+    enable_prefix_caching: whether blocks are found by their tokens.
     """
 
     num_blocks: int
     block_size: int = 16
     watermark: float = DEFAULT_WATERMARK
+    num_host_blocks: int = 0
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)
         check_int("block_size", self.block_size, 8, 256)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
+        check_int("num_host_blocks", self.num_host_blocks, 0)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_float("watermark", self.watermark)
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark: expected a share in [0, 1), got {self.watermark}")

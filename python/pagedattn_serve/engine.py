@@ -12,12 +12,14 @@ import torch
 
 import pagedattn_ext
 from pagedattn_serve.checkpoint import model_directory
+from pagedattn_serve.completion import OutputRules
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
 from pagedattn_serve.execution.cache_memory import (
     DEFAULT_CPU_MEMORY,
     block_bytes_of,
     choose_num_blocks,
     cuda_memory,
+    num_host_blocks,
     num_useful_blocks,
 )
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -31,7 +33,7 @@ from pagedattn_serve.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,17 @@ class LLMEngine:
         max_num_batched_tokens: most tokens run through the model in one step.
         max_model_len: most tokens of a sequence, prompt and output together. Default: the model's, or what the whole
             cache holds if that is less.
-        swap_space: GiB of host memory for swapped-out groups of several sequences. Single sequences, the only kind yet,
-            are recomputed instead, so none of it is taken.
+        swap_space: GiB of host memory for the blocks of requests that are swapped out.
         gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
         seed: of the random numbers for requests without a seed of their own; None takes an arbitrary one.
         tensor_parallel_size: 1, as one device is all that is used yet.
         enforce_eager: True or False, which are the same here: nothing is compiled or captured in graphs.
         trust_remote_code: False, as a checkpoint's own code is never run.
+        preemption_mode: what becomes of the blocks of a request that makes room for others: "recompute" drops them and
+            computes them again later, "swap" moves them to host memory while swap_space lasts, "auto" swaps where a
+            request has several sequences.
+        enable_prefix_caching: whether a prompt that begins as others did takes their blocks instead of computing them.
+        scheduling_policy: "fcfs", first come first served, or "priority".
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
 
@@ -87,6 +93,9 @@ class LLMEngine:
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
         trust_remote_code: bool = False,
+        preemption_mode: str = "auto",
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         check_int("block_size", block_size, 8, 256)
         check_int("max_num_seqs", max_num_seqs, 1)
@@ -111,7 +120,7 @@ class LLMEngine:
         device = choose_device(device)
         directory = model_directory(model)
         self.tokenizer = load_tokenizer(directory, tokenizer)
-        self._eos_token_ids = eos_token_ids(directory)
+        self._eos_token_ids = frozenset(eos_token_ids(directory))
         self._defaults = generation_defaults(directory)
         causal_lm = load_model(directory, dtype, device)
         self._vocab_size = causal_lm.vocab_size
@@ -119,18 +128,26 @@ class LLMEngine:
             pack_linear_layers(causal_lm, causal_lm.dtype)
         max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)
         scheduler_config = SchedulerConfig(
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=scheduling_policy,
+            preemption_mode=preemption_mode,
         )
+        useful = num_useful_blocks(scheduler_config, block_size)
         if num_blocks is None:
             memory = kv_cache_memory
             if memory is None and device == "cpu":
                 memory = DEFAULT_CPU_MEMORY
             elif memory is None:
                 memory = cuda_memory(causal_lm, scheduler_config, block_size, device, gpu_memory_utilization)
-            num_blocks = choose_num_blocks(
-                causal_lm, memory, block_size, num_useful_blocks(scheduler_config, block_size)
-            )
-        cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+            num_blocks = choose_num_blocks(causal_lm, memory, block_size, useful)
+        cache_config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks(causal_lm, swap_space, block_size, useful),
+            enable_prefix_caching=enable_prefix_caching,
+        )
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         try:
             self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
@@ -145,7 +162,7 @@ class LLMEngine:
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
         self._settled = True
-        self._in_step: list[tuple[Request, tuple[int, float]]] = []  # and what to rewind them to
+        self._in_step: list[tuple[Request, Any]] = []  # and what to rewind them to
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -174,11 +191,14 @@ class LLMEngine:
         sampling_params: SamplingParams | None = None,
         prompt_token_ids: Any | None = None,
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
         prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}.
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
+        priority: with the scheduling policy "priority", the lower the earlier it is served. So that nobody waits for
+            ever, a request is passed by no more than the next 10,000 that come for each level that they are better.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, or the request id is taken. Requests that were queued before go on.
@@ -190,18 +210,28 @@ class LLMEngine:
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
+        check_int("priority", priority, -(2**31), 2**31 - 1)
         text, token_ids = self._prompt_tokens(prompt, prompt_token_ids)
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
-        sequence = Sequence(request_id, token_ids, params, arrival_time)
+        params.check_token_ids(self._vocab_size)
         max_len = self.max_model_len
         if sampling_params is None and self._defaults.max_length is not None:
             max_len = min(max_len, max(self._defaults.max_length, len(token_ids) + 1))
-        request = Request(text, sequence, self.tokenizer, self._eos_token_ids, max_len)
+        room = max_len - len(token_ids)
+        rules = OutputRules(
+            params=params,
+            tokenizer=self.tokenizer if params.detokenize else None,
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(params.stop_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
+        group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
+        request = Request(text, group, rules)
         self._settle()
         self._settled = False
         try:
-            self.scheduler.add(sequence)
+            self.scheduler.add(group)
         except ValueError:
             self._settled = True  # nothing was changed
             raise
@@ -212,13 +242,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one batch; returns the requests that got a token, in arrival order. Empty while prompts are computed."""
         self._settle()
-        self._settled = False
+        self._settled = False  # so that after an error, too, all is made anew: what was to be copied, and found
         batch = self.scheduler.schedule()
-        self._settled = True  # if the batch does not run to its end, the next step schedules the same
-        if batch.is_empty:
-            return []
-        sampled = self.model_runner.execute(batch)
-        self._settled = False
+        sampled = SamplerOutput([], [], []) if batch.is_empty else self.model_runner.execute(batch)
         self.scheduler.mark_computed(batch)
         outputs = self._append_tokens(batch, sampled)
         self._settled = True
@@ -259,14 +285,24 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
         self._settle()
-        manager = self.scheduler.block_manager
+        scheduler = self.scheduler
+        manager = scheduler.block_manager
         return EngineStats(
-            num_waiting=self.scheduler.num_waiting,
-            num_running=self.scheduler.num_running,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_swapped=len(scheduler.swapped),
+            num_running_sequences=sum(len(group.sequences) for group in scheduler.running),
             num_blocks=manager.num_blocks,
             num_used_blocks=manager.num_used_blocks,
-            num_used_slots=sum(sequence.num_computed_tokens for sequence in self.scheduler.running),
-            num_preemptions=self.scheduler.num_preemptions,
+            num_blocks_without_sharing=manager.num_table_entries,
+            num_cached_blocks=manager.num_cached_blocks,
+            num_host_blocks=manager.num_host_blocks,
+            num_used_host_blocks=manager.num_used_host_blocks,
+            num_used_slots=manager.num_used_slots(),
+            num_recomputes=scheduler.num_recomputes,
+            num_swaps=scheduler.num_swaps,
+            num_looked_up_tokens=scheduler.num_looked_up_tokens,
+            num_found_tokens=scheduler.num_found_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
         )
@@ -294,31 +330,40 @@ class LLMEngine:
         return list(self.tokenizer(text, verbose=False).input_ids)
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        requests = [self._requests[each.sequence.request_id] for each in batch.sequences if each.samples]
-        self._in_step = [(request, request.mark()) for request in requests]
-        outputs = []
+        tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True))
+        num_tokens_of: dict[Request, int] = {}  # in the order of the rows, as those of a request follow each other
+        for scheduled in batch.sequences:
+            if scheduled.num_samples:
+                request = self._requests[scheduled.sequence.request_id]
+                num_tokens_of[request] = num_tokens_of.get(request, 0) + scheduled.num_samples
+        outgrown = [self._requests[group.request_id] for group in batch.outgrown]
+        self._in_step = [(request, request.mark()) for request in (*num_tokens_of, *outgrown)]
         now = time.monotonic()
-        tokens = zip(requests, sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True)
-        for request, token_id, logprob, top_logprobs in tokens:
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+        first = 0
+        for request, num_tokens in num_tokens_of.items():
             try:
-                status = request.add_token(token_id, logprob, top_logprobs)
+                request.add_tokens(tokens[first : first + num_tokens], self.scheduler)
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
-                request.error = f"{type(error).__name__}: {error}"
+                text = f"{type(error).__name__}: {error}"
                 has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
-                logger.error("request %r ends: %s", request.sequence.request_id, request.error, exc_info=has_trace)
-                status = SequenceStatus.FINISHED_ERROR
-            if status is not None:
+                logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
+                request.fail(text, self.scheduler)
+            first += num_tokens
+        for request in outgrown:
+            num_blocks = self.scheduler.block_manager.num_blocks
+            request.fail(f"its sequences need more than all {num_blocks} blocks of the cache", self.scheduler)
+        outputs = []
+        for request, _ in self._in_step:
+            if request.metrics.first_token_time is None and request in num_tokens_of:
+                request.metrics.first_token_time = now
+            if not request.group.sequences:
                 request.metrics.finished_time = now
-                self.scheduler.finish(request.sequence, status)
             outputs.append(request.output())
-        num_new = sum(len(request.sequence.output_token_ids) - before for request, (before, _) in self._in_step)
         self._in_step = []  # now the step has happened: an interrupt no longer takes it back
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
-        self._num_output_tokens += num_new
+        self._num_output_tokens += len(tokens)
         return outputs
 
     def _settle(self) -> None:
@@ -331,8 +376,8 @@ class LLMEngine:
         for request, mark in self._in_step:
             request.rewind(mark)
         self._in_step = []
-        self._requests = {i: each for i, each in self._requests.items() if not each.sequence.status.is_finished}
-        self.scheduler.restart([request.sequence for request in self._requests.values()])
+        self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}
+        self.scheduler.restart([request.group for request in self._requests.values()])
         self.model_runner.block_tables.clear()
         self._settled = True
 

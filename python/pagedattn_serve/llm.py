@@ -33,6 +33,9 @@ class LLM:
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
         trust_remote_code: bool = False,
+        preemption_mode: str = "auto",
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -51,6 +54,9 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             enforce_eager=enforce_eager,
             trust_remote_code=trust_remote_code,
+            preemption_mode=preemption_mode,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call

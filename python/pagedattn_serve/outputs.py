@@ -47,8 +47,9 @@ class _CopiedWhenRead:
 
 @dataclass(slots=True)  # frozen ones take twice as long to make, one a token
 class CompletionOutput(_CopiedWhenRead):
-    """The output of a request so far.
+    """One output of a request, so far.
 
+    index: its place among the outputs of the request.
     text: never taken back; while unfinished, the end that may be the start of a stop string is held back. It has
         neither the stop string nor the token that ended it.
     token_ids: with the token that ended it, if one did.
@@ -73,6 +74,7 @@ class CompletionOutput(_CopiedWhenRead):
     @classmethod
     def of(
         cls,
+        index: int,
         text: str,
         token_ids: list[int],
         cumulative_logprob: float,
@@ -82,7 +84,7 @@ class CompletionOutput(_CopiedWhenRead):
     ) -> Self:
         """The engine's way to make one: the lists stay its own, and it may append to them."""
         output = cls.__new__(cls)
-        output.index = 0
+        output.index = index
         output.text = text
         output.cumulative_logprob = cumulative_logprob
         output.finish_reason = finish_reason
@@ -113,9 +115,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput(_CopiedWhenRead):
-    """One request and its output so far.
+    """One request and its outputs so far.
 
     prompt: None if it came as token ids.
+    outputs: as many as SamplingParams.n. Where best_of is more, or with beam search, these are the best so far, by
+        cumulative logprob or by the search's score: until the request is finished, others may take their places.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
         that the tokenizer failed to decode.
     """
@@ -136,7 +140,8 @@ class RequestOutput(_CopiedWhenRead):
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        completion: CompletionOutput,
+        outputs: list[CompletionOutput],
+        finished: bool,
         metrics: RequestMetrics,
         error: str | None,
     ) -> Self:
@@ -144,8 +149,8 @@ class RequestOutput(_CopiedWhenRead):
         output = cls.__new__(cls)
         output.request_id = request_id
         output.prompt = prompt
-        output.outputs = [completion]
-        output.finished = completion.finish_reason is not None
+        output.outputs = outputs
+        output.finished = finished
         output.metrics = RequestMetrics(metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
         output.error = error
         output._source = prompt_token_ids
@@ -157,16 +162,36 @@ class RequestOutput(_CopiedWhenRead):
 
 @dataclass(slots=True, frozen=True)
 class EngineStats:
-    """The engine between two steps.
+    """The engine between two steps. Requests are counted, but for num_running_sequences.
 
-    num_used_slots: tokens whose keys and values are in the cache; the other slots of the used blocks are waste.
+    num_used_blocks: that sequences hold; one that several share counts once.
+    num_blocks_without_sharing: as many as they would hold if none were shared.
+    num_cached_blocks: that no sequence holds, but whose tokens a prompt can still find.
+    num_used_host_blocks: of num_host_blocks, those of swapped-out requests.
+    num_used_slots: tokens whose keys and values are in used blocks; their other slots are waste.
+    num_recomputes, num_swaps: preemptions, by what became of the blocks.
+    num_looked_up_tokens: of prompts, when they were let in; num_found_tokens: those of them that were in the cache.
     """
 
     num_waiting: int
     num_running: int
+    num_swapped: int
+    num_running_sequences: int
     num_blocks: int
     num_used_blocks: int
+    num_blocks_without_sharing: int
+    num_cached_blocks: int
+    num_host_blocks: int
+    num_used_host_blocks: int
     num_used_slots: int
-    num_preemptions: int
+    num_recomputes: int
+    num_swaps: int
+    num_looked_up_tokens: int
+    num_found_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its blocks."""
+        return self.num_recomputes + self.num_swaps

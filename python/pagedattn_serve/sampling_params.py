@@ -171,12 +171,6 @@ class SamplingParams:
             raise ValueError(f"length_penalty: expected 1 without use_beam_search, got {self.length_penalty}")
         if self.early_stopping is not False:
             raise ValueError(f"early_stopping: expected False without use_beam_search, got {self.early_stopping!r}")
-        if self.greedy and self.num_sequences > 1:
-            name = "n" if self.best_of is None else "best_of"
-            raise ValueError(
-                f"{name}: expected 1 with temperature 0, where all outputs are the same (use_beam_search=True, or a "
-                f"temperature), got {self.num_sequences}"
-            )
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: written at construction and never again

@@ -35,6 +35,11 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
     return min(memory // block_bytes, at_most)
 
 
+def num_host_blocks(model: CausalLM, swap_space: float, block_size: int, at_most: int) -> int:
+    """Blocks that fit in `swap_space` GiB, but not more than `at_most`."""
+    return min(int(swap_space * 2**30) // block_bytes_of(model, block_size), at_most)
+
+
 def cuda_memory(
     model: CausalLM, config: SchedulerConfig, block_size: int, device: str, gpu_memory_utilization: float
 ) -> int:
@@ -69,7 +74,7 @@ def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
     blocks_per_seq = -(-length // block_size)
     batch = ScheduledBatch()
     for i in range(num_seqs):
-        sequence = Sequence(f"profile-{i}", [0] * length, SamplingParams(top_p=0.9), arrival_time=0.0)
+        sequence = Sequence(f"profile-{i}", [0] * length, SamplingParams(top_p=0.9))
         table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
-        batch.sequences.append(ScheduledSequence(sequence, length, table))
+        batch.sequences.append(ScheduledSequence(sequence, length, table, num_samples=1))
     return batch

@@ -10,7 +10,7 @@ from pagedattn_serve.execution.cache_engine import CacheEngine
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 
 class ModelRunner:
@@ -37,23 +37,22 @@ class ModelRunner:
             device,
         )
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
-        # A running sequence holds a block at least.
-        num_rows = min(scheduler_config.max_num_seqs, cache_config.num_blocks)
-        self.block_tables = BlockTables(num_rows, max_num_blocks_per_seq)
+        self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)
         self.sampler = Sampler(seed, device)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """A token for each sequence of the batch that samples, in order. The batch must not be empty."""
+        if batch.blocks_to_swap_out:
+            self.cache_engine.swap_out(batch.blocks_to_swap_out)
+        if batch.blocks_to_swap_in:
+            self.cache_engine.swap_in(batch.blocks_to_swap_in)
         if batch.blocks_to_copy:
             self.cache_engine.copy(batch.blocks_to_copy)
         token_ids, positions, metadata = self.prepare_inputs(batch)
         logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
-        sequences = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        if not sequences:
-            return SamplerOutput([], [], [])
-        rows = [SamplingRow(s.sampling_params, len(s.output_token_ids)) for s in sequences]
-        return self.sampler.sample(logits, rows)
+        rows = [row for scheduled in batch.sequences for row in sampling_rows(scheduled)]
+        return self.sampler.sample(logits, rows) if rows else SamplerOutput([], [], [])
 
     def prepare_inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids and positions, int64 [num_tokens], and the metadata of a batch."""
@@ -66,7 +65,7 @@ class ModelRunner:
         query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         block_tables = self.block_tables.update(batch.sequences)
-        samples = np.array([scheduled.samples for scheduled in batch.sequences])
+        num_samples = np.array([scheduled.num_samples for scheduled in batch.sequences])
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
@@ -76,9 +75,15 @@ class ModelRunner:
             block_tables=self._tensor(block_tables),
             seq_lens=self._tensor((begins + counts).astype(np.int32)),
             query_start_loc=self._tensor(query_start_loc),
-            sampling_rows=self._tensor(query_start_loc[1:][samples].astype(np.int64) - 1),
+            sampling_rows=self._tensor(np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_samples)),
         )
         return self._tensor(np.array(token_ids)), self._tensor(positions), metadata
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def sampling_rows(scheduled: ScheduledSequence) -> list[SamplingRow]:
+    """What decides the tokens that are drawn where the sequence ends; several are its own and those of its forks."""
+    sequence = scheduled.sequence
+    return [SamplingRow(sequence.sampling_params, len(sequence.output_token_ids)) for i in range(scheduled.num_samples)]

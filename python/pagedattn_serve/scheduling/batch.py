@@ -3,39 +3,43 @@
 from dataclasses import dataclass, field
 
 from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
     """The next `num_new_tokens` uncomputed tokens of a sequence, and its blocks.
 
-    block_table: physical blocks of all its tokens so far, [num_blocks_of_sequence]. It is the block manager's own list:
-        one object from the time when the sequence gets blocks until it loses them, to be read only.
-    samples: whether these reach its last token, so that the logits there give the next one. Fixed when scheduled, as
-        the sequence moves on afterwards.
+    block_table: physical blocks of all its tokens so far, [num_blocks_of_sequence]. It is the block manager's own list,
+        to be read only; the same object as in the step before only if nothing but its end may have changed.
+    num_samples: how many tokens to draw where its last row is: 0 amid a prompt, more than 1 where a group of several
+        sequences is about to fork. Fixed when scheduled, as the sequence moves on afterwards.
     """
 
     sequence: Sequence
     num_new_tokens: int
     block_table: list[int]
-    samples: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.samples = self.num_new_tokens == self.sequence.num_uncomputed_tokens
+    num_samples: int
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step of the model.
 
-    sequences: what to run, in arrival order.
-    blocks_to_copy: (src, dst) pairs to copy in the cache before the model runs, in this order (copy-on-write).
-    preempted: sequences that lost their blocks in this step, to make room.
+    sequences: what to run, those of a group one after the other, decodes before prefills.
+    blocks_to_swap_out: (device block, host block) pairs to copy first of all;
+    blocks_to_swap_in: then these, (host block, device block);
+    blocks_to_copy: then these, (src, dst) within the cache, in this order (copy-on-write).
+    preempted: groups that lost their blocks in this step, to make room.
+    outgrown: groups that cannot go on, as they need more blocks than the cache has with nobody else in it.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    outgrown: list[SequenceGroup] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,11 @@
-"""The pool of physical blocks: a free list and a reference count per block, every operation O(1)."""
+"""The pool of physical blocks: which are free, who owns the others, and what those hold that somebody may want again.
+
+A block that is published under a key, for the tokens that it holds, stays findable when its last owner lets go, and is
+taken for other tokens only when no free block is left, the one let go longest ago first (least recently used). Every
+operation is O(1).
+"""
+
+from collections import OrderedDict
 
 
 class OutOfBlocksError(RuntimeError):
@@ -6,13 +13,21 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockAllocator:
-    """Hands out block ids, 0 to num_blocks - 1. A block may have several owners; it is free when the last lets go."""
+    """Hands out block ids, 0 to num_blocks - 1. A block may have several owners; it is free when the last lets go.
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks: expected at least 1, got {num_blocks}")
+    pinned: keys whose blocks are kept when nobody owns them.
+    """
+
+    def __init__(self, num_blocks: int, pinned: frozenset[bytes] = frozenset()) -> None:
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks: expected at least 0, got {num_blocks}")
         self._ref_counts = [0] * num_blocks
+        self._num_owned = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest in CPU caches
+        self._block_of: dict[bytes, int] = {}  # published
+        self._key_of: dict[int, bytes] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # published and without an owner, oldest first
+        self.pinned = pinned
 
     @property
     def num_blocks(self) -> int:
@@ -21,41 +36,97 @@ class BlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without an owner."""
-        return len(self._free)
+        """Blocks that `allocate` can hand out: without an owner and not pinned."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody owns and that can be found by what they hold."""
+        return self.num_blocks - len(self._free) - self._num_owned
+
+    @property
+    def num_owned_blocks(self) -> int:
+        """Blocks with an owner."""
+        return self._num_owned
 
     def ref_count(self, block: int) -> int:
-        """Number of owners of a block; 0 if it is free. ValueError if there is no such block."""
+        """Number of owners of a block. ValueError if there is no such block."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"block: expected 0 to {self.num_blocks - 1}, got {block}")
         return self._ref_counts[block]
 
     def allocate(self) -> int:
         """Take a free block, with one owner. Raises OutOfBlocksError if there is none."""
-        if not self._free:
+        if self._free:
+            block = self._free.pop()
+        elif self._evictable:
+            block, _ = self._evictable.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+        else:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
-        block = self._free.pop()
         self._ref_counts[block] = 1
+        self._num_owned += 1
         return block
 
     def fork(self, block: int) -> None:
-        """Add an owner to a block in use. Raises ValueError if it is free or unknown."""
-        self._require_in_use(block)
+        """Add an owner to a block in use, or to a published one. Raises ValueError if it is free or unknown."""
+        if self.ref_count(block) == 0:
+            if block not in self._key_of:
+                raise ValueError(f"block: expected one in use, got {block}, which is free")
+            self._evictable.pop(block, None)  # a pinned one is not there
+            self._num_owned += 1
         self._ref_counts[block] += 1
 
     def free(self, block: int) -> None:
         """Remove an owner from a block; the last one frees it. Raises ValueError if it is free already or unknown."""
-        self._require_in_use(block)
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            self._free.append(block)
+        count = self.ref_count(block)
+        if count == 0:
+            raise ValueError(f"block: expected one in use, got {block}, which is free")
+        self._ref_counts[block] = count - 1
+        if count == 1:
+            self._num_owned -= 1
+            key = self._key_of.get(block)
+            if key is None:
+                self._free.append(block)
+            elif key not in self.pinned:
+                self._evictable[block] = None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let a block in use be found by `key`, which says what it holds; nothing if the key has a block already."""
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The block published under `key`; None if there is none."""
+        return self._block_of.get(key)
+
+    def pin(self, keys: list[bytes]) -> None:
+        """From now on, keep what is or will be published under these keys, whether anybody owns it or not."""
+        self.pinned = self.pinned.union(keys)
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is not None:
+                self._evictable.pop(block, None)
+
+    def num_pinned_with(self, keys: list[bytes]) -> int:
+        """How many keys are pinned if these are, too."""
+        return len(self.pinned.union(keys))
+
+    def num_evictable(self, blocks: set[int]) -> int:
+        """How many of these blocks are counted as free although they can be found."""
+        return sum(block in self._evictable for block in blocks)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the free list holds each block without an owner exactly once, and no other."""
+        """Raise AssertionError unless each block without an owner is free, evictable or pinned, and just one of them."""
+        assert min(self._ref_counts, default=0) >= 0, f"negative reference count in {self._ref_counts}"
+        owned = sum(count > 0 for count in self._ref_counts)
+        assert self._num_owned == owned, f"{owned} blocks with an owner, counted {self._num_owned}"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of
         unowned = [block for block, count in enumerate(self._ref_counts) if count == 0]
-        assert sorted(self._free) == unowned, f"free list {sorted(self._free)}, blocks without an owner {unowned}"
-        assert min(self._ref_counts) >= 0, f"negative reference count in {self._ref_counts}"
-
-    def _require_in_use(self, block: int) -> None:
-        if self.ref_count(block) == 0:
-            raise ValueError(f"block: expected one in use, got {block}, which is free")
+        pinned = [block for block in unowned if self._key_of.get(block) in self.pinned]
+        assert sorted([*self._free, *self._evictable, *pinned]) == unowned, (
+            f"free {sorted(self._free)}, evictable {sorted(self._evictable)}, pinned {pinned}, no owner {unowned}"
+        )
+        assert all(block in self._key_of for block in self._evictable), "an evictable block that nobody can find"
+        assert not any(block in self._key_of for block in self._free), "a free block that can be found"

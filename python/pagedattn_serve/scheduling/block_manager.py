@@ -1,26 +1,40 @@
 """From the logical blocks of a sequence to the physical blocks of the cache.
 
-As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.4): a sequence's block table names the physical block of
+As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.5): a sequence's block table names the physical block of
 each run of `block_size` tokens; blocks are taken as tokens come; forked sequences share blocks, and a shared block is
-copied when one of them is about to write to it.
+copied when one of them is about to write to it; a group can be swapped out to blocks of a pool in host memory.
+
+Prefix caching: a full block is known by the hash of its tokens and of the block before it, so a sequence that begins
+with the same tokens finds it. A block is published when the tokens that fill it are scheduled: whoever finds it runs in
+the same step or later, and in each layer all keys and values of a step are written before any are read.
 """
 
+import hashlib
 import math
+from array import array
 from collections import Counter
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.scheduling.block_allocator import BlockAllocator, OutOfBlocksError
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import Sequence
 
 
 class BlockManager:
-    """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing."""
+    """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing.
+
+    Sequences that belong together are given together, as the list of a group: those may share blocks. Where one is
+    told that there is no room, nothing was changed.
+    """
 
     def __init__(self, cache_config: CacheConfig) -> None:
         self.block_size = cache_config.block_size
+        self.prefix_caching = cache_config.enable_prefix_caching
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
         self._allocator = BlockAllocator(cache_config.num_blocks)
         self._tables: dict[Sequence, list[int]] = {}
+        self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
+        self._host_tables: dict[Sequence, list[int]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -29,41 +43,90 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that can be taken: no sequence holds them, and no prefix is pinned there."""
         return self._allocator.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that at least one sequence holds; a shared block counts once."""
-        return self.num_blocks - self.num_free_blocks
+        return self._allocator.num_owned_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no sequence holds, and whose tokens a prompt can still find."""
+        return self._allocator.num_cached_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the pool in host memory."""
+        return self._host_allocator.num_blocks
+
+    @property
+    def num_used_host_blocks(self) -> int:
+        """Blocks of the host's pool that swapped-out sequences hold."""
+        return self._host_allocator.num_owned_blocks
 
     def block_table(self, sequence: Sequence) -> list[int]:
         """Physical block of each logical block, [num_blocks_of_sequence]. ValueError if the sequence holds none.
 
-        The manager's own list, which grows with the sequence: to be read only.
+        The manager's own list, to be read only. It grows with the sequence, and its last entry may change; where
+        another one changes, the list becomes another object.
         """
         if sequence not in self._tables:
             raise ValueError(f"{sequence.request_id} holds no blocks")
         return self._tables[sequence]
 
-    def can_allocate(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
-        """Whether blocks for all its tokens are free, and with `keep_watermark` the reserve stays free beside them.
+    @property
+    def num_table_entries(self) -> int:
+        """Blocks that the sequences would hold if none were shared."""
+        return sum(map(len, self._tables.values()))
 
-        The reserve lets running sequences grow for a while before the newcomer has to be preempted for them.
+    def num_used_slots(self) -> int:
+        """Tokens whose keys and values are in the blocks that sequences hold; those of a shared block count once."""
+        num_tokens: dict[int, int] = {}
+        for sequence, table in self._tables.items():
+            num_full, rest = divmod(sequence.num_computed_tokens, self.block_size)
+            num_tokens.update(dict.fromkeys(table[:num_full], self.block_size))
+            if rest:
+                num_tokens[table[num_full]] = max(rest, num_tokens.get(table[num_full], 0))
+        return sum(num_tokens.values())
+
+    # ---- taking blocks ----------------------------------------------------------------------------------------------
+
+    def can_allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
+        """Whether `allocate` would."""
+        return self._has_room(*self._plan(sequences), keep_watermark)
+
+    def allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
+        """Give the sequences blocks for all their tokens, and set how many of these are computed already.
+
+        Those are in blocks that were found by their tokens, or that the sequence shares with an earlier one of the
+        list, which has to be computed first. Each sequence has its last token left to compute.
+
+        Returns False if there is no room: too few blocks are free, or with `keep_watermark` the reserve would not stay
+        free beside them, which lets running sequences grow for a while before the newcomer has to be preempted for
+        them. Raises ValueError if one holds blocks already.
         """
-        reserve = self._watermark_blocks if keep_watermark else 0
-        return self._num_blocks_for(sequence) + reserve <= self.num_free_blocks
-
-    def allocate(self, sequence: Sequence) -> None:
-        """Give a sequence blocks for all its tokens.
-
-        Raises ValueError if it holds blocks already, OutOfBlocksError if too few are free.
-        """
-        self._require_unknown(sequence)
-        num_needed = self._num_blocks_for(sequence)
-        if num_needed > self.num_free_blocks:
-            raise OutOfBlocksError(f"{sequence.request_id} needs {num_needed} blocks, {self.num_free_blocks} are free")
-        self._tables[sequence] = [self._allocator.allocate() for _ in range(num_needed)]
+        num_new, found = self._plan(sequences)
+        if not self._has_room(num_new, found, keep_watermark):
+            return False
+        for blocks in found:  # all of them first, so that none is evicted for another sequence's new block
+            for block in blocks:
+                self._allocator.fork(block)
+        block_of: dict[bytes, int] = {}
+        for sequence, table in zip(sequences, found, strict=True):
+            hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
+            for block_hash in hashes[len(table) :]:
+                if block_hash not in block_of:
+                    break
+                self._allocator.fork(block_of[block_hash])
+                table.append(block_of[block_hash])
+            sequence.num_computed_tokens = len(table) * self.block_size
+            table += [self._allocator.allocate() for _ in range(self._num_blocks_for(sequence) - len(table))]
+            if len(sequences) > 1:
+                block_of.update(zip(hashes, table, strict=False))
+            self._tables[sequence] = table
+        return True
 
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
         """Make the last token (index num_tokens - 1) writable: its block exists and no other sequence shares it.
@@ -87,6 +150,10 @@ class BlockManager:
         self._allocator.free(shared)
         return shared, block
 
+    def num_blocks_to_append(self, sequences: list[Sequence]) -> int:
+        """Blocks that `append` takes for all of the sequences together."""
+        return self._num_to_append(sequences, [self.block_table(each) for each in sequences], self._allocator)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which holds the same tokens as `parent`, share all its blocks.
 
@@ -101,29 +168,202 @@ class BlockManager:
         self._tables[child] = table
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks away; shared ones stay with the others. ValueError if it holds none."""
-        for block in self.block_table(sequence):
+        """Take a sequence's blocks away, on the device or the host; shared ones stay with the others.
+
+        ValueError if it holds none.
+        """
+        if sequence in self._host_tables:
+            for block in self._host_tables.pop(sequence):
+                self._host_allocator.free(block)
+            return
+        for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it hangs on
             self._allocator.free(block)
         del self._tables[sequence]
 
     def clear(self) -> None:
-        """Take the blocks of all sequences away, whatever state the tables are in."""
+        """Take the blocks of all sequences away, whatever state the tables are in, and forget what they hold.
+
+        What is pinned stays so: it is kept when it is computed again.
+        """
         self._tables = {}
-        self._allocator = BlockAllocator(self.num_blocks)
+        self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
+        self._host_tables = {}
+        self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
+
+    # ---- swapping ---------------------------------------------------------------------------------------------------
+
+    def swap_out(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
+        """Move the blocks of a group to the host's pool. What is shared on the device is shared there.
+
+        Returns the (device block, host block) pairs to copy before the device blocks are written to; None, with nothing
+        changed, if the pool has too few free ones. Raises ValueError if a sequence holds no blocks.
+        """
+        tables = [self.block_table(sequence) for sequence in sequences]
+        blocks = dict.fromkeys(block for table in tables for block in table)
+        if len(blocks) > self._host_allocator.num_free_blocks:
+            return None
+        host_of = {block: self._host_allocator.allocate() for block in blocks}
+        self._host_tables |= self._translate(sequences, tables, host_of, self._host_allocator)
+        for sequence, table in zip(sequences, tables, strict=True):
+            del self._tables[sequence]
+            for block in reversed(table):
+                self._allocator.free(block)
+        return list(host_of.items())
+
+    def swap_in(self, sequences: list[Sequence], *, keep_watermark: bool) -> list[tuple[int, int]] | None:
+        """Move the blocks of a swapped-out group back. There is room for the last token of each to be appended.
+
+        Blocks that are still, or again, found by their tokens are not copied.
+
+        Returns the (host block, device block) pairs to copy before the device blocks are read; None, with nothing
+        changed, if there is no room, as in `allocate`. Raises ValueError if a sequence is not swapped out.
+        """
+        for sequence in sequences:
+            if sequence not in self._host_tables:
+                raise ValueError(f"{sequence.request_id} is not swapped out")
+        tables = [self._host_tables[sequence] for sequence in sequences]
+        device_of: dict[int, int] = {}
+        for sequence, table in zip(sequences, tables, strict=True):
+            hashes = sequence.block_hashes[: sequence.num_computed_tokens // self.block_size]
+            device_of.update(zip(table, self._find(hashes), strict=False))
+        found = list(device_of.values())
+        to_copy = list(dict.fromkeys(block for table in tables for block in table if block not in device_of))
+        num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)
+        if not self._has_room(num_new, [found], keep_watermark):
+            return None
+        for block in found:
+            self._allocator.fork(block)
+        device_of.update((block, self._allocator.allocate()) for block in to_copy)
+        self._tables |= self._translate(sequences, tables, device_of, self._allocator)
+        for sequence, table in zip(sequences, tables, strict=True):
+            del self._host_tables[sequence]
+            for block in table:
+                self._host_allocator.free(block)
+        return [(block, device_of[block]) for block in to_copy]
+
+    # ---- finding blocks by what they hold ---------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        """Let its logical blocks [first, last), all tokens of which are scheduled, be found by their tokens."""
+        table, hashes = self.block_table(sequence), self._hashes(sequence, last)
+        for i in range(first, last):
+            self._allocator.publish(table[i], hashes[i])
+
+    def merge(self, sequence: Sequence, first: int, last: int) -> None:
+        """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
+        table = list(self.block_table(sequence))
+        for i in range(first, last):
+            published = self._allocator.find(sequence.block_hashes[i])
+            assert published is not None, f"{sequence.request_id}: logical block {i} was not published"
+            if published != table[i]:
+                self._allocator.fork(published)
+                self._allocator.free(table[i])
+                table[i] = published
+        if table != self._tables[sequence]:
+            self._tables[sequence] = table
+
+    def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
+        """Keep the full blocks of these tokens from being taken for others, once a sequence has computed them.
+
+        Returns how many tokens they hold. Raises ValueError if pins would take more than `max_num_blocks`.
+        """
+        sequence = Sequence("prefix", token_ids, SamplingParams())
+        hashes = self._hashes(sequence, len(token_ids) // self.block_size)
+        num_pinned = self._allocator.num_pinned_with(hashes)
+        if num_pinned > max_num_blocks:
+            raise ValueError(
+                f"prefix: expected registered prefixes to take at most {max_num_blocks} blocks, which leaves the cache "
+                f"room for one sequence of max_model_len tokens, got {num_pinned}"
+            )
+        self._allocator.pin(hashes)
+        return len(hashes) * self.block_size
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block's reference count is the number of tables that hold it."""
-        self._allocator.check_integrity()
-        for sequence, table in self._tables.items():
-            assert len(set(table)) == len(table), f"{sequence.request_id} holds a block twice: {table}"
-        holders = Counter(block for table in self._tables.values() for block in table)
-        for block in range(self.num_blocks):
-            count = self._allocator.ref_count(block)
-            assert count == holders[block], f"block {block}: reference count {count}, in {holders[block]} tables"
+        assert not self._tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
+        for allocator, tables in ((self._allocator, self._tables), (self._host_allocator, self._host_tables)):
+            allocator.check_integrity()
+            for sequence, table in tables.items():
+                assert len(set(table)) == len(table), f"{sequence.request_id} holds a block twice: {table}"
+            holders = Counter(block for table in tables.values() for block in table)
+            for block in range(allocator.num_blocks):
+                count = allocator.ref_count(block)
+                assert count == holders[block], f"block {block}: reference count {count}, in {holders[block]} tables"
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         return -(-sequence.num_tokens // self.block_size)
 
+    def _num_to_append(self, sequences: list[Sequence], tables: list[list[int]], allocator: BlockAllocator) -> int:
+        num_missing = 0
+        sharers: Counter[int] = Counter()
+        for sequence, table in zip(sequences, tables, strict=True):
+            if self._num_blocks_for(sequence) > len(table):
+                num_missing += 1
+            else:
+                sharers[table[-1]] += 1
+        # Who comes last to a block keeps it, unless it is shared with others still.
+        return num_missing + sum(min(count, allocator.ref_count(block) - 1) for block, count in sharers.items())
+
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Of its first `num_blocks` blocks, which are full, or more."""
+        hashes = sequence.block_hashes
+        while len(hashes) < num_blocks:
+            begin = len(hashes) * self.block_size
+            tokens = array("q", sequence.tokens(begin, begin + self.block_size)).tobytes()
+            before = hashes[-1] if hashes else b""
+            hashes.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
+        return hashes
+
+    def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
+        """Of the full blocks that are worth looking for: without the last token, which has to be computed."""
+        if alone and not self.prefix_caching:
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self.block_size
+        return self._hashes(sequence, num_blocks)[:num_blocks]
+
+    def _plan(self, sequences: list[Sequence]) -> tuple[int, list[list[int]]]:
+        """How many new blocks the sequences need, and the blocks that each finds by its tokens."""
+        found: list[list[int]] = []
+        shared: set[bytes] = set()  # what earlier ones bring
+        num_new = 0
+        for sequence in sequences:
+            self._require_unknown(sequence)
+            hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
+            found.append(self._find(hashes))
+            num_new += self._num_blocks_for(sequence) - len(found[-1])
+            num_new -= sum(block_hash in shared for block_hash in hashes[len(found[-1]) :])
+            shared.update(hashes)
+        return num_new, found
+
+    def _find(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest run of hashes, from the first, that have one."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._allocator.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _has_room(self, num_new: int, found: list[list[int]], keep_watermark: bool) -> bool:
+        """Whether `num_new` blocks are free, beside those that were found and of which some are counted as free."""
+        reserve = self._watermark_blocks if keep_watermark else 0
+        num_revived = self._allocator.num_evictable({block for blocks in found for block in blocks})
+        return num_new + num_revived + reserve <= self.num_free_blocks
+
+    def _translate(
+        self, sequences: list[Sequence], tables: list[list[int]], block_of: dict[int, int], allocator: BlockAllocator
+    ) -> dict[Sequence, list[int]]:
+        """The tables in blocks of another pool, each of which has one owner so far, and then as many as hold it."""
+        owned: set[int] = set()
+        for table in tables:
+            for block in table:
+                if block in owned:
+                    allocator.fork(block_of[block])
+                owned.add(block)
+        translated = ([block_of[block] for block in table] for table in tables)
+        return dict(zip(sequences, translated, strict=True))
+
     def _require_unknown(self, sequence: Sequence) -> None:
-        if sequence in self._tables:
+        if sequence in self._tables or sequence in self._host_tables:
             raise ValueError(f"{sequence.request_id} holds blocks already")

@@ -1,31 +1,37 @@
 """Which sequences run in the next step, and with how many tokens.
 
-First come first served, decided anew at each step (iteration-level scheduling: Orca, Yu et al., OSDI 2022), with the
-preemption of PagedAttention (Kwon et al., SOSP 2023, section 4.5): when blocks run out, the latest arrival loses its
-own and recomputes them later. Long prompts run in chunks that fill the step's token budget.
+Decided anew at each step (iteration-level scheduling: Orca, Yu et al., OSDI 2022), with the preemption of
+PagedAttention (Kwon et al., SOSP 2023, section 4.5): the sequences of a request run, wait and are preempted together,
+and when blocks run out, the last group in order loses its own. They are swapped out to host memory, or dropped and
+computed again later. Long prompts run in chunks that fill what the step's token budget leaves beside the decodes.
 
-Arrival is the order of `add`. `running` followed by `waiting` is always one queue in that order: admission moves the
-cut between them to the right, preemption to the left. From this follows what keeps the rest short:
-- a victim of preemption comes at or after the sequence that needs its block, so it is never in the batch yet;
-- a chunk that leaves a prompt unfinished used up the budget, so only the last running sequence is ever in prefill:
-  going through `running` in order puts decodes before prefill;
-- the oldest sequence goes first and is never preempted for another, so each step brings it nearer to its end.
+All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. `running`,
+`swapped` and `waiting` are each sorted by it. From this follows what keeps the rest short:
+- a victim of preemption comes at or after the group that needs its blocks, so it is never in the batch yet;
+- the first group is never preempted for another, so each step brings it nearer to its end, and nobody starves;
+- whoever waits is let in only if nobody before it is swapped out.
 """
 
-from collections import deque
+from bisect import insort
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+
+# A group of priority p stands where one of priority 0 would that came so many requests times p later. However many
+# come with a better priority, only those of the next so many pass it.
+PLACES_PER_PRIORITY = 10_000
 
 
 class Scheduler:
-    """The waiting and running queues, and the blocks of the running.
+    """The queues, and the blocks of those that run.
 
-    Each step: `schedule()`, run the batch, `mark_computed(batch)`, append one token to each sequence that samples, and
-    `finish` those that are done, at the latest when they hold max_model_len tokens. Not thread-safe.
+    Each step: `schedule()`, run the batch, `mark_computed(batch)`, `fork` where a group gets more sequences, append one
+    token to each sequence that samples, and `finish` those that are done, at the latest when they hold max_model_len
+    tokens. Not thread-safe.
 
     Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end.
     """
@@ -39,127 +45,293 @@ class Scheduler:
             )
         self.config = scheduler_config
         self.block_manager = BlockManager(cache_config)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self._unfinished: dict[str, Sequence] = {}  # by request id: both queues
+        self.waiting: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
+        self.num_recomputes = 0
+        self.num_swaps = 0
+        self.num_looked_up_tokens = 0  # of prompts, when they were let in
+        self.num_found_tokens = 0  # of these, how many were in the cache
+        self._num_arrived = 0
+        self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any sequence is waiting or running."""
+        """Whether any group is waiting, running or swapped out."""
         return bool(self._unfinished)
 
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without blocks: not started yet, or preempted."""
-        return len(self.waiting)
+    def add(self, group: SequenceGroup) -> None:
+        """Put a new group where its turn is.
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self.running)
-
-    def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue.
-
-        Raises ValueError if it is not new, its request id is taken, its prompt is empty or leaves no room for output.
+        Raises ValueError if it is not new, its request id is taken, its prompt is empty or leaves no room for output,
+        it has more sequences than can run, or a priority that the policy would not look at.
         """
-        if sequence.request_id in self._unfinished:
-            raise ValueError(f"request_id: {sequence.request_id!r} is taken by an unfinished request")
-        if sequence.status is not SequenceStatus.WAITING:
-            raise ValueError(f"status: expected a new sequence, got {sequence.status} for {sequence.request_id!r}")
-        # With the constructor's check this also means that it fits in the cache.
-        if not 0 < sequence.num_tokens < self.config.max_model_len:
+        if group.request_id in self._unfinished:
+            raise ValueError(f"request_id: {group.request_id!r} is taken by an unfinished request")
+        statuses = {sequence.status for sequence in group.sequences}
+        if statuses != {SequenceStatus.WAITING}:
+            raise ValueError(f"status: expected a new sequence, got {statuses} for {group.request_id!r}")
+        # With the constructor's check this also means that one sequence fits in the cache.
+        num_tokens = len(group.prompt_token_ids)
+        if not 0 < num_tokens < self.config.max_model_len:
             raise ValueError(
                 f"prompt: expected 1 to {self.config.max_model_len - 1} tokens "
-                f"(max_model_len {self.config.max_model_len}, one left to generate), got {sequence.num_tokens}"
+                f"(max_model_len {self.config.max_model_len}, one left to generate), got {num_tokens}"
             )
-        self._unfinished[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+        self._check_width(group)
+        if group.priority and self.config.policy != "priority":
+            raise ValueError(
+                f'priority: expected 0, as the scheduling policy is "{self.config.policy}", got {group.priority}'
+            )
+        group.order = (self._num_arrived + group.priority * PLACES_PER_PRIORITY, self._num_arrived)
+        self._num_arrived += 1
+        self._unfinished[group.request_id] = group
+        insort(self.waiting, group, key=_order)
 
     def schedule(self) -> ScheduledBatch:
-        """Choose what runs next; empty only if nothing is unfinished. Preempts and admits as needed."""
+        """Choose what runs next. Preempts, swaps in and admits as needed.
+
+        Empty only if nothing is unfinished, or those left are `outgrown`.
+        """
         batch = ScheduledBatch()
-        budget = self.config.max_num_batched_tokens
-
-        num_done = 0
-        while num_done < len(self.running) and budget > 0:
-            sequence = self.running[num_done]
-            try:
-                pair = self.block_manager.append(sequence)
-            except OutOfBlocksError:
-                batch.preempted.append(self._preempt_latest())  # maybe `sequence` itself, and then the loop is over
-                continue
-            if pair is not None:
-                batch.blocks_to_copy.append(pair)
-            budget -= self._add_to_batch(batch, sequence, budget)
-            num_done += 1
-
-        while self.waiting and budget > 0 and not batch.preempted and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            # Alone it may use the reserve as well: nobody else runs who could need it.
-            if not self.block_manager.can_allocate(sequence, keep_watermark=bool(self.running)):
-                break
-            self.block_manager.allocate(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(self.waiting.popleft())
-            budget -= self._add_to_batch(batch, sequence, budget)
+        if self.config.policy == "priority":
+            self._make_way(batch)
+        num_preempted = len(batch.preempted)
+        budget = self._schedule_running(batch, self.config.max_num_batched_tokens)
+        if len(batch.preempted) == num_preempted and not batch.outgrown:
+            budget = self._swap_in(batch, budget)
+            self._admit(batch, budget)
         return batch
 
     def mark_computed(self, batch: ScheduledBatch) -> None:
         """Record that the batch ran: the keys and values of its tokens are in the cache."""
+        block_size = self.block_manager.block_size
         for scheduled in batch.sequences:
-            scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
+            sequence = scheduled.sequence
+            first = sequence.num_computed_tokens // block_size
+            sequence.num_computed_tokens += scheduled.num_new_tokens
+            last = sequence.num_computed_tokens // block_size
+            if first < last and self.block_manager.prefix_caching:
+                self.block_manager.merge(sequence, first, last)
 
-    def finish(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Take a sequence out, waiting or running, and free its blocks at once.
+    def fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
+        """A new sequence of a running group, with the tokens and the blocks of `parent`, at the end of the group."""
+        child = parent.fork(index)
+        self.block_manager.fork(parent, child)
+        group.sequences.append(child)
+        return child
+
+    def finish(self, group: SequenceGroup, sequence: Sequence, status: SequenceStatus) -> None:
+        """Take a sequence out of its group, wherever that is, and free its blocks at once.
 
         Raises ValueError if `status` is not a finished one or the sequence is not unfinished here.
         """
         if not status.is_finished:
             raise ValueError(f"status: expected a finished one, got {status}")
-        if self._unfinished.get(sequence.request_id) is not sequence:
+        if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
-        del self._unfinished[sequence.request_id]
-        if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
+        group.sequences.remove(sequence)
+        if sequence.status is not SequenceStatus.WAITING:
             self.block_manager.free(sequence)
-        else:
-            self.waiting.remove(sequence)
+        if not group.sequences:
+            del self._unfinished[group.request_id]
+            self._queue_of(sequence.status).remove(group)
         sequence.status = status
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """Finish a request as aborted and return its sequence; None if it is unknown or finished already."""
-        sequence = self._unfinished.get(request_id)
-        if sequence is not None:
-            self.finish(sequence, SequenceStatus.FINISHED_ABORTED)
-        return sequence
+    def abort(self, request_id: str) -> SequenceGroup | None:
+        """Finish what is unfinished of a request as aborted; None if it is unknown or finished already."""
+        group = self._unfinished.get(request_id)
+        if group is not None:
+            for sequence in list(group.sequences):
+                self.finish(group, sequence, SequenceStatus.FINISHED_ABORTED)
+        return group
 
-    def restart(self, sequences: list[Sequence]) -> None:
-        """Forget all but these sequences, which wait without blocks, in this order: whatever state things are in."""
-        for sequence in sequences:
-            sequence.status = SequenceStatus.WAITING
-            sequence.num_computed_tokens = 0
+    def restart(self, groups: list[SequenceGroup]) -> None:
+        """Forget all but these groups, which wait without blocks, whatever state things are in."""
+        for group in groups:
+            for sequence in group.sequences:
+                sequence.status = SequenceStatus.WAITING
+                sequence.num_computed_tokens = 0
         self.block_manager.clear()
         self.running.clear()
-        self.waiting = deque(sequences)
-        self._unfinished = {sequence.request_id: sequence for sequence in sequences}
+        self.swapped.clear()
+        self.waiting = sorted(groups, key=_order)
+        self._unfinished = {group.request_id: group for group in groups}
 
-    def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, budget: int) -> int:
-        num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
-        assert num_new_tokens > 0, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
-        block_table = self.block_manager.block_table(sequence)
-        batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, block_table))
-        return num_new_tokens
+    def pin_prefix(self, token_ids: list[int]) -> int:
+        """`BlockManager.pin_prefix`, as far as a sequence of max_model_len tokens has room beside it."""
+        manager = self.block_manager
+        return manager.pin_prefix(token_ids, manager.num_blocks - -(-self.config.max_model_len // manager.block_size))
 
-    def _preempt_latest(self) -> Sequence:
-        """Send the latest arrival back to the front of `waiting`. Its output stays and is recomputed like a prompt."""
-        assert len(self.running) > 1, f"{self.running[0].request_id} outgrew the cache: not finished at max_model_len?"
-        sequence = self.running.pop()
-        self.block_manager.free(sequence)
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
-        return sequence
+    # ---- the parts of a step ----------------------------------------------------------------------------------------
+
+    def _make_way(self, batch: ScheduledBatch) -> None:
+        """Preempt the last of those that run while one that comes before it waits for its place or its blocks."""
+        while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
+            group = self.waiting[0]
+            if self._has_place(group) and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
+                break
+            self._preempt_last(batch)
+
+    def _schedule_running(self, batch: ScheduledBatch, budget: int) -> int:
+        """Decodes first, in order, so that none waits for a long prompt. Returns what is left of the budget."""
+        prefilling = []
+        num_done = 0
+        while num_done < len(self.running):
+            group = self.running[num_done]
+            if group.in_prefill:
+                prefilling.append(group)
+            elif len(group.sequences) > budget:
+                break
+            elif not self._append(batch, group):
+                if len(self.running) == 1:
+                    batch.outgrown.append(group)
+                    break
+                self._preempt_last(batch)  # maybe `group` itself, and then the loop is over
+                continue
+            else:
+                for sequence in group.sequences:
+                    self._add_to_batch(batch, sequence, 1)
+                budget -= len(group.sequences)
+            num_done += 1
+        for group in prefilling:
+            if group.sequences[0].status is SequenceStatus.RUNNING:
+                budget = self._add_prefill(batch, group, budget)
+        return budget
+
+    def _swap_in(self, batch: ScheduledBatch, budget: int) -> int:
+        while self.swapped and not (self.waiting and self.waiting[0].order < self.swapped[0].order):
+            group = self.swapped[0]
+            if not self._has_place(group) or (not group.in_prefill and len(group.sequences) > budget):
+                break
+            pairs = self.block_manager.swap_in(group.sequences, keep_watermark=bool(self.running))
+            if pairs is None:
+                if not self.running:
+                    batch.outgrown.append(group)
+                break
+            batch.blocks_to_swap_in += pairs
+            self._move(group, SequenceStatus.RUNNING)
+            if group.in_prefill:
+                budget = self._add_prefill(batch, group, budget)
+            else:
+                assert self._append(batch, group), f"{group.request_id} was swapped in without room for its next tokens"
+                for sequence in group.sequences:
+                    self._add_to_batch(batch, sequence, 1)
+                budget -= len(group.sequences)
+        return budget
+
+    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+        while self.waiting and budget > 0 and not (self.swapped and self.swapped[0].order < self.waiting[0].order):
+            group = self.waiting[0]
+            if not self._has_place(group):
+                break
+            # Alone it may use the reserve as well: nobody else runs who could need it.
+            if not self.block_manager.allocate(group.sequences, keep_watermark=bool(self.running)):
+                if not self.running:
+                    batch.outgrown.append(group)
+                break
+            if self.block_manager.prefix_caching and group.num_preemptions == 0:
+                self.num_looked_up_tokens += group.sequences[0].num_tokens
+                self.num_found_tokens += group.sequences[0].num_computed_tokens
+            self._move(group, SequenceStatus.RUNNING)
+            budget = self._add_prefill(batch, group, budget)
+
+    def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
+        """Make room for the last token of each sequence; False, with nothing changed, if there is none."""
+        if len(group.sequences) > 1:
+            if self.block_manager.num_blocks_to_append(group.sequences) > self.block_manager.num_free_blocks:
+                return False
+        for sequence in group.sequences:
+            try:
+                pair = self.block_manager.append(sequence)
+            except OutOfBlocksError:
+                return False
+            if pair is not None:
+                batch.blocks_to_copy.append(pair)
+        return True
+
+    def _add_prefill(self, batch: ScheduledBatch, group: SequenceGroup, budget: int) -> int:
+        """What the budget allows of a group that has more to compute than its last tokens. Returns what is left of it.
+
+        Of several sequences, none gets its last token computed before all can: they go on together.
+        """
+        num_left = group.num_uncomputed_tokens
+        to_the_end = num_left <= budget
+        for sequence in group.sequences:
+            num_new_tokens = sequence.num_uncomputed_tokens
+            if not to_the_end:
+                num_new_tokens = min(num_new_tokens - (len(group.sequences) > 1), budget)
+            if num_new_tokens > 0:
+                self._add_to_batch(batch, sequence, num_new_tokens)
+                budget -= num_new_tokens
+        return budget
+
+    def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, num_new_tokens: int) -> None:
+        num_left = sequence.num_uncomputed_tokens
+        assert num_left > 0, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
+        num_samples = int(num_new_tokens == num_left)
+        if num_samples and not sequence.output_token_ids and not sequence.sampling_params.use_beam_search:
+            num_samples = sequence.sampling_params.num_sequences
+        manager = self.block_manager
+        table = manager.block_table(sequence)
+        batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
+        first = sequence.num_computed_tokens // manager.block_size
+        last = (sequence.num_computed_tokens + num_new_tokens) // manager.block_size
+        if first < last and manager.prefix_caching:
+            manager.publish(sequence, first, last)
+
+    def _has_place(self, group: SequenceGroup) -> bool:
+        """Whether its sequences may run beside those that do."""
+        limit = self.config.max_num_seqs
+        if len(self.running) >= limit:
+            return False
+        return sum(each.max_num_sequences for each in self.running) + group.max_num_sequences <= limit
+
+    def _preempt_last(self, batch: ScheduledBatch) -> None:
+        """Take the last running group's blocks. Its output stays."""
+        group = self.running[-1]
+        mode = self.config.preemption_mode
+        pairs = None
+        if mode == "swap" or (mode == "auto" and len(group.sequences) > 1):
+            pairs = self.block_manager.swap_out(group.sequences)  # None if the host has no room for them
+        if pairs is None:
+            for sequence in group.sequences:
+                self.block_manager.free(sequence)
+                sequence.num_computed_tokens = 0
+            self.num_recomputes += 1
+        else:
+            batch.blocks_to_swap_out += pairs
+            self.num_swaps += 1
+        self._move(group, SequenceStatus.WAITING if pairs is None else SequenceStatus.SWAPPED)
+        group.num_preemptions += 1
+        batch.preempted.append(group)
+
+    def _move(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """From one queue to another."""
+        self._queue_of(group.sequences[0].status).remove(group)
+        for sequence in group.sequences:
+            sequence.status = status
+        insort(self._queue_of(status), group, key=_order)
+
+    def _queue_of(self, status: SequenceStatus) -> list[SequenceGroup]:
+        if status is SequenceStatus.RUNNING:
+            return self.running
+        return self.swapped if status is SequenceStatus.SWAPPED else self.waiting
+
+    def _check_width(self, group: SequenceGroup) -> None:
+        """That all of its sequences can run at once, in a step of one token each."""
+        num_sequences = group.max_num_sequences
+        name = "best_of" if group.sampling_params.best_of is not None else "n"
+        num_shared = (len(group.prompt_token_ids) - 1) // self.block_manager.block_size
+        limits = {
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "blocks of the cache beside the prompt's": self.block_manager.num_blocks - num_shared,
+        }
+        for limit, value in limits.items():
+            if num_sequences > value:
+                raise ValueError(f"{name}: expected at most {value} ({limit}), got {num_sequences}")
+
+
+def _order(group: SequenceGroup) -> tuple[int, int]:
+    return group.order

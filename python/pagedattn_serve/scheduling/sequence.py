@@ -1,7 +1,8 @@
-"""One request as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
+"""One sequence as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
@@ -12,6 +13,7 @@ class SequenceStatus(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -20,7 +22,7 @@ class SequenceStatus(Enum):
     @property
     def is_finished(self) -> bool:
         """Whether no more tokens will come."""
-        return self is not SequenceStatus.RUNNING and self is not SequenceStatus.WAITING
+        return self not in _UNFINISHED
 
     @property
     def finish_reason(self) -> str | None:
@@ -28,26 +30,42 @@ class SequenceStatus(Enum):
         return self.value if self.is_finished else None
 
 
+_UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+
+
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
 class Sequence:
-    """The tokens of one request and how far they are computed.
+    """A prompt, one output to it, and how far they are computed.
 
+    prompt_token_ids: one list for all sequences of a request.
+    index: which of them this is; with the seed of the request it determines the random numbers.
     cumulative_logprob: sum over the output tokens.
     logprobs: of each output token and the most likely ones in its place, if the request asks for them.
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
-    num_preemptions: how often it lost its blocks and had to start over.
+    block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    arrival_time: float
+    index: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def fork(self, index: int) -> Self:
+        """Another sequence with the same tokens so far."""
+        child = type(self)(self.request_id, self.prompt_token_ids, self.sampling_params, index)
+        child.output_token_ids = list(self.output_token_ids)
+        child.cumulative_logprob = self.cumulative_logprob
+        child.logprobs = list(self.logprobs)
+        child.status = self.status
+        child.num_computed_tokens = self.num_computed_tokens
+        child.block_hashes = list(self.block_hashes)
+        return child
 
     @property
     def num_tokens(self) -> int:

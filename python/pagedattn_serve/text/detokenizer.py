@@ -1,9 +1,10 @@
 """Text from tokens as they come, without ever taking back what was given out."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from transformers import PreTrainedTokenizerFast
 
@@ -32,6 +33,12 @@ class IncrementalDetokenizer:
         self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
         self._context_begin = 0  # text is decoded from here
         self._given_out = len(self._token_ids)  # tokens whose text is in `text`, or in the prompt
+
+    def fork(self) -> Self:
+        """One with the same text so far, which goes on by itself."""
+        other = copy.copy(self)
+        other._token_ids = list(self._token_ids)
+        return other
 
     def add(self, token_id: int) -> None:
         """Append a token's text to `text`, unless it ends within a character."""

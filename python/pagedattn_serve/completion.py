@@ -1,0 +1,131 @@
+"""One output of a request: its sequence, its text, and what ends it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pagedattn_serve.outputs import CompletionOutput, Logprob
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.text.stop_strings import first_stop, longest_stop_prefix
+
+
+@dataclass(slots=True, frozen=True)
+class OutputRules:
+    """What is the same for all outputs of a request.
+
+    tokenizer: None where there is none, or no text is asked for.
+    eos_token_ids: those that end an output; none if they are ignored.
+    max_tokens: most tokens of an output.
+    """
+
+    params: SamplingParams
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    max_tokens: int
+
+
+class Completion:
+    """The tokens of a sequence, as they come, and their text."""
+
+    def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
+        self.sequence = sequence
+        self._rules = rules
+        self._stop_reason: int | str | None = None
+        self._detokenizer = self._new_detokenizer()
+
+    def fork(self, sequence: Sequence) -> Self:
+        """The same output so far, of a fork of the sequence."""
+        other = type(self)(sequence, self._rules)
+        if self._detokenizer is not None:
+            other._detokenizer = self._detokenizer.fork()
+        return other
+
+    def mark(self) -> tuple[SequenceStatus, int, float]:
+        """What `rewind` needs to come back to here."""
+        sequence = self.sequence
+        return sequence.status, len(sequence.output_token_ids), sequence.cumulative_logprob
+
+    def rewind(self, mark: tuple[SequenceStatus, int, float]) -> None:
+        """As it was at an earlier `mark`, whatever came since then and wherever that was interrupted."""
+        sequence = self.sequence
+        sequence.status, num_tokens, sequence.cumulative_logprob = mark
+        if sequence.status.is_finished:
+            return
+        del sequence.output_token_ids[num_tokens:]
+        del sequence.logprobs[num_tokens:]
+        sequence.block_hashes = []
+        self._stop_reason = None
+        self._detokenizer = self._new_detokenizer()
+        if self._detokenizer is not None:
+            for token_id in sequence.output_token_ids:
+                self._detokenizer.add(token_id)
+
+    def add_token(
+        self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None
+    ) -> SequenceStatus | None:
+        """Append a token and its text; returns the status that the token ends the output with, if it does.
+
+        Raises FloatingPointError if the logits were no numbers, which their log-softmax shows, and what the tokenizer
+        raises.
+        """
+        token_ids, rules = self.sequence.output_token_ids, self._rules
+        if math.isnan(logprob):
+            raise FloatingPointError(
+                f"logits: expected numbers, got NaN or infinity for output token {len(token_ids)}"
+                " (an overflow in half precision, or broken weights)"
+            )
+        token_ids.append(token_id)
+        self.sequence.cumulative_logprob += logprob
+        if top_logprobs is not None:
+            self.sequence.logprobs.append(top_logprobs)
+            if rules.tokenizer is not None:
+                for each_id, each in top_logprobs.items():
+                    each.decoded_token = rules.tokenizer.decode([each_id], clean_up_tokenization_spaces=False)
+        status = None
+        if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
+            status = SequenceStatus.FINISHED_STOPPED
+            self._stop_reason = None if token_id in rules.eos_token_ids else token_id
+        elif len(token_ids) == rules.max_tokens:
+            status = SequenceStatus.FINISHED_LENGTH
+        if self._detokenizer is None:
+            return status
+        with_stop = rules.params.include_stop_str_in_output
+        if status is not SequenceStatus.FINISHED_STOPPED or with_stop:
+            self._detokenizer.add(token_id)
+        if status is not None:
+            self._detokenizer.finish()
+        if not rules.params.stop or len(token_ids) < rules.params.min_tokens:
+            return status
+        stop = first_stop(self._detokenizer.text, rules.params.stop_strings)
+        if stop is not None:
+            stop_at, self._stop_reason = stop
+            end = stop_at + len(self._stop_reason) if with_stop else stop_at
+            self._detokenizer.text = self._detokenizer.text[:end]
+            status = SequenceStatus.FINISHED_STOPPED
+        return status
+
+    def output(self, index: int) -> CompletionOutput:
+        """The output as it stands. Text that may be the beginning of a stop string is held back until it is done."""
+        sequence, params = self.sequence, self._rules.params
+        finish_reason = sequence.status.finish_reason
+        text = "" if self._detokenizer is None else self._detokenizer.text
+        if finish_reason is None and params.stop and not params.include_stop_str_in_output:
+            text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
+        logprobs = None if params.logprobs is None else sequence.logprobs
+        return CompletionOutput.of(
+            index,
+            text,
+            sequence.output_token_ids,
+            sequence.cumulative_logprob,
+            logprobs,
+            finish_reason,
+            self._stop_reason,
+        )
+
+    def _new_detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._rules.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self._rules.tokenizer, self.sequence.prompt_token_ids)

@@ -1,0 +1,57 @@
+"""The sequences of one request, which run, wait and are preempted together (Kwon et al., SOSP 2023, section 4.5)."""
+
+from dataclasses import dataclass, field
+
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)  # compared and hashed by identity, as sequences are
+class SequenceGroup:
+    """A request as the scheduler sees it.
+
+    It begins with one sequence. When the prompt is computed, the others are forked from it, whose blocks they share.
+
+    sequences: those that are not finished, in the order in which they run.
+    arrival_time: as the request's metrics tell it.
+    priority: the lower, the earlier it is served, where the scheduling policy looks at it.
+    order: its place among all groups, lower is earlier; set by the scheduler.
+    num_preemptions: how often it lost its blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    order: tuple[int, int] = (0, 0)
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            self.sequences.append(Sequence(self.request_id, self.prompt_token_ids, self.sampling_params))
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to run through the model, over all sequences."""
+        return sum(sequence.num_uncomputed_tokens for sequence in self.sequences)
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether a sequence has more to compute than its last token."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].num_uncomputed_tokens > 1
+        return any(sequence.num_uncomputed_tokens > 1 for sequence in self.sequences)
+
+    @property
+    def has_forked(self) -> bool:
+        """Whether it has output: from then on all of its sequences are there."""
+        return len(self.sequences) > 1 or bool(self.sequences and self.sequences[0].output_token_ids)
+
+    @property
+    def max_num_sequences(self) -> int:
+        """Most sequences that it will run at once from here on."""
+        if self.has_forked and not self.sampling_params.use_beam_search:
+            return len(self.sequences)
+        return self.sampling_params.num_sequences
