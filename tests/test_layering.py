@@ -48,7 +48,9 @@ ARROWS: dict[str, set[str]] = {
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
     "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
-    "execution.sampler": {"outputs", "sampling_params", "pagedattn_ext"},
+    "execution.sampler": {"execution.logits_processors", "outputs", "pagedattn_ext"},
+    "execution.logits_processors": {"execution.sampling_row"},
+    "execution.sampling_row": {"sampling_params"},
     "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # the families and what they share

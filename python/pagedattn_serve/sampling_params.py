@@ -239,6 +239,9 @@ class TokenRules:
                 check_int("bad_words", token_id, 0)
 
 
+NO_RULES = TokenRules()
+
+
 def takes_prompt(processor: Callable[..., Any]) -> bool:
     """Whether a logits processor is of the form f(prompt_token_ids, output_token_ids, logits), or else of the form
     f(output_token_ids, logits). Raises TypeError if it is of neither."""

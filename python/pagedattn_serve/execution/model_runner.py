@@ -1,5 +1,7 @@
 """Runs one scheduled batch: its new tokens, flat and unpadded, through the model; then samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,10 +9,11 @@ from torch import Tensor
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine
-from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, SamplingRow
+from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
+from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 
 class ModelRunner:
@@ -42,7 +45,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """A token for each sequence of the batch that samples, in order. The batch must not be empty."""
+        """A token for each sequence of the batch that samples, in order. The batch must not be empty.
+
+        Sequences whose parameters ask for prompt_logprobs get those of the tokens after the rows of this batch.
+        """
         if batch.blocks_to_swap_out:
             self.cache_engine.swap_out(batch.blocks_to_swap_out)
         if batch.blocks_to_swap_in:
@@ -51,8 +57,10 @@ class ModelRunner:
             self.cache_engine.copy(batch.blocks_to_copy)
         token_ids, positions, metadata = self.prepare_inputs(batch)
         logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
-        rows = [row for scheduled in batch.sequences for row in sampling_rows(scheduled)]
-        return self.sampler.sample(logits, rows) if rows else SamplerOutput([], [], [])
+        rows = sampling_rows(batch)
+        if len(logits) > len(rows):
+            self._report_prompts(batch, logits[len(rows) :])
+        return self.sampler.sample(logits[: len(rows)], rows) if rows else SamplerOutput()
 
     def prepare_inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids and positions, int64 [num_tokens], and the metadata of a batch."""
@@ -66,6 +74,8 @@ class ModelRunner:
         np.cumsum(counts, out=query_start_loc[1:])
         block_tables = self.block_tables.update(batch.sequences)
         num_samples = np.array([scheduled.num_samples for scheduled in batch.sequences])
+        last_rows = np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_samples)
+        prompt_rows = [np.arange(*positions) + (query_start_loc[i] - begins[i]) for i, positions in _reported(batch)]
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
@@ -75,15 +85,48 @@ class ModelRunner:
             block_tables=self._tensor(block_tables),
             seq_lens=self._tensor((begins + counts).astype(np.int32)),
             query_start_loc=self._tensor(query_start_loc),
-            sampling_rows=self._tensor(np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_samples)),
+            sampling_rows=self._tensor(np.concatenate([last_rows, *prompt_rows])),
         )
         return self._tensor(np.array(token_ids)), self._tensor(positions), metadata
+
+    def _report_prompts(self, batch: ScheduledBatch, logits: Tensor) -> None:
+        """Extend the prompt_logprobs of sequences from the logits of their rows: [num_rows, vocab_size]."""
+        for i, (begin, end) in _reported(batch):
+            sequence = batch.sequences[i].sequence
+            num_top = sequence.sampling_params.prompt_logprobs
+            token_ids = sequence.prompt_token_ids[begin + 1 : end + 1]
+            entries = self.sampler.prompt_logprobs(logits[: end - begin], token_ids, num_top or 0)
+            logits = logits[end - begin :]
+            # By position, so that a step that is interrupted and comes again writes them once.
+            sequence.prompt_logprobs[begin + 1 : end + 1] = entries
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
-def sampling_rows(scheduled: ScheduledSequence) -> list[SamplingRow]:
-    """What decides the tokens that are drawn where the sequence ends; several are its own and those of its forks."""
-    sequence = scheduled.sequence
-    return [SamplingRow(sequence.sampling_params, len(sequence.output_token_ids)) for i in range(scheduled.num_samples)]
+def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
+    """What decides the tokens that are drawn where sequences end; of several there, one for each of its forks."""
+    rows = []
+    for scheduled in batch.sequences:
+        if scheduled.num_samples:
+            of = scheduled.sequence
+            rows.append(
+                SamplingRow(of.sampling_params, of.prompt_token_ids, of.output_token_ids, of.index, of.token_rules)
+            )
+            if scheduled.num_samples > 1:
+                rows += [replace(rows[-1], index=of.index + i) for i in range(1, scheduled.num_samples)]
+    return rows
+
+
+def _reported(batch: ScheduledBatch) -> list[tuple[int, tuple[int, int]]]:
+    """Which sequences of the batch, by index, have rows whose logits prompt_logprobs asks for, and their positions
+    [begin, end): none of those that it has from before a preemption, and not that of the prompt's last token."""
+    found = []
+    for i, scheduled in enumerate(batch.sequences):
+        sequence = scheduled.sequence
+        if sequence.sampling_params.prompt_logprobs is not None:
+            begin = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
+            end = min(sequence.num_computed_tokens + scheduled.num_new_tokens, len(sequence.prompt_token_ids) - 1)
+            if begin < end:
+                found.append((i, (begin, end)))
+    return found

@@ -1,49 +1,50 @@
 """From logits to token ids, for a whole batch at once.
 
 Work is done only for the rows that ask for it: random numbers where a token is drawn, a search for the most likely
-tokens where top_k or top_p leaves some out, ranks where logprobs are reported. No row's result depends on the logits
-or parameters of another, not in the last bit either. The host waits for the device at the end; before that only where
-top_k or top_p may keep more than _NUM_CANDIDATES tokens.
+tokens where top_k or top_p leaves some out, ranks where logprobs are reported; what changes logits before that is in
+logits_processors.py. No row's result depends on the logits or parameters of another, not in the last bit either. The
+host waits for the device at the end; before that only where top_k or top_p may keep more than _NUM_CANDIDATES tokens.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from pagedattn_serve.execution.logits_processors import process_logits
+from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
+_STEP_OF_INDEX = 0xD1B54A32D192ED03  # another odd number of as few patterns: spreads the sequences of a request
 _SMALLEST = torch.finfo(torch.float32).tiny
 # How many of the most likely tokens top_k and top_p look at first. Of 32,000, these are found in a fifteenth of the
 # time that sorting takes, and the top_p of a trained model seldom needs more.
 _NUM_CANDIDATES = 256
-
-
-@dataclass(slots=True)
-class SamplingRow:
-    """What decides the next token of one sequence, beside its logits.
-
-    num_output_tokens: tokens generated so far; with the seed it determines the random numbers.
-    """
-
-    params: SamplingParams
-    num_output_tokens: int
+_PROMPT_BYTES = 4 * 2**20  # of the log-softmax of a prompt's rows at a time
 
 
 @dataclass(slots=True)
 class SamplerOutput:
     """One token a row, and how likely the model found it: the fp32 log-softmax of the logits as they came.
 
+    logprobs: NaN for a row with no token to choose: its logits are no numbers, or `errors` says why.
     top_logprobs: for a row with `params.logprobs`, the sampled token and that many most likely ones by token id, most
-        likely first; those of probability 0 are left out, equally likely ones share a rank. None for other rows.
+        likely first; those of probability 0 are left out, equally likely ones share a rank. None for other rows. With
+        num_candidates, all candidates instead of the sampled token.
+    candidates: for a row with num_candidates, so many of the most likely tokens with their log probabilities, most
+        likely first, those of probability 0 left out: of the fp32 log-softmax that is then changed as params and rules
+        say, as in Hugging Face's beam search. None for other rows. Of such a row, the token is of no meaning.
+    errors: of rows, by index, whose parameters leave no token or whose logits_processors failed.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[dict[int, Logprob] | None]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    candidates: list[list[tuple[int, float]] | None] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:
@@ -54,31 +55,65 @@ class Sampler:
         self._request_generator = torch.Generator(device)
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> SamplerOutput:
-        """logits: [num_rows, vocab_size], on the sampler's device. Ties go to the lower token id where greedy."""
+        """logits: [num_rows, vocab_size], contiguous, on the sampler's device. Those of rows with penalties, biases or
+        masks are changed in place. Ties go to the lower token id where greedy."""
         logits = logits.float()  # once: on a CPU, argmax and log_softmax of half precision take four times as long
-        token_ids = self._choose(logits, rows)[:, None]
         logprobs = logits.log_softmax(dim=-1)
-        chosen = logprobs.gather(1, token_ids)
-        reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
+        searching, changed, reporting = [], [], []
+        for i, row in enumerate(rows):
+            params = row.params
+            if row.num_candidates:
+                searching.append(i)
+                continue
+            if params.changes_logits or row.rules.bad_words:
+                changed.append(i)
+            if params.logprobs is not None:
+                reporting.append(i)
+        if changed:
+            output.errors = process_logits(logits, rows, changed)
+        token_ids = self._choose(logits, rows)[:, None]
+        columns = [token_ids.int(), logprobs.gather(1, token_ids).view(torch.int32)]
+        if changed:
+            columns.append((logits.gather(1, token_ids) > -torch.inf).int())
         if reporting:
-            num_top = min(max(rows[i].params.logprobs or 0 for i in reporting), logits.shape[1])
             indices = _to_device(reporting, torch.int64, logits.device)
-            ranked = _rank(logprobs.index_select(0, indices), chosen.index_select(0, indices), num_top)
+            counts = [rows[i].params.logprobs or 0 for i in reporting]
+            ranked = _rank(logprobs.index_select(0, indices), token_ids.index_select(0, indices), max(counts))
         # All of the work is under way before the first wait. Ids and logprobs come as one tensor.
-        host = torch.cat((token_ids.int(), chosen.view(torch.int32)), dim=1).cpu()
-        output = SamplerOutput(host[:, 0].tolist(), host[:, 1].view(torch.float32).tolist(), [None] * len(rows))
+        host = torch.cat(columns, dim=1).cpu()
+        output.token_ids, output.logprobs = host[:, 0].tolist(), host[:, 1].view(torch.float32).tolist()
         if reporting:
-            ranks, top_ids, top_logprobs = torch.split(ranked.cpu(), [1, num_top, num_top], dim=1)
-            top = zip(ranks[:, 0].tolist(), top_ids.tolist(), top_logprobs.view(torch.float32).tolist(), strict=True)
-            for i, (rank, ids, values) in zip(reporting, top, strict=True):
-                count = rows[i].params.logprobs
-                sampled = Logprob(output.logprobs[i], rank)
-                output.top_logprobs[i] = _entries(ids[:count], values[:count], output.token_ids[i], sampled)
+            for i, entries in zip(reporting, _reports(ranked, 1, counts), strict=True):
+                output.top_logprobs[i] = entries
+        if changed:
+            for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
+                if not math.isnan(output.logprobs[i]):
+                    output.errors.setdefault(
+                        i, "sampling_params: expected a token to choose, got masks that leave none"
+                    )
+        if searching:
+            _find_candidates(logprobs, rows, searching, output)
+        for i in output.errors:
+            output.logprobs[i] = math.nan
         return output
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[dict[int, Logprob] | None]:
+        """Of tokens of a prompt, what `SamplerOutput.top_logprobs` is of sampled ones.
+
+        logits: [num_tokens, vocab_size], each row from the token before.
+        """
+        entries: list[dict[int, Logprob] | None] = []
+        num_rows = max(_PROMPT_BYTES // (4 * logits.shape[1]), 1)
+        for begin in range(0, len(token_ids), num_rows):
+            given = _to_device(token_ids[begin : begin + num_rows], torch.int64, logits.device)[:, None]
+            logprobs = logits[begin : begin + num_rows].float().log_softmax(dim=-1)
+            entries += _reports(_rank(logprobs, given, num_top), 1, [num_top] * len(given))
+        return entries
 
     def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         """A token id a row: int64 [num_rows]."""
-        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        random = [i for i, row in enumerate(rows) if row.params.temperature]
         if random and len(random) == len(rows):
             return self._draw(logits, rows)
         token_ids = logits.argmax(dim=-1)
@@ -105,7 +140,8 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.params.seed is not None:
                 # Seeded afresh for each token: nothing to keep, so nothing that a preemption could lose.
-                mixed = (row.params.seed * _GOLDEN_RATIO + row.num_output_tokens) % 2**64
+                place = row.index * _STEP_OF_INDEX + len(row.output_token_ids)
+                mixed = (row.params.seed * _GOLDEN_RATIO + place) % 2**64
                 seed = mixed ^ (mixed >> 32)  # the generator looks at the low half
                 bits[i].random_(generator=self._request_generator.manual_seed(seed))
         # u = (bits + 1/2) / 2^31 in float32, which has the finest steps where they decide: the smallest noise wins. The
@@ -162,18 +198,72 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int,
     return kept
 
 
-def _rank(logprobs: Tensor, chosen: Tensor, num_top: int) -> Tensor:
-    """Rank of the chosen token, ids of the most likely ones, bits of their logprobs: int32 [num_rows, 1 + 2 * num_top].
+def _find_candidates(logprobs: Tensor, rows: list[SamplingRow], searching: list[int], output: SamplerOutput) -> None:
+    """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
+    for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by it
+        indices = [i for i in searching if rows[i].num_candidates == count]
+        some = [rows[i] for i in indices]
+        own = logprobs.index_select(0, _to_device(indices, torch.int64, logprobs.device))
+        scores = own
+        if changed := _changed(some):
+            scores = own.clone()
+            errors = process_logits(scores, some, changed)
+            output.errors.update((indices[i], error) for i, error in errors.items())
+        top = scores.topk(min(count, scores.shape[1]))
+        for i, values, token_ids in zip(indices, top.values.tolist(), top.indices.tolist(), strict=True):
+            found = zip(token_ids, values, strict=True)
+            output.candidates[i] = [(token_id, value) for token_id, value in found if value > -math.inf]
+        if any(row.params.logprobs is not None for row in some):
+            counts = [row.params.logprobs or 0 for row in some]
+            reports = _reports(_rank(own, top.indices, max(counts)), top.indices.shape[1], counts)
+            for i, entries in zip(indices, reports, strict=True):
+                if rows[i].params.logprobs is not None:
+                    output.top_logprobs[i] = entries
 
-    logprobs: fp32 [num_rows, vocab_size]; chosen: fp32 [num_rows, 1], one of each row.
+
+def _changed(rows: list[SamplingRow]) -> list[int]:
+    """The rows whose logits anything changes before the temperature."""
+    return [i for i, row in enumerate(rows) if row.params.changes_logits or row.rules.bad_words]
+
+
+def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """Of some tokens of each row, ids, ranks and bits of their logprobs; ids and such bits of the most likely ones.
+
+    logprobs: fp32 [num_rows, vocab_size]; token_ids: int64 [num_rows, num_tokens].
+    Returns int32 [num_rows, 3 * num_tokens + 2 * num_top].
     """
-    rank = (logprobs > chosen).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
-    top = logprobs.topk(num_top)
-    return torch.cat((rank, top.indices.int(), top.values.view(torch.int32)), dim=1)
+    given = logprobs.gather(1, token_ids)
+    ranks = [(logprobs > each[:, None]).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1 for each in given.unbind(1)]
+    top = logprobs.topk(min(num_top, logprobs.shape[1]))
+    columns = (token_ids.int(), *ranks, given.view(torch.int32), top.indices.int(), top.values.view(torch.int32))
+    return torch.cat(columns, dim=1)
 
 
-def _entries(token_ids: list[int], logprobs: list[float], sampled_id: int, sampled: Logprob) -> dict[int, Logprob]:
-    """`SamplerOutput.top_logprobs` of one row, from its most likely tokens in order and the sampled one."""
+def _reports(ranked: Tensor, num_tokens: int, counts: list[int]) -> list[dict[int, Logprob]]:
+    """`SamplerOutput.top_logprobs` of rows from what `_rank` gives; counts: how many most likely ones of each."""
+    num_top = (ranked.shape[1] - 3 * num_tokens) // 2
+    of_given = [num_tokens] * 3
+    ids, ranks, logprobs, top_ids, top = ranked.cpu().split_with_sizes([*of_given, num_top, num_top], dim=1)
+    rows = zip(
+        counts,
+        ids.tolist(),
+        ranks.tolist(),
+        logprobs.view(torch.float32).tolist(),
+        top_ids.tolist(),
+        top.view(torch.float32).tolist(),
+        strict=True,
+    )
+    reports = []
+    for count, row_ids, row_ranks, row_logprobs, row_top_ids, row_top in rows:
+        entries = _most_likely(row_top_ids[:count], row_top[:count])
+        for token_id, rank, logprob in zip(row_ids, row_ranks, row_logprobs, strict=True):
+            entries.setdefault(token_id, Logprob(logprob, rank))
+        reports.append(entries)
+    return reports
+
+
+def _most_likely(token_ids: list[int], logprobs: list[float]) -> dict[int, Logprob]:
+    """Entries of the most likely tokens of a row, given in order."""
     entries: dict[int, Logprob] = {}
     rank = 1
     for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
@@ -182,7 +272,6 @@ def _entries(token_ids: list[int], logprobs: list[float], sampled_id: int, sampl
         if logprob < logprobs[i - 1]:
             rank = i + 1
         entries[token_id] = Logprob(logprob, rank)
-    entries.setdefault(sampled_id, sampled)
     return entries
 
 

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Self
 
 from pagedattn_serve.outputs import Logprob
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
 class SequenceStatus(Enum):
@@ -43,6 +43,9 @@ class Sequence:
     logprobs: of each output token and the most likely ones in its place, if the request asks for them.
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
     block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
+    token_rules: what its parameters say, as token ids.
+    prompt_logprobs: of the prompt's tokens so far and the most likely ones in their place, None for the first; grows
+        if the request asks for it, and never shrinks. One list for all sequences of a request.
     """
 
     request_id: str
@@ -55,6 +58,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    token_rules: TokenRules = NO_RULES
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     def fork(self, index: int) -> Self:
         """Another sequence with the same tokens so far."""
@@ -65,6 +70,8 @@ class Sequence:
         child.status = self.status
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = list(self.block_hashes)
+        child.token_rules = self.token_rules
+        child.prompt_logprobs = self.prompt_logprobs
         return child
 
     @property

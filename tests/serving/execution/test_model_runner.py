@@ -140,7 +140,7 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing(model: CausalLM, ll
             sequence.num_computed_tokens += num_tokens
         return output
 
-    assert execute((long, 20)) == SamplerOutput([], [], [])
+    assert execute((long, 20)) == SamplerOutput()
     assert execute((long, 5), (short, 7)).token_ids == llama.expected[2][:1]  # one token, that of the second
     assert execute((long, 8)).token_ids == llama.expected[5][:1]
 

@@ -1,19 +1,23 @@
 """The sampler: which tokens can come, how often they do, and on what a draw depends."""
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_serve.execution import sampler as sampler_module
-from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, SamplingRow, restrict
+from pagedattn_serve.execution.logits_processors import process_logits
+from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, restrict
+from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.outputs import Logprob
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 
 PROBABILITIES = torch.tensor([0.05, 0.3, 0.15, 0.4, 0.02, 0.08])  # in order of size: 3, 1, 2, 5, 0, 4
 LOGITS = PROBABILITIES.log() + 3
@@ -37,23 +41,28 @@ ANY_PARAMS = st.builds(
 )
 
 
+def row_of(params: SamplingParams, position: int = 0, **kwargs: Any) -> SamplingRow:
+    """One after `position` output tokens."""
+    return SamplingRow(params, [1], [0] * position, **kwargs)
+
+
 def sample(logits: Tensor, rows: list[SamplingRow], seed: int = 0) -> list[int]:
     return Sampler(seed).sample(logits, rows).token_ids
 
 
 def draw(logits: Tensor, params: SamplingParams, count: int = NUM_DRAWS) -> Tensor:
     """`count` rows of the same logits in one batch: int64 [count]."""
-    return torch.tensor(sample(logits.repeat(count, 1), [SamplingRow(params, 0)] * count))
+    return torch.tensor(sample(logits.repeat(count, 1), [row_of(params)] * count))
 
 
 def draw_seeded(logits: Tensor, seeds_and_positions: list[tuple[int, int]]) -> Tensor:
-    rows = [SamplingRow(SamplingParams(seed=seed), position) for seed, position in seeds_and_positions]
+    rows = [row_of(SamplingParams(seed=seed), position) for seed, position in seeds_and_positions]
     return torch.tensor(sample(logits.repeat(len(rows), 1), rows))
 
 
 def report(logits: list[float], params: SamplingParams) -> tuple[int, dict[int, Logprob]]:
     """The token of one row, and what is reported at its place."""
-    output = Sampler(0).sample(torch.tensor([logits]), [SamplingRow(params, 0)])
+    output = Sampler(0).sample(torch.tensor([logits]), [row_of(params)])
     entries = output.top_logprobs[0]
     assert entries is not None and entries[output.token_ids[0]].logprob == output.logprobs[0]
     return output.token_ids[0], entries
@@ -95,12 +104,12 @@ def expected_kept(logits: list[float], params: SamplingParams) -> set[int]:
 
 def test_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, -1.0, 5.0, 4.9], [-torch.inf, -9.0, -torch.inf, -8.0]])
-    greedy = SamplingRow(GREEDY, 0)
+    greedy = row_of(GREEDY)
     assert sample(logits, [greedy] * 3) == [1, 2, 3]
     # Beside a random row, and whatever else its parameters say, it stays greedy.
-    restricted = SamplingRow(SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=1.0, seed=1), 0)
+    restricted = row_of(SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=1.0, seed=1))
     for seed in range(20):
-        rows = [greedy, SamplingRow(SamplingParams(temperature=9.0, seed=seed), 0), restricted]
+        rows = [greedy, row_of(SamplingParams(temperature=9.0, seed=seed)), restricted]
         assert sample(logits, rows)[0::2] == [1, 3]
 
 
@@ -247,15 +256,15 @@ def test_seeds_and_positions_are_as_good_as_chance() -> None:
 def test_a_seed_fixes_a_draw_whatever_the_company() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     others = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
-    seeded = [SamplingRow(SamplingParams(seed=seed, temperature=3.0), 4) for seed in range(20)]
+    seeded = [row_of(SamplingParams(seed=seed, temperature=3.0), 4) for seed in range(20)]
     alone = [sample(logits[None], [row])[0] for row in seeded]
     assert len(set(alone)) > 5
     company = [
-        SamplingRow(SamplingParams(), 0),
-        SamplingRow(GREEDY, 0),
-        SamplingRow(SamplingParams(seed=3, logprobs=2), 4),
-        SamplingRow(SamplingParams(top_k=3, top_p=0.5, min_p=0.1), 9),
-        SamplingRow(SamplingParams(seed=3), 4),
+        row_of(SamplingParams()),
+        row_of(GREEDY),
+        row_of(SamplingParams(seed=3, logprobs=2), 4),
+        row_of(SamplingParams(top_k=3, top_p=0.5, min_p=0.1), 9),
+        row_of(SamplingParams(seed=3), 4),
     ]
     for place in (0, 2, 5):
         rows = torch.cat((others[:place], logits[None], others[place:]))
@@ -274,13 +283,13 @@ def test_all_of_a_row_s_output_is_its_own(
 ) -> None:
     """Token, logprob and report of each row that does not draw from the engine's generator, to the last bit."""
     logits = torch.randn(len(params), vocab_size, generator=torch.Generator().manual_seed(position)) * scale
-    rows = [SamplingRow(param, position) for param in params]
+    rows = [row_of(param, position) for param in params]
     together = Sampler(0).sample(logits, rows)
     for i, row in enumerate(rows):
         if row.params.greedy or row.params.seed is not None:
             alone = Sampler(1).sample(logits[i : i + 1], [row])
             assert alone == SamplerOutput(
-                together.token_ids[i : i + 1], together.logprobs[i : i + 1], together.top_logprobs[i : i + 1]
+                together.token_ids[i : i + 1], together.logprobs[i : i + 1], together.top_logprobs[i : i + 1], [None]
             )
 
 
@@ -294,7 +303,7 @@ def test_positions_differ_and_repeat() -> None:
 
 def test_unseeded_draws_follow_the_engine_s_seed() -> None:
     logits = torch.zeros(8, 1000)
-    rows = [SamplingRow(SamplingParams(), 0)] * 8
+    rows = [row_of(SamplingParams())] * 8
 
     def two_steps(seed: int) -> list[int]:
         sampler = Sampler(seed)
@@ -340,7 +349,7 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     assert kept(SamplingParams(top_p=0.8), logits) == {3, 1, 2}
     # Logprobs have more digits than the logits.
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
-    output = Sampler(0).sample(logits, [SamplingRow(SamplingParams(temperature=0, logprobs=20), 0)])
+    output = Sampler(0).sample(logits, [row_of(SamplingParams(temperature=0, logprobs=20))])
     expected = logits[0].double().log_softmax(dim=-1)
     entries = output.top_logprobs[0]
     assert entries is not None and len(entries) >= 20
@@ -366,7 +375,7 @@ def test_logprobs_are_the_model_s() -> None:
         SamplingParams(temperature=3.0, top_k=9),
         SamplingParams(temperature=0.2, top_p=0.3, min_p=0.1, logprobs=3),
     ] * 10
-    output = Sampler(0).sample(logits, [SamplingRow(param, 0) for param in params])
+    output = Sampler(0).sample(logits, [row_of(param) for param in params])
     expected = logits.double().log_softmax(dim=-1)[torch.arange(40), output.token_ids]
     assert output.logprobs == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
     assert [entries is None for entries in output.top_logprobs] == [True, True, True, False] * 10
@@ -407,7 +416,7 @@ def test_a_report_by_hand() -> None:
 def test_reports_of_rows_that_ask_for_different_numbers() -> None:
     logits = torch.arange(12.0).repeat(4, 1)
     output = Sampler(0).sample(
-        logits, [SamplingRow(SamplingParams(temperature=0, logprobs=count), 0) for count in (3, None, 0, 20)]
+        logits, [row_of(SamplingParams(temperature=0, logprobs=count)) for count in (3, None, 0, 20)]
     )
     assert [entries and list(entries) for entries in output.top_logprobs] == [
         [11, 10, 9],
@@ -425,13 +434,13 @@ def test_logits_that_are_not_numbers_spoil_one_row_only() -> None:
         SamplingParams(top_k=2, top_p=0.5, min_p=0.1),
         SamplingParams(temperature=0, logprobs=2),
     ):
-        greedy = SamplingRow(GREEDY, 0)
-        output = Sampler(0).sample(logits, [greedy, SamplingRow(params, 0), greedy])
+        greedy = row_of(GREEDY)
+        output = Sampler(0).sample(logits, [greedy, row_of(params), greedy])
         assert output.token_ids[0::2] == [3, 3] and output.token_ids[1] in range(6)
 
 
 def test_no_rows() -> None:
-    assert Sampler(0).sample(torch.empty(0, 5), []) == SamplerOutput([], [], [])
+    assert Sampler(0).sample(torch.empty(0, 5), []) == SamplerOutput()
 
 
 class Operations(TorchDispatchMode):
@@ -449,7 +458,7 @@ class Operations(TorchDispatchMode):
 def test_nothing_is_computed_that_no_row_asks_for() -> None:
     def operations(*params: SamplingParams) -> set[str]:
         with Operations() as recorded:
-            sample(LOGITS.repeat(len(params), 1), [SamplingRow(param, 0) for param in params])
+            sample(LOGITS.repeat(len(params), 1), [row_of(param) for param in params])
         return recorded.names
 
     searching, drawing = {"sort", "topk", "cumsum"}, {"random_", "_softmax"}
@@ -469,7 +478,7 @@ def test_all_tensors_are_made_on_the_device_of_the_logits() -> None:
         SamplingParams(top_k=2, top_p=0.9, min_p=0.1, logprobs=3),
         SamplingParams(logprobs=0),
     ]
-    rows = [SamplingRow(param, 0) for param in params]
+    rows = [row_of(param) for param in params]
     logits = LOGITS.repeat(4, 1)
     with torch.device("meta"):  # whatever is made on the default device holds no numbers
         output = Sampler(0).sample(logits, rows)
@@ -479,14 +488,14 @@ def test_all_tensors_are_made_on_the_device_of_the_logits() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda() -> None:
     logits = torch.randn(4, 600, generator=torch.Generator().manual_seed(0))
-    greedy = [SamplingRow(SamplingParams(temperature=0, logprobs=5), 0)] * 4
+    greedy = [row_of(SamplingParams(temperature=0, logprobs=5))] * 4
     on_cpu, on_cuda = Sampler(0).sample(logits, greedy), Sampler(0, "cuda").sample(logits.cuda(), greedy)
     assert on_cpu.token_ids == on_cuda.token_ids
     assert on_cpu.logprobs == pytest.approx(on_cuda.logprobs, rel=1e-5, abs=1e-6)
     for params in (SamplingParams(), SamplingParams(seed=1, top_k=300), SamplingParams(top_p=0.9, min_p=0.01)):
-        rows = [SamplingRow(params, i) for i in range(4)]
+        rows = [row_of(params, i) for i in range(4)]
         assert Sampler(0, "cuda").sample(logits.cuda(), rows) == Sampler(0, "cuda").sample(logits.cuda(), rows)
-    rows = [SamplingRow(SamplingParams(min_p=0.1), 0)] * NUM_DRAWS
+    rows = [row_of(SamplingParams(min_p=0.1))] * NUM_DRAWS
     tokens = torch.tensor(Sampler(0, "cuda").sample(LOGITS.cuda().repeat(NUM_DRAWS, 1), rows).token_ids)
     expect_distribution(tokens, PROBABILITIES * (PROBABILITIES > 0.04))
 
@@ -503,8 +512,242 @@ def test_the_logprob_of_broken_logits_is_nan(vocab_size: int, params: dict[str, 
     broken[1][-1] = torch.inf
     broken[2][:] = -torch.inf
     broken[3][:] = torch.nan
-    rows = [SamplingRow(SamplingParams(seed=i, **params), 0) for i in range(6)]
+    rows = [row_of(SamplingParams(seed=i, **params)) for i in range(6)]
     output = Sampler(0).sample(torch.stack([good, masked, *broken]), rows)
     assert [math.isnan(logprob) for logprob in output.logprobs] == [False, False, True, True, True, True]
     alone = Sampler(0).sample(torch.stack([good, masked]), rows[:2])
     assert (output.token_ids[:2], output.logprobs[:2]) == (alone.token_ids, alone.logprobs)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 1.0},
+    {"repetition_penalty": 2.0},
+    {"logit_bias": {3: -9.0}},
+    {"allowed_token_ids": [0, 1]},
+    {"logits_processors": [lambda output_token_ids, logits: -logits]},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_tokens_are_chosen_by_the_logits_as_changed(changes: dict[str, Any], temperature: float) -> None:
+    """And logprobs are reported of those before."""
+    logits = torch.tensor([0.1, 1.0, -1.0, 1.5])
+    row = SamplingRow(SamplingParams(temperature=temperature, logprobs=1, seed=0, **changes), [3], [3, 3])
+    plain = SamplingRow(SamplingParams(temperature=temperature, logprobs=1, seed=0), [3], [3, 3])
+    output = Sampler(0).sample(logits.repeat(3, 1), [plain, row, plain])
+    token_id = 2 if "logits_processors" in changes else 1
+    assert output.token_ids == [3, token_id, 3]
+    expected = logits.double().log_softmax(dim=-1).tolist()
+    assert output.logprobs == pytest.approx([expected[3], expected[token_id], expected[3]], rel=1e-5)
+    entries = output.top_logprobs[1]
+    assert entries is not None and list(entries) == [3, token_id]
+    assert [entry.rank for entry in entries.values()] == [1, 4 if token_id == 2 else 2]
+    assert output.errors == {}
+
+
+def test_masks_and_draws() -> None:
+    params = SamplingParams(allowed_token_ids=[1, 3, 5], logit_bias={3: -math.log(2)}, top_k=2)
+    probabilities = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.0, 0.0])
+    expect_distribution(draw(LOGITS, params), probabilities)
+
+
+def test_masks_that_leave_no_token() -> None:
+    """An error of that row, with its reason; rows without a number among their logits have theirs."""
+    logits = LOGITS.repeat(5, 1)
+    logits[3] = torch.nan
+    params = [
+        SamplingParams(allowed_token_ids=[2], min_tokens=1, seed=0),
+        SamplingParams(allowed_token_ids=[2], min_tokens=1, temperature=0),
+        SamplingParams(allowed_token_ids=[2], temperature=0),
+        SamplingParams(allowed_token_ids=[2], temperature=0),
+        SamplingParams(temperature=0, logits_processors=[lambda output_token_ids, logits: logits * math.nan]),
+    ]
+    output = Sampler(0).sample(logits, [row_of(param, rules=TokenRules(end_token_ids=(2,))) for param in params])
+    assert [math.isnan(logprob) for logprob in output.logprobs] == [True, True, False, True, True]
+    assert list(output.errors) == [0, 1, 4] and output.token_ids[2] == 2
+    assert set(output.errors.values()) == {"sampling_params: expected a token to choose, got masks that leave none"}
+
+
+def test_a_callable_that_fails_ends_one_row() -> None:
+    def fail(output_token_ids: list[int], logits: Tensor) -> Tensor:
+        raise KeyError("gone")
+
+    row = row_of(SamplingParams(temperature=0, logits_processors=[fail]))
+    output = Sampler(0).sample(LOGITS.repeat(2, 1), [row_of(GREEDY), row])
+    assert output.errors == {1: "logits_processors: KeyError: 'gone'"}
+    assert [math.isnan(logprob) for logprob in output.logprobs] == [False, True]
+
+
+ANY_CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence_penalty": st.just(0.7),
+        "frequency_penalty": st.just(-0.3),
+        "repetition_penalty": st.just(1.3),
+        "logit_bias": st.just({0: 2.0, 5: -1.0}),
+        "allowed_token_ids": st.just([0, 2, 3, 5, 6]),
+        "min_tokens": st.just(9),
+    },
+)
+
+
+@given(
+    changes=st.lists(ANY_CHANGES, min_size=1, max_size=5),
+    num_candidates=st.lists(st.sampled_from([0, 0, 2, 5, 9]), min_size=5, max_size=5),
+    temperature=st.sampled_from([0.0, 1.0]),
+    num_output_tokens=st.integers(0, 20),
+)
+def test_rows_that_change_logits_are_as_alone_too(
+    changes: list[dict[str, Any]], num_candidates: list[int], temperature: float, num_output_tokens: int
+) -> None:
+    """Token, logprob, report and candidates, to the last bit."""
+    logits = torch.randn(len(changes), 7, generator=torch.Generator().manual_seed(num_output_tokens))
+    rows = []
+    for i, each in enumerate(changes):
+        params = SamplingParams(temperature=temperature, seed=i, logprobs=2 * (i % 2), **each)
+        output_token_ids = [(j * j + i) % 7 for j in range(num_output_tokens)]
+        rules = TokenRules(end_token_ids=(3,), bad_words=((1, 2), (4,)) if i == 2 else ())
+        rows.append(SamplingRow(params, [i, 6], output_token_ids, i, rules, num_candidates[i]))
+    together = Sampler(0).sample(logits.clone(), rows)
+    for i, row in enumerate(rows):
+        alone = Sampler(1).sample(logits[i : i + 1].clone(), [row])
+        for field in dataclasses.fields(alone):
+            if field.name != "errors":
+                assert getattr(alone, field.name) == getattr(together, field.name)[i : i + 1]
+        assert alone.errors == together.errors == {}
+
+
+def test_sequences_of_one_seeded_request_differ_and_repeat() -> None:
+    logits = torch.zeros(400, 1000)
+    params = SamplingParams(seed=5)
+
+    def tokens(num_output_tokens: int) -> list[int]:
+        return sample(logits, [row_of(params, num_output_tokens, index=index) for index in range(400)])
+
+    first = tokens(0)
+    assert len(set(first)) > 300  # of 400 draws from 1000, about 330 are different
+    assert first == tokens(0)
+    assert sum(a == b for a, b in zip(first, tokens(1), strict=True)) < 6
+    # Neither is a sequence another one that is a few tokens behind.
+    ahead = [tokens(position)[:50] for position in range(6)]
+    assert sum(a[i] == b[j] for a in ahead for b in ahead for i in range(50) for j in range(i)) < 150  # 1 of 1000
+    pairs = draw_seeded_pairs(torch.tensor([0.0, 0.0]))
+    expect_distribution(pairs, torch.full((4,), 0.25))
+
+
+def draw_seeded_pairs(logits: Tensor) -> Tensor:
+    """Draws of neighbouring sequences, of 4,000 requests, as pairs."""
+    rows = [row_of(SamplingParams(seed=seed), 3, index=index) for seed in range(4000) for index in (0, 1)]
+    tokens = torch.tensor(sample(logits.repeat(len(rows), 1), rows))
+    return tokens[0::2] + 2 * tokens[1::2]
+
+
+def test_the_first_sequence_has_the_numbers_of_the_seed_alone() -> None:
+    """Pinned, so that a seed gives the same tokens from one version to the next."""
+    logits = torch.zeros(4, 1000)
+    rows = [row_of(SamplingParams(seed=seed), position) for seed, position in [(0, 0), (5, 0), (5, 7), (-1, 2)]]
+    assert sample(logits, rows) == [361, 880, 749, 744]
+
+
+def candidates(logits: Tensor, rows: list[SamplingRow]) -> list[Any]:
+    output = Sampler(0).sample(logits, rows)
+    return output.candidates
+
+
+def test_candidates_of_beam_search() -> None:
+    params = SamplingParams(temperature=0, n=2, use_beam_search=True)
+    logits = torch.stack((LOGITS, LOGITS.flip(0), LOGITS, LOGITS))
+    rows = [row_of(params, num_candidates=count) for count in (4, 2, 0, 10)]
+    found = candidates(logits, rows)
+    expected = PROBABILITIES.log().tolist()
+    assert [each and [token_id for token_id, _ in each] for each in found] == [
+        [3, 1, 2, 5],
+        [2, 4],
+        None,
+        [3, 1, 2, 5, 0, 4],
+    ]
+    for token_id, logprob in found[0] + found[3]:
+        assert logprob == pytest.approx(expected[token_id], rel=1e-5)
+
+
+def test_candidates_are_of_logprobs_changed_as_transformers_does() -> None:
+    """log_softmax first, then the processors."""
+    params = SamplingParams(temperature=0, n=2, use_beam_search=True, repetition_penalty=1.7, logit_bias={0: 1.0})
+    row = SamplingRow(params, [1, 2], [3], rules=TokenRules(bad_words=((5,),)), num_candidates=6)
+    logits = LOGITS.repeat(2, 1)
+    plain = row_of(SamplingParams(temperature=0, n=2, use_beam_search=True), num_candidates=6)
+    [changed, unchanged] = candidates(logits, [row, plain])
+    scores = LOGITS[None].log_softmax(dim=-1)
+    tokens = torch.tensor([[1, 2, 3]])
+    scores = transformers.SequenceBiasLogitsProcessor([[[0], 1.0]])(tokens, scores)
+    scores = transformers.NoBadWordsLogitsProcessor([[5]])(tokens, scores)
+    scores = transformers.RepetitionPenaltyLogitsProcessor(1.7)(tokens, scores)
+    top = scores[0].topk(5)
+    assert changed == list(zip(top.indices.tolist(), top.values.tolist(), strict=True))  # not the one kept out
+    assert [token_id for token_id, _ in unchanged] == [3, 1, 2, 5, 0, 4]
+
+
+def test_reports_beside_candidates() -> None:
+    """All candidates are among them, with their ranks."""
+    params = dict(temperature=0, n=2, use_beam_search=True)
+    rows = [
+        row_of(SamplingParams(**params, logprobs=1, logit_bias={4: 90.0}), num_candidates=2),
+        row_of(SamplingParams(**params), num_candidates=2),
+        row_of(SamplingParams(**params, logprobs=5), num_candidates=2),
+    ]
+    output = Sampler(0).sample(LOGITS.repeat(3, 1), rows)
+    reports = [entries and {i: entry.rank for i, entry in entries.items()} for entries in output.top_logprobs]
+    assert reports == [{3: 1, 4: 6}, None, {3: 1, 1: 2, 2: 3, 5: 4, 0: 5}]
+    assert output.candidates[0] is not None and [i for i, _ in output.candidates[0]] == [4, 3]
+
+
+def test_logits_that_are_not_numbers_have_no_candidates() -> None:
+    logits = torch.stack((LOGITS, torch.full_like(LOGITS, torch.nan)))
+    row = row_of(SamplingParams(temperature=0, n=2, use_beam_search=True), num_candidates=3)
+    output = Sampler(0).sample(logits, [row, row])
+    assert output.candidates[1] == [] and math.isnan(output.logprobs[1]) and not math.isnan(output.logprobs[0])
+
+
+@pytest.mark.parametrize("num_top", [0, 2, 20])
+def test_prompt_logprobs(num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of tokens that are sampled there, however many rows are looked at at a time."""
+    logits = torch.randn(23, 12, generator=torch.Generator().manual_seed(0)) * 2
+    token_ids = [(7 * i) % 12 for i in range(23)]
+    entries = Sampler(0).prompt_logprobs(logits, token_ids, num_top)
+    expected = logits.double().log_softmax(dim=-1)
+    for i, (token_id, each) in enumerate(zip(token_ids, entries, strict=True)):
+        assert each is not None and token_id in each
+        most_likely = logits[i].argsort(descending=True)[:num_top].tolist()
+        assert list(each) == most_likely + [token_id] * (token_id not in most_likely)
+        for other, entry in each.items():
+            assert entry.logprob == pytest.approx(expected[i, other].item(), rel=1e-5, abs=1e-6)
+            assert entry.rank == 1 + (logits[i] > logits[i, other]).sum()
+    monkeypatch.setattr(sampler_module, "_PROMPT_BYTES", 4 * 12 * 5)
+    assert Sampler(0).prompt_logprobs(logits, token_ids, num_top) == entries
+    assert Sampler(0).prompt_logprobs(logits[:0], [], num_top) == []
+
+
+def test_rows_that_do_not_ask_are_not_touched_by_those_that_do() -> None:
+    """Their logits are neither copied nor written, and nothing of the vocabulary's size is made for the others."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    asking = SamplingParams(
+        temperature=0, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.5, logit_bias={7: 3.0}
+    )
+    row = SamplingRow(asking, [1, 2], [3, 4], rules=TokenRules(bad_words=((8,),)))
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() != logits.data_ptr():
+                sizes.append(result.numel())
+            return result
+
+    with Sizes():
+        process_logits(logits, [row_of(GREEDY), row, row_of(GREEDY)], [1])
+    assert sizes and max(sizes) < 10
+    assert torch.equal(logits[0::2], before[0::2])
+    assert set((logits[1] != before[1]).nonzero()[:, 0].tolist()) == {1, 2, 3, 4, 7, 8}

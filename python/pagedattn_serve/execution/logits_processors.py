@@ -1,0 +1,135 @@
+"""What changes the logits of a row before the temperature: callables of the user, masks, biases, penalties.
+
+All of it is for the rows that ask alone, and but for the callables, for all of them at once: the places that change are
+put together as flat indices on the host, and each kind of change is one gather, arithmetic on what it gives, and one
+scatter. So a step reads and writes as many logits as the rows have tokens or biases, whatever the vocabulary.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.sampling_params import takes_prompt
+
+
+def process_logits(logits: Tensor, rows: list[SamplingRow], indices: list[int]) -> dict[int, str]:
+    """Change logits, fp32 [num_rows, vocab_size] and contiguous, in place: those of the rows in `indices`.
+
+    In vLLM's order: logits_processors, allowed_token_ids, bad_words and min_tokens, logit_bias, penalties. Returns what
+    went wrong with the callables of a row, if something did.
+    """
+    errors = {i: error for i in indices if (error := _call_processors(logits[i], rows[i])) is not None}
+    _keep_allowed(logits, {i: ids for i in indices if (ids := rows[i].params.allowed_token_ids) is not None})
+    _keep_out(logits, {i: list(_kept_out(rows[i])) for i in indices})
+    _add_bias(logits, {i: bias for i in indices if (bias := rows[i].params.bias_of_token_ids)})
+    _penalise_repetition(logits, {i: rows[i] for i in indices if rows[i].params.repetition_penalty != 1})
+    counting = (i for i in indices if rows[i].params.presence_penalty or rows[i].params.frequency_penalty)
+    _penalise_counts(logits, {i: rows[i] for i in counting})
+    return errors
+
+
+def _call_processors(logits: Tensor, row: SamplingRow) -> str | None:
+    """Replace logits, [vocab_size], by what the user's callables make of them; returns what went wrong.
+
+    One that fails is that request's affair: the other rows of the batch go on.
+    """
+    for processor in row.params.logits_processors or ():
+        arguments = [list(row.output_token_ids), logits.clone()]
+        if takes_prompt(processor):
+            arguments.insert(0, list(row.prompt_token_ids))
+        try:
+            logits.copy_(_checked(processor(*arguments), logits))
+        except Exception as error:  # whatever it raises
+            return f"logits_processors: {type(error).__name__}: {error}"
+    return None
+
+
+def _checked(result: object, logits: Tensor) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise TypeError(f"expected logits to be returned, got {type(result).__name__}")
+    if result.shape != logits.shape:
+        raise ValueError(f"expected logits of shape {list(logits.shape)} to be returned, got {list(result.shape)}")
+    return result
+
+
+def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> None:
+    if allowed:
+        places = _to_device(_places(logits, allowed), logits)
+        kept = logits.view(-1)[places]
+        logits[_to_device(np.fromiter(allowed, np.int64), logits)] = -torch.inf
+        logits.view(-1)[places] = kept
+
+
+def _kept_out(row: SamplingRow) -> Iterator[int]:
+    """The tokens that min_tokens and bad words keep out."""
+    if len(row.output_token_ids) < row.params.min_tokens:
+        yield from row.rules.end_token_ids
+    previous = (row.output_token_ids or row.prompt_token_ids)[-1]
+    for word in row.rules.bad_words:
+        if len(word) == 1 or (word[-2] == previous and _ends_with(row, word[:-1])):
+            yield word[-1]
+
+
+def _ends_with(row: SamplingRow, token_ids: tuple[int, ...]) -> bool:
+    """Whether the prompt and the output, taken as one list, end with these."""
+    num_in_prompt = max(len(token_ids) - len(row.output_token_ids), 0)
+    in_prompt = row.prompt_token_ids[-num_in_prompt:] if num_in_prompt else []
+    in_output = row.output_token_ids[max(len(row.output_token_ids) - len(token_ids), 0) :]
+    return (*in_prompt, *in_output) == token_ids
+
+
+def _keep_out(logits: Tensor, token_ids: dict[int, list[int]]) -> None:
+    # A tokenizer may have tokens that the model does not.
+    token_ids = {i: [each for each in ids if each < logits.shape[1]] for i, ids in token_ids.items()}
+    if any(token_ids.values()):
+        logits.view(-1)[_to_device(_places(logits, token_ids), logits)] = -torch.inf
+
+
+def _add_bias(logits: Tensor, biases: dict[int, tuple[tuple[int, float], ...]]) -> None:
+    if biases:
+        places = _places(logits, {i: [token_id for token_id, _ in bias] for i, bias in biases.items()})
+        values = np.array([value for bias in biases.values() for _, value in bias], np.float32)
+        logits.view(-1)[_to_device(places, logits)] += _to_device(values, logits)
+
+
+def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
+    """Keskar et al., "CTRL", 2019, in the form of Hugging Face: negative logits are multiplied, not divided."""
+    if rows:
+        tokens = {i: row.prompt_token_ids + row.output_token_ids for i, row in rows.items()}
+        penalties = [row.params.repetition_penalty for row in rows.values()]
+        places = _to_device(_places(logits, tokens), logits)
+        penalty = _to_device(np.repeat(np.array(penalties, np.float32), list(map(len, tokens.values()))), logits)
+        values = logits.view(-1)[places]
+        # A token that is there twice is written twice, the same each time.
+        logits.view(-1)[places] = torch.where(values < 0, values * penalty, values / penalty)
+
+
+def _penalise_counts(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
+    """OpenAI's: logit - count * frequency_penalty - (count > 0) * presence_penalty, of the tokens of the output."""
+    if rows:
+        tokens = {i: row.output_token_ids for i, row in rows.items()}
+        flat, counts = np.unique(_places(logits, tokens), return_counts=True)
+        of_row = np.zeros((2, len(logits)), np.float32)
+        of_row[:, list(rows)] = [
+            [row.params.frequency_penalty for row in rows.values()],
+            [row.params.presence_penalty for row in rows.values()],
+        ]
+        frequency, presence = of_row[:, flat // logits.shape[1]]
+        places = _to_device(flat, logits)
+        values = logits.view(-1)[places] - _to_device(frequency * counts.astype(np.float32), logits)
+        logits.view(-1)[places] = values - _to_device(presence, logits)
+
+
+def _places(logits: Tensor, token_ids: Mapping[int, Collection[int]]) -> np.ndarray:
+    """Flat indices in `logits` of the token ids of each row: int64, in order."""
+    lengths = list(map(len, token_ids.values()))
+    flat = np.fromiter(chain.from_iterable(token_ids.values()), np.int64, sum(lengths))
+    return flat + np.repeat(np.fromiter(token_ids, np.int64), lengths) * logits.shape[1]
+
+
+def _to_device(array: np.ndarray, logits: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(logits.device, non_blocking=True)
