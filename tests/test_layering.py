@@ -42,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "scheduling.scheduler": {"scheduling.block_manager", "scheduling.batch"},
     "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
+    "scheduling.beam_search": set(),
     "scheduling.batch": {"scheduling.sequence"},  # the runner reads it, too
     "scheduling.sequence": {"sampling_params", "outputs"},
     # a batch through the model
