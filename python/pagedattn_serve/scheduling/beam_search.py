@@ -131,18 +131,17 @@ class BeamSearch(Generic[T]):
         sources = [(beam, token_id) for beam, row in enumerate(candidates) for token_id, _ in row]
         sums = as_fp32([score + logprob for score, row in zip(scores, candidates, strict=True) for _, logprob in row])
         order = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)[: self.num_candidates]  # stable
-        best = [Continuation(*sources[i], sums[i]) for i in order if sums[i] > -math.inf]
-        if num_tokens + 1 == self.max_tokens:
-            return BeamStep((), tuple(best[: self.beam_width]), num_tokens + 1)
+        is_last = num_tokens + 1 == self.max_tokens
         running: list[Continuation] = []
         ended: list[Continuation] = []
-        for rank, continuation in enumerate(best):
-            if len(running) == self.beam_width:
+        for rank, index in enumerate(order):
+            if len(running) == self.beam_width or sums[index] == -math.inf:
                 break
-            if not ends(continuation.beam, continuation.token_id):
-                running.append(continuation)
+            beam, token_id = sources[index]
+            if not is_last and not ends(beam, token_id):
+                running.append(Continuation(beam, token_id, sums[index]))
             elif rank < self.beam_width:
-                ended.append(continuation)
+                ended.append(Continuation(beam, token_id, sums[index]))
         return BeamStep(tuple(running), tuple(ended), num_tokens + 1)
 
     def update(self, step: BeamStep, items: Sequence[T]) -> list[T]:
