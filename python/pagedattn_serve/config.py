@@ -93,3 +93,4 @@ class CacheConfig:
         check_float("watermark", self.watermark)
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark: expected a share in [0, 1), got {self.watermark}")
+        check_int("num_host_blocks", self.num_host_blocks, 0)

@@ -18,8 +18,8 @@ from pagedattn_serve.execution.cache_memory import (
     DEFAULT_CPU_MEMORY,
     block_bytes_of,
     choose_num_blocks,
+    choose_num_host_blocks,
     cuda_memory,
-    num_host_blocks,
     num_useful_blocks,
 )
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -145,7 +145,7 @@ class LLMEngine:
         cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
-            num_host_blocks=num_host_blocks(causal_lm, swap_space, block_size, useful),
+            num_host_blocks=choose_num_host_blocks(causal_lm, swap_space, block_size, scheduler_config),
             enable_prefix_caching=enable_prefix_caching,
         )
         scheduler_config = limit_to_cache(scheduler_config, cache_config)

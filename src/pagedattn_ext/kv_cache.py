@@ -55,10 +55,14 @@ def allocate_kv_cache(
     key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
     value_shape = (num_blocks, num_kv_heads, head_size, block_size)
 
+    if pin_memory:  # in one piece, as torch rounds each up to a power of two
+        pool = torch.empty((num_layers, 2, prod(key_shape)), dtype=dtype, device=device, pin_memory=True)
+        return [(keys.view(key_shape), values.view(value_shape)) for keys, values in pool]
+
     def allocate(shape: tuple[int, ...]) -> Tensor:
-        if torch.device(device).type == "cpu" and not pin_memory:
+        if torch.device(device).type == "cpu":
             return _allocate_huge_pages(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     return [(allocate(key_shape), allocate(value_shape)) for _ in range(num_layers)]
 

@@ -345,6 +345,8 @@ def test_wrong_scheduler_config(name: str, value: Any, error: type[Exception]) -
         ("block_size", 24, ValueError),
         ("block_size", 512, ValueError),
         ("block_size", 16.0, TypeError),
+        ("num_host_blocks", -1, ValueError),
+        ("num_host_blocks", 1.0, TypeError),
         ("watermark", -0.1, ValueError),
         ("watermark", 1.0, ValueError),
         ("watermark", math.nan, ValueError),

@@ -1,15 +1,24 @@
-"""The cache tensors of every layer, and copies of blocks within them."""
+"""The cache tensors of every layer, on the device and on the host, and copies of blocks within and between them."""
+
+import weakref
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops
 from pagedattn_serve.models.metadata import KVCache
 
 
 class CacheEngine:
-    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`.
+    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`. Beside them a pool of the same
+    blocks on the host, where swapped-out sequences wait.
 
-    Raises ValueError for head sizes above 256.
+    On CUDA, blocks are swapped on a stream of their own, layer after layer, while the model computes the layers before:
+    whoever takes a layer's caches from `kv_caches` lets the current stream wait for the copies of that layer. On the
+    CPU a swap has happened when the call returns.
+
+    Raises ValueError for head sizes above 256, MemoryError for a pool on the host that does not fit.
     """
 
     def __init__(
@@ -21,20 +30,98 @@ class CacheEngine:
         block_size: int,
         dtype: torch.dtype,
         device: str,
+        num_host_blocks: int = 0,
     ) -> None:
         head_size = padded_head_size(head_size, dtype)
         if head_size > 256:
             raise ValueError(f"head_size: expected at most 256, got {head_size}")
+        on_cuda = torch.device(device).type == "cuda"
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.
-        self.kv_caches: list[KVCache] = allocate_kv_cache(
+        caches: list[KVCache] = allocate_kv_cache(
             num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers
         )
+        try:
+            self.host_caches: list[KVCache] = allocate_kv_cache(
+                num_host_blocks,
+                num_kv_heads,
+                head_size,
+                block_size,
+                dtype,
+                num_layers=num_layers,
+                pin_memory=on_cuda and num_host_blocks > 0,
+            )
+        except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
+            num_bytes = num_host_blocks * bytes_per_block(num_layers, num_kv_heads, head_size, block_size, dtype)
+            raise MemoryError(
+                f"swap_space: expected a pool that fits in the host's memory, got {num_host_blocks:,} blocks of "
+                f"{block_size} tokens, {num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
+            ) from None
+        self.device = device
+        self.kv_caches: Sequence[KVCache] = caches
+        self._stream: torch.cuda.Stream | None = None
+        if on_cuda:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.kv_caches = self._pending = PendingCaches(caches, device)
+            # Nobody else may get memory that copies still go to.
+            weakref.finalize(self, self._stream.synchronize)
+
+    def swap_out(self, blocks: list[tuple[int, int]]) -> None:
+        """Copy (device, host) blocks of every layer to the host, before what is computed from now on."""
+        self._swap(blocks, to_host=True)
+
+    def swap_in(self, blocks: list[tuple[int, int]]) -> None:
+        """Copy (host, device) blocks of every layer to the device, after all that was swapped out before."""
+        self._swap(blocks, to_host=False)
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every layer."""
         key_caches = [key_cache for key_cache, _ in self.kv_caches]
         value_caches = [value_cache for _, value_cache in self.kv_caches]
         ops.copy_blocks(key_caches, value_caches, torch.tensor(blocks, dtype=torch.int64))
+
+    def _swap(self, blocks: list[tuple[int, int]], to_host: bool) -> None:
+        if self._stream is None:
+            mapping = torch.tensor(blocks, dtype=torch.int64)
+            for caches, host_caches in zip(self.kv_caches, self.host_caches, strict=True):
+                swap_layer(caches, host_caches, mapping, to_host)
+            return
+        # The current stream wrote what goes out, and may still read what comes in over it.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            # Once for all layers: the host waits for the stream while it brings this there.
+            mapping = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+            for layer, host_caches in enumerate(self.host_caches):
+                swap_layer(self._pending.caches[layer], host_caches, mapping, to_host)
+                self._pending.copied[layer] = self._stream.record_event()
+
+
+class PendingCaches(Sequence[KVCache]):
+    """The caches of a CUDA device, a pair a layer, whose blocks another stream may be copying.
+
+    To take those of a layer lets the current stream wait for its copies, so that nothing is overwritten before it has
+    gone out, or read before it has come in.
+    """
+
+    def __init__(self, caches: list[KVCache], device: str) -> None:
+        self.caches = caches
+        self.device = device
+        self.copied: list[torch.cuda.Event | None] = [None] * len(caches)  # not waited for yet, by layer
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+    def __getitem__(self, layer: int) -> KVCache:  # type: ignore[override]  # nobody takes slices
+        copied, self.copied[layer] = self.copied[layer], None
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        return self.caches[layer]
+
+
+def swap_layer(caches: KVCache, host_caches: KVCache, mapping: Tensor, to_host: bool) -> None:
+    """Copy blocks of one layer, keys and values, on the current stream. mapping: int64 [num_pairs, 2]."""
+    for cache, host_cache in zip(caches, host_caches, strict=True):
+        source, target = (cache, host_cache) if to_host else (host_cache, cache)
+        ops.swap_blocks(source, target, mapping)
 
 
 def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> int:

@@ -16,9 +16,13 @@ DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of all memory would be taken from
 
 
 def num_useful_blocks(config: SchedulerConfig, block_size: int) -> int:
-    """What as many sequences as may run hold at their longest, and the watermark beside them."""
-    held = config.max_num_seqs * -(-config.max_model_len // block_size)
-    return math.ceil(held / (1 - DEFAULT_WATERMARK))
+    """What sequences may hold at once, and the watermark beside them."""
+    return math.ceil(num_held_blocks(config, block_size) / (1 - DEFAULT_WATERMARK))
+
+
+def num_held_blocks(config: SchedulerConfig, block_size: int) -> int:
+    """What as many sequences as may run hold at their longest."""
+    return config.max_num_seqs * -(-config.max_model_len // block_size)
 
 
 def block_bytes_of(model: CausalLM, block_size: int) -> int:
@@ -35,9 +39,12 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
     return min(memory // block_bytes, at_most)
 
 
-def num_host_blocks(model: CausalLM, swap_space: float, block_size: int, at_most: int) -> int:
-    """Blocks that fit in `swap_space` GiB, but not more than `at_most`."""
-    return min(int(swap_space * 2**30) // block_bytes_of(model, block_size), at_most)
+def choose_num_host_blocks(model: CausalLM, swap_space: float, block_size: int, config: SchedulerConfig) -> int:
+    """Blocks that fit in `swap_space` GiB, but not more than could be swapped out at once.
+
+    Nothing is admitted while a sequence is swapped out, so these are of the sequences that ran together before.
+    """
+    return min(int(swap_space * (1 << 30)) // block_bytes_of(model, block_size), num_held_blocks(config, block_size))
 
 
 def cuda_memory(

@@ -38,6 +38,7 @@ class ModelRunner:
             self.block_size,
             model.dtype,
             device,
+            cache_config.num_host_blocks,
         )
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
         self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)

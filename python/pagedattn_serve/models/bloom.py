@@ -1,6 +1,7 @@
 """BLOOM (BigScience, 2022): no position embedding, but ALiBi (Press et al., 2022) in attention."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +66,7 @@ class BloomModel(nn.Module):
         self.h = nn.ModuleList(BloomLayer(config) for _ in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
-    def forward(self, token_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+    def forward(self, token_ids: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata) -> Tensor:
         hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
         for layer, kv_cache in zip(self.h, kv_caches, strict=True):
             hidden = layer(hidden, kv_cache, metadata)
@@ -82,7 +83,7 @@ class BloomForCausalLM(NativeCausalLM):
         self.make_lm_head(config, self.transformer.word_embeddings)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.transformer(token_ids, kv_caches, metadata)
 

@@ -1,5 +1,6 @@
 """What the engine needs of a model, whichever way it runs; and what the families with a file of their own share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ class CausalLM(nn.Module):
     max_model_len: int
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         """token_ids, positions: int64 [num_tokens]. Returns the logits of the rows that sample, [n, vocab_size]."""
         raise NotImplementedError
@@ -78,13 +79,13 @@ class NativeCausalLM(CausalLM):
             self.lm_head.weight = embedding.weight
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.hidden_states(token_ids, positions, kv_caches, metadata)
         return self.lm_head(hidden[metadata.sampling_rows])
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         """All rows before the last layer, [num_tokens, hidden_size]."""
         raise NotImplementedError

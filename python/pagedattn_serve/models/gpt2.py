@@ -1,5 +1,6 @@
 """GPT-2 (Radford et al., 2019)."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +60,7 @@ class GPT2Model(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.wte(token_ids) + self.wpe(positions)
         for layer, kv_cache in zip(self.h, kv_caches, strict=True):
@@ -78,6 +79,6 @@ class GPT2LMHeadModel(NativeCausalLM):
         self.make_lm_head(config, self.transformer.wte)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.transformer(token_ids, positions, kv_caches, metadata)

@@ -4,6 +4,7 @@ Mistral: sliding windows. Qwen2: bias in the query, key and value layers. Qwen3:
 A config may have fields of other families, which count for nothing: what a family reads is asked of `model_type`.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -92,7 +93,7 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)
         residual = None
@@ -113,7 +114,7 @@ class LlamaForCausalLM(NativeCausalLM):
         self.make_lm_head(config, self.model.embed_tokens)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.model(token_ids, positions, kv_caches, metadata)
 

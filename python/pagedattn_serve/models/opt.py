@@ -1,5 +1,6 @@
 """OPT (Zhang et al., 2022): norms before each block, or after it as in the 350m; Galactica has the same shape."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -61,7 +62,7 @@ class OPTDecoder(nn.Module):
         self.project_out = nn.Linear(size, embedding_size, bias=False) if is_projected else nn.Identity()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.project_in(self.embed_tokens(token_ids)) + self.embed_positions(positions + POSITION_OFFSET)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -87,7 +88,7 @@ class OPTForCausalLM(NativeCausalLM):
         self.make_lm_head(config, self.model.decoder.embed_tokens)
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         return self.model.decoder(token_ids, positions, kv_caches, metadata)
 

@@ -10,6 +10,7 @@ loaded: a few tokens go through both ways, and the logits must agree.
 import inspect
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 class Step:
     """What the layers find beside their own arguments while the model is called: its cache, and where to look there."""
 
-    inputs: tuple[list[KVCache], AttentionMetadata] | None = None
+    inputs: tuple[Sequence[KVCache], AttentionMetadata] | None = None
 
 
 class TransformersCausalLM(CausalLM):
@@ -72,7 +73,7 @@ class TransformersCausalLM(CausalLM):
             raise self.refusal(Refusal(reason))
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         self.step.inputs = kv_caches, metadata
         try:

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
-from pagedattn_serve.execution.cache_memory import choose_num_blocks, cuda_memory, largest_batch, num_useful_blocks
+from pagedattn_serve.execution.cache_memory import (
+    choose_num_blocks,
+    choose_num_host_blocks,
+    cuda_memory,
+    largest_batch,
+    num_useful_blocks,
+)
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.loader import build_model, load_model
@@ -53,6 +59,14 @@ def test_useful_blocks_are_enough_and_not_one_more(max_num_seqs: int, max_model_
 
     num_blocks = num_useful_blocks(config, block_size)
     assert beside_watermark(num_blocks) >= held > beside_watermark(num_blocks - 1)
+
+
+def test_host_blocks(llama: Checkpoint) -> None:
+    model, block_bytes = build_model(llama.path), 16 * SLOT_BYTES["float32"]
+    config = SchedulerConfig(max_num_seqs=3, max_model_len=33)
+    assert choose_num_host_blocks(model, 0, 16, config) == 0
+    assert choose_num_host_blocks(model, 7.5 * block_bytes / 2**30, 16, config) == 7
+    assert choose_num_host_blocks(model, 4, 16, config) == 3 * 3  # what three sequences hold
 
 
 @pytest.mark.parametrize(
