@@ -10,6 +10,10 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
 from pagedattn_serve.text.stop_strings import first_stop, longest_stop_prefix
 
+# A token, its log probability, the most likely ones in its place if they are asked for, and for beam search all that
+# might come there.
+SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, float]] | None]
+
 
 @dataclass(slots=True, frozen=True)
 class OutputRules:
@@ -63,20 +67,22 @@ class Completion:
             for token_id in sequence.output_token_ids:
                 self._detokenizer.add(token_id)
 
-    def add_token(
-        self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None
-    ) -> SequenceStatus | None:
-        """Append a token and its text; returns the status that the token ends the output with, if it does.
-
-        Raises FloatingPointError if the logits were no numbers, which their log-softmax shows, and what the tokenizer
-        raises.
-        """
-        token_ids, rules = self.sequence.output_token_ids, self._rules
+    def require_number(self, logprob: float) -> None:
+        """Raises FloatingPointError if the logits were no numbers, which their log-softmax shows."""
         if math.isnan(logprob):
             raise FloatingPointError(
-                f"logits: expected numbers, got NaN or infinity for output token {len(token_ids)}"
+                f"logits: expected numbers, got NaN or infinity for output token {len(self.sequence.output_token_ids)}"
                 " (an overflow in half precision, or broken weights)"
             )
+
+    def add_token(self, token: SampledToken) -> SequenceStatus | None:
+        """Append a token and its text; returns the status that the token ends the output with, if it does.
+
+        Raises what `require_number` and the tokenizer raise.
+        """
+        token_id, logprob, top_logprobs, _ = token
+        self.require_number(logprob)
+        token_ids, rules = self.sequence.output_token_ids, self._rules
         token_ids.append(token_id)
         self.sequence.cumulative_logprob += logprob
         if top_logprobs is not None:

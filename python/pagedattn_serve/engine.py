@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 
 import pagedattn_ext
+from pagedattn_serve.beam_request import BeamRequest
 from pagedattn_serve.checkpoint import model_directory
 from pagedattn_serve.completion import OutputRules
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
@@ -30,7 +31,7 @@ from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import EngineStats, RequestOutput
 from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.request import Request
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -227,7 +228,8 @@ class LLMEngine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
         group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
-        request = Request(text, group, rules)
+        group.sequences[0].token_rules = TokenRules(tuple(rules.eos_token_ids | rules.stop_token_ids))
+        request = (BeamRequest if params.use_beam_search else Request)(text, group, rules)
         self._settle()
         self._settled = False
         try:
@@ -244,7 +246,7 @@ class LLMEngine:
         self._settle()
         self._settled = False  # so that after an error, too, all is made anew: what was to be copied, and found
         batch = self.scheduler.schedule()
-        sampled = SamplerOutput([], [], []) if batch.is_empty else self.model_runner.execute(batch)
+        sampled = SamplerOutput() if batch.is_empty else self.model_runner.execute(batch)
         self.scheduler.mark_computed(batch)
         outputs = self._append_tokens(batch, sampled)
         self._settled = True
@@ -330,7 +332,7 @@ class LLMEngine:
         return list(self.tokenizer(text, verbose=False).input_ids)
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True))
+        tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
         num_tokens_of: dict[Request, int] = {}  # in the order of the rows, as those of a request follow each other
         for scheduled in batch.sequences:
             if scheduled.num_samples:
@@ -341,14 +343,18 @@ class LLMEngine:
         now = time.monotonic()
         first = 0
         for request, num_tokens in num_tokens_of.items():
+            rows = range(first, first + num_tokens)
+            first += num_tokens
+            if errors := [sampled.errors[row] for row in rows if row in sampled.errors]:
+                request.fail(errors[0], self.scheduler)
+                continue
             try:
-                request.add_tokens(tokens[first : first + num_tokens], self.scheduler)
+                request.add_tokens(tokens[rows.start : rows.stop], self.scheduler)
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
                 text = f"{type(error).__name__}: {error}"
                 has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
                 logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
                 request.fail(text, self.scheduler)
-            first += num_tokens
         for request in outgrown:
             num_blocks = self.scheduler.block_manager.num_blocks
             request.fail(f"its sequences need more than all {num_blocks} blocks of the cache", self.scheduler)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from pagedattn_serve.completion import Completion, OutputRules
-from pagedattn_serve.outputs import Logprob, RequestMetrics, RequestOutput
+from pagedattn_serve.completion import Completion, OutputRules, SampledToken
+from pagedattn_serve.outputs import RequestMetrics, RequestOutput
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-
-# A token, its log probability, and the most likely ones in its place if they are asked for.
-SampledToken = tuple[int, float, dict[int, Logprob] | None]
 
 
 class Request:
@@ -56,7 +53,7 @@ class Request:
         if len(unfinished) > len(tokens):
             unfinished = [each for each in unfinished if not each.sequence.status.is_finished]
         for completion, token in zip(unfinished, tokens, strict=True):
-            status = completion.add_token(*token)
+            status = completion.add_token(token)
             if status is not None:
                 scheduler.finish(self.group, completion.sequence, status)
 
@@ -66,16 +63,19 @@ class Request:
         for sequence in list(self.group.sequences):
             scheduler.finish(self.group, sequence, SequenceStatus.FINISHED_ERROR)
 
+    def best(self) -> list[Completion]:
+        """As many as are to be returned: in order of index where that is all of them, else the likeliest first."""
+        if len(self.completions) <= self._params.n:
+            return self.completions
+        return sorted(self.completions, key=lambda each: -each.sequence.cumulative_logprob)[: self._params.n]
+
     def output(self) -> RequestOutput:
         """The request as it stands."""
-        completions = self.completions
-        if len(completions) > self._params.n:
-            completions = sorted(completions, key=lambda each: -each.sequence.cumulative_logprob)[: self._params.n]
         return RequestOutput.of(
             self.group.request_id,
             self._prompt,
             self.group.prompt_token_ids,
-            [completion.output(index) for index, completion in enumerate(completions)],
+            [completion.output(index) for index, completion in enumerate(self.best())],
             not self.group.sequences,
             self.metrics,
             self.error,

@@ -112,7 +112,14 @@ def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
         if scheduled.num_samples:
             of = scheduled.sequence
             rows.append(
-                SamplingRow(of.sampling_params, of.prompt_token_ids, of.output_token_ids, of.index, of.token_rules)
+                SamplingRow(
+                    of.sampling_params,
+                    of.prompt_token_ids,
+                    of.output_token_ids,
+                    of.index,
+                    of.token_rules,
+                    of.num_candidates,
+                )
             )
             if scheduled.num_samples > 1:
                 rows += [replace(rows[-1], index=of.index + i) for i in range(1, scheduled.num_samples)]

@@ -118,7 +118,7 @@ class BlockAllocator:
         return sum(block in self._evictable for block in blocks)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block without an owner is free, evictable or pinned, and just one of them."""
+        """Raise AssertionError unless each block without an owner is either free or evictable or pinned."""
         assert min(self._ref_counts, default=0) >= 0, f"negative reference count in {self._ref_counts}"
         owned = sum(count > 0 for count in self._ref_counts)
         assert self._num_owned == owned, f"{owned} blocks with an owner, counted {self._num_owned}"

@@ -315,8 +315,9 @@ class BlockManager:
         return hashes
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
-        """Of the full blocks that are worth looking for: without the last token, which has to be computed."""
-        if alone and not self.prefix_caching:
+        """Of the full blocks that are worth looking for: without the last token, which has to be computed; none where
+        the prompt's logits are asked for."""
+        if (alone and not self.prefix_caching) or sequence.needs_prompt_logits:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]

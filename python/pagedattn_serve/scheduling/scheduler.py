@@ -5,8 +5,8 @@ PagedAttention (Kwon et al., SOSP 2023, section 4.5): the sequences of a request
 and when blocks run out, the last group in order loses its own. They are swapped out to host memory, or dropped and
 computed again later. Long prompts run in chunks that fill what the step's token budget leaves beside the decodes.
 
-All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. `running`,
-`swapped` and `waiting` are each sorted by it. From this follows what keeps the rest short:
+All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. Each of
+`running`, `swapped` and `waiting` is sorted by it. From this follows what keeps the rest short:
 - a victim of preemption comes at or after the group that needs its blocks, so it is never in the batch yet;
 - the first group is never preempted for another, so each step brings it nearer to its end, and nobody starves;
 - whoever waits is let in only if nobody before it is swapped out.
@@ -238,12 +238,12 @@ class Scheduler:
 
     def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """Make room for the last token of each sequence; False, with nothing changed, if there is none."""
-        if len(group.sequences) > 1:
-            if self.block_manager.num_blocks_to_append(group.sequences) > self.block_manager.num_free_blocks:
-                return False
-        for sequence in group.sequences:
+        manager, sequences = self.block_manager, group.sequences
+        if len(sequences) > 1 and manager.num_blocks_to_append(sequences) > manager.num_free_blocks:
+            return False
+        for sequence in sequences:
             try:
-                pair = self.block_manager.append(sequence)
+                pair = manager.append(sequence)
             except OutOfBlocksError:
                 return False
             if pair is not None:

@@ -43,6 +43,7 @@ class Sequence:
     logprobs: of each output token and the most likely ones in its place, if the request asks for them.
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
     block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
+    num_candidates: how many of the most likely next tokens beam search wants to see.
     token_rules: what its parameters say, as token ids.
     prompt_logprobs: of the prompt's tokens so far and the most likely ones in their place, None for the first; grows
         if the request asks for it, and never shrinks. One list for all sequences of a request.
@@ -58,6 +59,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    num_candidates: int = 0
     token_rules: TokenRules = NO_RULES
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
@@ -70,6 +72,7 @@ class Sequence:
         child.status = self.status
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = list(self.block_hashes)
+        child.num_candidates = self.num_candidates
         child.token_rules = self.token_rules
         child.prompt_logprobs = self.prompt_logprobs
         return child
@@ -83,6 +86,12 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to run through the model: 1 while decoding, more while in prefill."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logprobs of prompt tokens are asked for and not there yet."""
+        asked_for = self.sampling_params.prompt_logprobs is not None
+        return asked_for and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output taken as one list, without building that list.
