@@ -88,8 +88,7 @@ class Completion:
         if top_logprobs is not None:
             self.sequence.logprobs.append(top_logprobs)
             if rules.tokenizer is not None:
-                for each_id, each in top_logprobs.items():
-                    each.decoded_token = rules.tokenizer.decode([each_id], clean_up_tokenization_spaces=False)
+                decode_tokens(top_logprobs, rules.tokenizer)
         status = None
         if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
             status = SequenceStatus.FINISHED_STOPPED
@@ -134,4 +133,14 @@ class Completion:
     def _new_detokenizer(self) -> IncrementalDetokenizer | None:
         if self._rules.tokenizer is None:
             return None
-        return IncrementalDetokenizer(self._rules.tokenizer, self.sequence.prompt_token_ids)
+        return IncrementalDetokenizer(
+            self._rules.tokenizer,
+            self.sequence.prompt_token_ids,
+            skip_special_tokens=self._rules.params.skip_special_tokens,
+        )
+
+
+def decode_tokens(logprobs: dict[int, Logprob], tokenizer: Any) -> None:
+    """Fill in the text of each token."""
+    for token_id, each in logprobs.items():
+        each.decoded_token = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)

@@ -35,7 +35,7 @@ from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.text.tokenizer import load_tokenizer
+from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -173,10 +173,11 @@ class LLMEngine:
         return self.scheduler.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a request that brings none: what generation_config.json in the model's directory says (do_sample,
-        temperature, top_k, top_p, min_p, max_new_tokens), and for the rest `SamplingParams()`.
+        """Those of a request that brings none: what generation_config.json in the model's directory says, and for the
+        rest `SamplingParams()`.
 
-        A max_length there counts the prompt too: max_tokens is None here, and requests without parameters end at it.
+        What they cannot say holds for requests without parameters as well: a max_length, which counts the prompt too
+        (max_tokens is None here), bad_words_ids and suppress_tokens.
         """
         return self._defaults.params
 
@@ -216,6 +217,7 @@ class LLMEngine:
         if self.tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
         params.check_token_ids(self._vocab_size)
+        token_rules = self._token_rules(params, () if sampling_params is not None else self._defaults.bad_words)
         max_len = self.max_model_len
         if sampling_params is None and self._defaults.max_length is not None:
             max_len = min(max_len, max(self._defaults.max_length, len(token_ids) + 1))
@@ -228,7 +230,7 @@ class LLMEngine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
         group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
-        group.sequences[0].token_rules = TokenRules(tuple(rules.eos_token_ids | rules.stop_token_ids))
+        group.sequences[0].token_rules = token_rules
         request = (BeamRequest if params.use_beam_search else Request)(text, group, rules)
         self._settle()
         self._settled = False
@@ -321,6 +323,15 @@ class LLMEngine:
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(f"prompt_token_ids: expected an int in [0, {self._vocab_size - 1}], got {token_id}")
         return text, ids
+
+    def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
+        """What `params` leave to the tokenizer and the model; bad_words: more of them."""
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise ValueError("bad_words: expected none, as the model's directory has no tokenizer")
+            bad_words = (*bad_words, *bad_word_ids(self.tokenizer, params.bad_word_strings))
+        end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
+        return TokenRules(end_token_ids, bad_words)
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ HONOURED = {
     "top_p": "top_p",
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repetition_penalty": "repetition_penalty",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
 }
+# Those that count for nothing in beam search, and those that count in nothing else.
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+OF_BEAMS = {"num_beams": "best_of", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
 # Fields that would change the output and cannot be honoured, with the values that change nothing. None never does.
 NOT_HONOURED: dict[str, Any] = {
-    "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
-    "num_beams": 1,
     "num_beam_groups": 1,
-    "num_return_sequences": 1,
     "penalty_alpha": 0,
     "typical_p": 1,
     "epsilon_cutoff": 0,
@@ -36,14 +41,9 @@ NOT_HONOURED: dict[str, Any] = {
     "top_h": None,
     "guidance_scale": 1,
     "min_length": 0,
-    "min_new_tokens": 0,
     "max_time": None,
-    "stop_strings": None,
-    "bad_words_ids": None,
     "force_words_ids": None,
     "constraints": None,
-    "sequence_bias": None,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -56,13 +56,16 @@ NOT_HONOURED: dict[str, Any] = {
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """params: of a request that brings none of its own. max_length: most tokens of it, with its prompt; None: no limit.
+    """Of requests that bring no parameters of their own.
 
-    With max_length and no max_new_tokens, params.max_tokens is None.
+    params: all that SamplingParams can say. max_length: most tokens of a request, with its prompt; None: no limit. With
+        max_length and no max_new_tokens, params.max_tokens is None.
+    bad_words: token sequences never to be completed, as in `TokenRules`.
     """
 
     params: SamplingParams
-    max_length: int | None
+    max_length: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def generation_defaults(directory: Path) -> GenerationDefaults:
@@ -74,29 +77,76 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
     path = directory / FILE
     content = read_json(path) if path.is_file() else {}
     fields = {name: value for name, value in content.items() if value is not None}
-    chosen: dict[str, Any] = {}
-    for name, own_name in HONOURED.items():
-        if name in fields:
-            try:
-                SamplingParams(**{own_name: fields[name]})
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}: {name}: {str(error).partition(': ')[2]}") from None
-            chosen[own_name] = fields[name]
-    do_sample = fields.get("do_sample", True)
-    if not isinstance(do_sample, bool):
-        raise ValueError(f"{path}: do_sample: expected true or false, got {do_sample!r}")
-    if not do_sample:
-        chosen["temperature"] = 0
-    max_length = None
-    if "max_length" in fields and "max_tokens" not in chosen:
-        max_length, chosen["max_tokens"] = fields["max_length"], None
-        try:
-            check_int("max_length", max_length, 1)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
-    if others := [f"{name} {fields[name]!r}" for name, none in NOT_HONOURED.items() if fields.get(name, none) != none]:
-        logger.warning("%s: not honoured: %s", path, ", ".join(others))
-    return GenerationDefaults(SamplingParams(**chosen), max_length)
+    ignored = [name for name, none in NOT_HONOURED.items() if fields.get(name, none) != none]
+    max_length, eos_ids = None, eos_token_ids(directory)
+    try:
+        do_sample = fields.get("do_sample")
+        if do_sample is not None and not isinstance(do_sample, bool):
+            raise ValueError(f"do_sample: expected true or false, got {do_sample!r}")
+        chosen = {own: fields[name] for name, own in HONOURED.items() if name in fields}
+        for own, value in chosen.items():
+            _params({"max_tokens": None, own: value})
+        if do_sample is False:
+            chosen["temperature"] = 0
+        check_int("num_beams", num_beams := fields.get("num_beams", 1), 1)
+        if num_beams > 1 and do_sample:
+            ignored.append("num_beams")
+        elif num_beams > 1:
+            beams = {own: fields[name] for name, own in OF_BEAMS.items() if name in fields}
+            chosen = {own: value for own, value in chosen.items() if own not in OF_SAMPLING} | beams
+            chosen |= {"temperature": 0, "use_beam_search": True}
+        if "max_length" in fields and "max_tokens" not in chosen:
+            check_int("max_length", fields["max_length"], 1)
+            max_length, chosen["max_tokens"] = fields["max_length"], None
+        elif "min_tokens" in chosen:
+            chosen.setdefault("max_tokens", max(chosen["min_tokens"], SamplingParams().max_tokens or 0))
+        if "sequence_bias" in fields:
+            bias = _bias_of_tokens(fields["sequence_bias"])
+            if bias is None:
+                ignored.append("sequence_bias")
+            chosen["logit_bias"] = bias
+        bad_words = _bad_words(fields, eos_ids)
+        params = _params(chosen)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if ignored:
+        logger.warning("%s: not honoured: %s", path, ", ".join(f"{name} {fields[name]!r}" for name in ignored))
+    return GenerationDefaults(params, max_length, bad_words)
+
+
+def _params(chosen: dict[str, Any]) -> SamplingParams:
+    """SamplingParams(**chosen), whose errors say the file's names of the fields."""
+    try:
+        return SamplingParams(**chosen)
+    except (TypeError, ValueError) as error:
+        own_name, _, text = str(error).partition(": ")
+        names = {own: name for name, own in (HONOURED | OF_BEAMS).items()}
+        raise ValueError(f"{names.get(own_name, own_name)}: {text}") from None
+
+
+def _bias_of_tokens(sequence_bias: Any) -> dict[int, float] | None:
+    """A sequence_bias of single tokens, [[[token id], bias], ...], as a logit_bias; None if it is more than that."""
+    try:
+        bias = {token_id: value for [token_id], value in sequence_bias}
+        SamplingParams(logit_bias=bias)
+    except (TypeError, ValueError):
+        return None
+    return bias if len(bias) == len(sequence_bias) else None
+
+
+def _bad_words(fields: dict[str, Any], eos_ids: set[int]) -> tuple[tuple[int, ...], ...]:
+    """bad_words_ids, of which end-of-sequence tokens alone are none, and suppress_tokens, each a word of its own."""
+    words = fields.get("bad_words_ids", [])
+    if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
+        raise ValueError(f"bad_words_ids: expected a list of lists of token ids, got {words!r}")
+    suppressed = fields.get("suppress_tokens", [])
+    if not isinstance(suppressed, list):
+        raise ValueError(f"suppress_tokens: expected a list of token ids, got {suppressed!r}")
+    for name, lists in (("bad_words_ids", words), ("suppress_tokens", [suppressed])):
+        for token_id in chain.from_iterable(lists):
+            check_int(name, token_id, 0)
+    words = [word for word in words if len(word) > 1 or word[0] not in eos_ids]
+    return (*map(tuple, words), *((token_id,) for token_id in suppressed))
 
 
 def eos_token_ids(directory: Path) -> set[int]:

@@ -13,6 +13,10 @@ class Logprob:
     decoded_token: str | None = None
 
 
+def copy_logprobs(entries: dict[int, Logprob]) -> dict[int, Logprob]:
+    return {token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in entries.items()}
+
+
 class _CopiedWhenRead:
     """Lists that the engine goes on with, copied when a caller first looks at them.
 
@@ -98,10 +102,7 @@ class CompletionOutput(_CopiedWhenRead):
             return token_ids[:count]
         if logprobs is None:
             return None
-        return [
-            {token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in entries.items()}
-            for entries in logprobs[:count]
-        ]
+        return [copy_logprobs(entries) for entries in logprobs[:count]]
 
 
 @dataclass(slots=True)
@@ -121,7 +122,9 @@ class RequestOutput(_CopiedWhenRead):
     outputs: as many as SamplingParams.n. Where best_of is more, or with beam search, these are the best so far, by
         cumulative logprob or by the search's score: until the request is finished, others may take their places.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
-        that the tokenizer failed to decode.
+        that the tokenizer failed to decode, or what its parameters say of the logits.
+    prompt_logprobs: for each token of the prompt its logprob and those of the most likely ones, None for the first, as
+        far as it is computed; None if not asked for.
     """
 
     request_id: str
@@ -131,8 +134,9 @@ class RequestOutput(_CopiedWhenRead):
     finished: bool
     metrics: RequestMetrics = field(compare=False)
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
-    COPIED = ("prompt_token_ids",)
+    COPIED = ("prompt_token_ids", "prompt_logprobs")
 
     @classmethod
     def of(
@@ -144,6 +148,7 @@ class RequestOutput(_CopiedWhenRead):
         finished: bool,
         metrics: RequestMetrics,
         error: str | None,
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
     ) -> Self:
         """The engine's way to make one, as that of `CompletionOutput`."""
         output = cls.__new__(cls)
@@ -153,11 +158,16 @@ class RequestOutput(_CopiedWhenRead):
         output.finished = finished
         output.metrics = RequestMetrics(metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
         output.error = error
-        output._source = prompt_token_ids
+        output._source = prompt_token_ids, prompt_logprobs
         return output
 
     def _copy(self, name: str) -> Any:
-        return list(self._source)
+        prompt_token_ids, prompt_logprobs = self._source
+        if name == "prompt_token_ids":
+            return list(prompt_token_ids)
+        if prompt_logprobs is None:
+            return None
+        return [None if entries is None else copy_logprobs(entries) for entries in prompt_logprobs]
 
 
 @dataclass(slots=True, frozen=True)

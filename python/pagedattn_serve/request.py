@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pagedattn_serve.completion import Completion, OutputRules, SampledToken
+from pagedattn_serve.completion import Completion, OutputRules, SampledToken, decode_tokens
 from pagedattn_serve.outputs import RequestMetrics, RequestOutput
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
@@ -19,6 +19,9 @@ class Request:
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         self._prompt = prompt
         self._params = rules.params
+        self._tokenizer = rules.tokenizer
+        self._prompt_logprobs = None if rules.params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
+        self._num_decoded = 0  # of these, those that have texts
 
     @property
     def is_finished(self) -> bool:
@@ -71,6 +74,10 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
+        if self._prompt_logprobs is not None and self._tokenizer is not None:
+            for entries in self._prompt_logprobs[self._num_decoded :]:
+                decode_tokens(entries or {}, self._tokenizer)
+            self._num_decoded = len(self._prompt_logprobs)
         return RequestOutput.of(
             self.group.request_id,
             self._prompt,
@@ -79,4 +86,5 @@ class Request:
             not self.group.sequences,
             self.metrics,
             self.error,
+            self._prompt_logprobs,
         )

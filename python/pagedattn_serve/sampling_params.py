@@ -193,6 +193,12 @@ class SamplingParams:
         return self.stop_token_ids
 
     @property
+    def bad_word_strings(self) -> tuple[str, ...]:
+        """`bad_words` with the type it has after construction; empty if there are none."""
+        assert isinstance(self.bad_words, tuple)
+        return self.bad_words
+
+    @property
     def num_sequences(self) -> int:
         """How many sequences to generate."""
         return self.n if self.best_of is None else self.best_of

@@ -3,11 +3,12 @@
 import json
 import logging
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, completions, token_ids
+from checkpoints import Checkpoint, completions, greedy_reference, token_ids
 
 from pagedattn_serve import DEMO_MODEL, LLM, LLMEngine, SamplingParams
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
@@ -34,6 +35,23 @@ def write(directory: Path, fields: Any) -> str:
         ({"max_new_tokens": 99, "max_length": 20}, dict(max_tokens=99)),
         ({"max_length": 4096}, dict(max_tokens=None)),
         ({"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "early_stopping": True}, dict()),
+        ({"repetition_penalty": 1.05}, dict(repetition_penalty=1.05)),  # as Qwen2 has it
+        ({"num_return_sequences": 3}, dict(n=3)),
+        ({"stop_strings": "end"}, dict(stop="end")),
+        ({"stop_strings": ["a", "b"]}, dict(stop=["a", "b"])),
+        ({"min_new_tokens": 5}, dict(min_tokens=5)),
+        ({"min_new_tokens": 40}, dict(min_tokens=40, max_tokens=40)),  # more than our own default
+        ({"min_new_tokens": 40, "max_new_tokens": 50}, dict(min_tokens=40, max_tokens=50)),
+        ({"min_new_tokens": 40, "max_length": 4096}, dict(min_tokens=40, max_tokens=None)),
+        ({"sequence_bias": [[[7], 2.5], [[3], -1]]}, dict(logit_bias={7: 2.5, 3: -1})),
+        ({"length_penalty": 0.5, "early_stopping": True}, dict()),
+        ({"num_beams": 4, "do_sample": False}, dict(temperature=0, best_of=4, use_beam_search=True)),
+        (
+            {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": "never"}
+            | {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2},
+            dict(n=2, best_of=4, length_penalty=0.5, early_stopping="never", repetition_penalty=1.2)
+            | dict(temperature=0, use_beam_search=True),
+        ),
         ({"bos_token_id": 1, "pad_token_id": 2, "transformers_version": "5", "chat_format": "x"}, dict()),
     ],
 )
@@ -42,7 +60,8 @@ def test_defaults(
 ) -> None:
     defaults = generation_defaults(Path(write(tmp_path, fields)))
     assert defaults.params == SamplingParams(**expected)
-    assert defaults.max_length == (4096 if fields == {"max_length": 4096} else None)
+    assert defaults.max_length == (4096 if fields.get("max_length") == 4096 else None)
+    assert defaults.bad_words == ()
     assert caplog.text == ""
 
 
@@ -55,14 +74,30 @@ def test_what_is_not_honoured_is_named_once(
     llama: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(llama.path, tmp_path, dirs_exist_ok=True)
-    write(tmp_path, {"repetition_penalty": 1.05, "num_beams": 4, "bad_words_ids": [[7]], "temperature": 0.5})
+    bias = [[[7, 8], 1.0], [[3], -1]]
+    beams = {"do_sample": True, "num_beams": 4, "early_stopping": True}
+    write(tmp_path, {"no_repeat_ngram_size": 2, "sequence_bias": bias, "temperature": 0.5, **beams})
     with caplog.at_level(logging.WARNING, logger="pagedattn_serve.generation_config"):
         engine = LLMEngine(str(tmp_path))
         engine.add_request("x", prompt_token_ids=[1])
     [message] = [r.getMessage() for r in caplog.records if r.name == "pagedattn_serve.generation_config"]
     path = tmp_path / "generation_config.json"
-    assert message == f"{path}: not honoured: repetition_penalty 1.05, num_beams 4, bad_words_ids [[7]]"
+    assert message == f"{path}: not honoured: no_repeat_ngram_size 2, num_beams 4, sequence_bias {bias}"
     assert engine.get_default_sampling_params() == SamplingParams(temperature=0.5)
+
+
+@pytest.mark.parametrize("bias", [[[[3], 1000.0]], [[[3], 1], [[3], 2]], {"3": 1.0}, [3], 3, []])
+def test_a_sequence_bias_that_is_no_logit_bias(tmp_path: Path, caplog: pytest.LogCaptureFixture, bias: Any) -> None:
+    assert generation_defaults(Path(write(tmp_path, {"sequence_bias": bias}))).params == SamplingParams()
+    assert ("not honoured: sequence_bias" in caplog.text) == (bias != [])
+
+
+def test_bad_words_and_suppressed_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An end-of-sequence token alone is no bad word, as with Hugging Face, but can be suppressed."""
+    fields = {"bad_words_ids": [[7], [1, 2], [9], [9, 9]], "suppress_tokens": [3, 9], "eos_token_id": [8, 9]}
+    defaults = generation_defaults(Path(write(tmp_path, fields)))
+    assert defaults.bad_words == ((7,), (1, 2), (9, 9), (3,), (9,))
+    assert defaults.params == SamplingParams() and caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -76,6 +111,20 @@ def test_what_is_not_honoured_is_named_once(
         ({"max_new_tokens": 0}, "max_new_tokens: expected an int >= 1, got 0"),
         ({"max_length": 0}, "max_length: expected an int >= 1, got 0"),
         ({"max_length": "long"}, "max_length: expected an int, got 'long'"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0, got 0"),
+        ({"num_return_sequences": 0}, "num_return_sequences: expected an int >= 1, got 0"),
+        ({"num_beams": 2.0}, "num_beams: expected an int, got 2.0"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_beams: expected an int >= n, which is 3, got 2"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping: expected True, False or"),
+        ({"num_beams": 2, "length_penalty": "long"}, "length_penalty: expected a number, got 'long'"),
+        ({"min_new_tokens": "5"}, "min_new_tokens: expected an int, got '5'"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens: expected an int <= max_tokens, which is 4"),
+        ({"stop_strings": [3]}, "stop_strings: expected strings, got 3"),
+        ({"bad_words_ids": [7]}, r"bad_words_ids: expected a list of lists of token ids, got \[7\]"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids: expected a list of lists of token ids"),
+        ({"bad_words_ids": [["7"]]}, "bad_words_ids: expected an int, got '7'"),
+        ({"suppress_tokens": 7}, "suppress_tokens: expected a list of token ids, got 7"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens: expected an int >= 0, got -1"),
         ({"do_sample": "no"}, "do_sample: expected true or false, got 'no'"),
         ({"eos_token_id": "</s>"}, "eos_token_id: expected an int or a list of ints, got '</s>'"),
         ({"eos_token_id": [1, None]}, "eos_token_id: expected an int or a list of ints"),
@@ -101,6 +150,26 @@ def test_generate_without_parameters(llama: Checkpoint, tmp_path: Path) -> None:
     # Parameters of the caller are taken as they are.
     own = llm.generate(None, [SamplingParams(seed=1, max_tokens=3)] * 8, llama.prompts, use_tqdm=False)
     assert {len(ids) for ids in token_ids(own)} == {3} and token_ids(own) != [full[:3] for full in llama.expected]
+
+
+def test_generation_equals_hugging_face_s_under_the_same_file(llama: Checkpoint, tmp_path: Path) -> None:
+    """Penalty, bias, bad words and suppressed tokens, each of which changes the output."""
+    shutil.copytree(llama.path, tmp_path, dirs_exist_ok=True)
+    often = Counter(token_id for full in llama.expected for token_id in full).most_common(9)
+    frequent = [token_id for token_id, _ in often]
+    each: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"bad_words_ids": [[frequent[0]], llama.expected[3][4:7], [llama.prompts[3][-1], llama.expected[3][0]]]},
+        {"suppress_tokens": frequent[1:3]},
+        {"sequence_bias": [[[frequent[3]], -4.0], [[frequent[4]], 2.5]]},
+        {"eos_token_id": frequent[5:7], "min_new_tokens": 12},
+    ]
+    for fields in [*each, {name: value for one in each for name, value in one.items()}]:
+        llm = LLM(write(tmp_path, {"do_sample": False, "max_new_tokens": 24, **fields}))
+        outputs = llm.generate(prompt_token_ids=llama.prompts, use_tqdm=False)
+        expected = [greedy_reference(llama.model, prompt, 24, **fields) for prompt in llama.prompts]
+        assert token_ids(outputs) == expected
+        assert expected != llama.expected
 
 
 def test_max_length_counts_the_prompt(llama: Checkpoint, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_an_output_is_a_plain_dataclass(llama: Checkpoint) -> None:
         assert dataclasses.asdict(output)["outputs"][0]["token_ids"] == llama.expected[0][:12]
         assert repr(output).startswith("RequestOutput(request_id='0', prompt=None, prompt_token_ids=[")
         assert [field.name for field in dataclasses.fields(output)] == [
-            "request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics", "error",
+            "request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics", "error", "prompt_logprobs",
         ]  # fmt: skip
         with pytest.raises(AttributeError, match="'RequestOutput' object has no attribute 'text'"):
             output.text  # type: ignore[attr-defined]  # noqa: B018

@@ -27,9 +27,9 @@ class IncrementalDetokenizer:
     in a replacement character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> None:
         self.text = ""
-        self._decode = _decoder(tokenizer)
+        self._decode = _decoder(tokenizer, skip_special_tokens)
         self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
         self._context_begin = 0  # text is decoded from here
         self._given_out = len(self._token_ids)  # tokens whose text is in `text`, or in the prompt
@@ -69,10 +69,10 @@ class IncrementalDetokenizer:
         return after[len(commonprefix((before, after))) :]  # noqa: RUF071 (of characters, not of paths)
 
 
-def _decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """`tokenizer.decode` with the options of a stream; cleaning up spaces would change text given out already."""
     fast: Any = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
     if fast is not None and (type(fast).decode, type(fast)._decode) == _FAST_DECODE:
         # What `decode` comes down to, for a sixth of its time.
-        return partial(fast.backend_tokenizer.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return partial(fast.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -27,3 +27,18 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
             read_json(file)
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
+
+
+def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word where a text begins with it, and where it follows a space, as in vLLM.
+
+    Tokenizers spell these in two ways, mostly. Raises ValueError if there are none.
+    """
+    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    for word in words:
+        bare = word.lstrip() or word
+        spellings = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (bare, f" {bare}")]
+        if not any(spellings):
+            raise ValueError(f"bad_words: expected words that the tokenizer has tokens for, got {word!r}")
+        found.update(dict.fromkeys(filter(None, spellings)))
+    return tuple(found)

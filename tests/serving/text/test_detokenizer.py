@@ -219,3 +219,21 @@ def test_text_that_was_cut_goes_on_from_there(tokenizer: PreTrainedTokenizerBase
     detokenizer.add(c)
     detokenizer.finish()
     assert detokenizer.text == "c"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_special_tokens_if_asked_for(tokenizer: PreTrainedTokenizerBase, slow: bool) -> None:
+    """Through the backend of a fast tokenizer and through `decode`."""
+
+    class Shown(Slow):
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+            assert not skip_special_tokens
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    ids = tokenizer("the cat").input_ids
+    detokenizer = IncrementalDetokenizer(Shown(tokenizer) if slow else tokenizer, ids, skip_special_tokens=False)
+    texts = []
+    for token_id in [0, *ids, 1, 0]:
+        detokenizer.add(token_id)
+        texts.append(detokenizer.text)
+    assert texts[0] == "<s>" and texts[-1] == "<s>the cat</s><s>"

@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoints import Checkpoint
 from transformers import PreTrainedTokenizerBase
 
-from pagedattn_serve.text.tokenizer import load_tokenizer
+from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
 
 TEXT = "the cat sat 🙂 é"
 
@@ -64,3 +66,31 @@ def test_a_tokenizer_that_cannot_be_loaded(text_model: str, tmp_path: Path, name
         return
     with pytest.raises(ValueError, match=f"{where}(: |, got )"):
         load_tokenizer(str(directory), None)
+
+
+def test_bad_words_begin_a_text_or_follow_a_space(tokenizer: PreTrainedTokenizerBase) -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text).input_ids)
+
+    assert ids(" cat") != ids("cat")
+    assert bad_word_ids(tokenizer, ("cat", " the")) == (ids("cat"), ids(" cat"), ids("the"), ids(" the"))
+    assert bad_word_ids(tokenizer, ("the cat", " cat", "cat")) == (
+        ids("the cat"),
+        ids(" the cat"),
+        ids("cat"),
+        ids(" cat"),
+    )
+    assert bad_word_ids(tokenizer, ("\n",)) == (ids("\n"), ids(" \n"))
+    assert bad_word_ids(tokenizer, ()) == ()
+
+
+def test_bad_words_are_tokens_of_the_word_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without those that a tokenizer puts around a text; one spelling is enough, none is an error."""
+
+    def with_bos(text: str, add_special_tokens: bool = True) -> Any:
+        bare = [] if text.strip() != "cat" else tokenizer(text.strip()).input_ids
+        return SimpleNamespace(input_ids=[0, *bare] if add_special_tokens else bare)
+
+    assert bad_word_ids(with_bos, ("cat",)) == (tuple(tokenizer("cat").input_ids),)
+    with pytest.raises(ValueError, match=r"^bad_words: expected words that the tokenizer has tokens for, got 'dog'"):
+        bad_word_ids(with_bos, ("cat", "dog"))
