@@ -253,9 +253,11 @@ class BlockManager:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
         table = list(self.block_table(sequence))
         for i in range(first, last):
-            published = self._allocator.find(sequence.block_hashes[i])
-            assert published is not None, f"{sequence.request_id}: logical block {i} was not published"
-            if published != table[i]:
+            block_hash = sequence.block_hashes[i]
+            published = self._allocator.find(block_hash)
+            if published is None:  # it was another one without an owner, which was taken for other tokens since
+                self._allocator.publish(table[i], block_hash)
+            elif published != table[i]:
                 self._allocator.fork(published)
                 self._allocator.free(table[i])
                 table[i] = published
