@@ -1,22 +1,49 @@
-"""The paged cache with tokens in the place of keys and values, to check what a block table leads to."""
+"""The paged cache with plain values in the place of keys and values, to check what a block table leads to."""
+
+from collections.abc import Iterable
 
 from pagedattn_serve.config import CacheConfig
 
 
 class FakeCache:
-    """[num_blocks][block_size] tokens. Where every token is unique, a slot of another sequence is seen at once."""
+    """A device and a host pool, [num_blocks][block_size] values; None where nothing was written since `poison`."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.blocks: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.host_blocks: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        for block, host_block in pairs:
+            self.host_blocks[host_block] = list(self.blocks[block])
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        for host_block, block in pairs:
+            self.blocks[block] = list(self.host_blocks[host_block])
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for src, dst in pairs:
             self.blocks[dst] = list(self.blocks[src])
 
-    def write(self, block_table: list[int], start: int, tokens: list[int]) -> None:
-        for position, token in enumerate(tokens, start):
-            self.blocks[block_table[position // self.block_size]][position % self.block_size] = token
+    def write(self, block_table: list[int], start: int, values: list[int]) -> None:
+        for position, value in enumerate(values, start):
+            self.blocks[block_table[position // self.block_size]][position % self.block_size] = value
 
     def read(self, block_table: list[int], num_tokens: int) -> list[int | None]:
-        return [self.blocks[block_table[i // self.block_size]][i % self.block_size] for i in range(num_tokens)]
+        return self._read(self.blocks, block_table, num_tokens)
+
+    def read_host(self, block_table: list[int], num_tokens: int) -> list[int | None]:
+        return self._read(self.host_blocks, block_table, num_tokens)
+
+    def poison(self, blocks: Iterable[int], host_blocks: Iterable[int] = ()) -> None:
+        """What nobody owns and nobody can find may hold anything."""
+        for block in blocks:
+            self.blocks[block] = [None] * self.block_size
+        for block in host_blocks:
+            self.host_blocks[block] = [None] * self.block_size
+
+    def _read(self, blocks: list[list[int | None]], block_table: list[int], num_tokens: int) -> list[int | None]:
+        values: list[int | None] = []
+        for block in block_table[: -(-num_tokens // self.block_size)]:
+            values += blocks[block]
+        return values[:num_tokens]

@@ -1,4 +1,4 @@
-"""BlockManager: allocation, growth, copy-on-write, and that each table always leads to its own sequence's tokens."""
+"""BlockManager: allocation, growth, copy-on-write, swapping, prefixes; and that each table leads to its own tokens."""
 
 import itertools
 from typing import Any
@@ -15,20 +15,43 @@ from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence
 
 
-def make_manager(num_blocks: int, watermark: float = 0.0) -> BlockManager:
-    return BlockManager(CacheConfig(num_blocks=num_blocks, block_size=8, watermark=watermark))
+def make_manager(
+    num_blocks: int, watermark: float = 0.0, num_host_blocks: int = 0, enable_prefix_caching: bool = True
+) -> BlockManager:
+    config = CacheConfig(
+        num_blocks=num_blocks,
+        block_size=8,
+        watermark=watermark,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    return BlockManager(config)
 
 
-def make_sequence(num_tokens: int) -> Sequence:
-    return Sequence("a", list(range(num_tokens)), SamplingParams(), 0.0)
+def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
+    return Sequence("a", list(range(first, first + num_tokens)), SamplingParams())
+
+
+def allocate(manager: BlockManager, *sequences: Sequence) -> list[list[int]]:
+    """The tables that they get."""
+    assert manager.allocate(list(sequences), keep_watermark=False)
+    return [manager.block_table(sequence) for sequence in sequences]
+
+
+def compute(manager: BlockManager, sequence: Sequence) -> None:
+    """What the scheduler says of a sequence all of whose tokens but the last run in one step."""
+    first, end = sequence.num_computed_tokens // 8, sequence.num_tokens - 1
+    manager.publish(sequence, first, end // 8)
+    sequence.num_computed_tokens = end
+    manager.merge(sequence, first, end // 8)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
 def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
     manager = make_manager(4)
     sequence = make_sequence(num_tokens)
-    manager.allocate(sequence)
-    assert len(manager.block_table(sequence)) == num_blocks
+    [table] = allocate(manager, sequence)
+    assert len(table) == num_blocks
     assert (manager.num_blocks, manager.num_used_blocks, manager.num_free_blocks) == (4, num_blocks, 4 - num_blocks)
     manager.free(sequence)
     assert manager.num_free_blocks == 4
@@ -36,17 +59,18 @@ def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
 
 def test_watermark_is_rounded_up_and_kept_on_demand() -> None:
     manager = make_manager(4, watermark=0.01)
-    assert manager.can_allocate(make_sequence(24), keep_watermark=True)
-    assert not manager.can_allocate(make_sequence(25), keep_watermark=True)
-    assert manager.can_allocate(make_sequence(32), keep_watermark=False)
-    assert not manager.can_allocate(make_sequence(33), keep_watermark=False)
-    assert make_manager(4).can_allocate(make_sequence(32), keep_watermark=True)
+    assert manager.can_allocate([make_sequence(24)], keep_watermark=True)
+    assert not manager.can_allocate([make_sequence(25)], keep_watermark=True)
+    assert manager.can_allocate([make_sequence(32)], keep_watermark=False)
+    assert not manager.can_allocate([make_sequence(33)], keep_watermark=False)
+    assert not manager.allocate([make_sequence(25)], keep_watermark=True)
+    assert make_manager(4).can_allocate([make_sequence(32)], keep_watermark=True)
 
 
 def test_append_takes_a_block_per_block_size_tokens() -> None:
     manager = make_manager(2)
     sequence = make_sequence(7)
-    manager.allocate(sequence)
+    allocate(manager, sequence)
     first = manager.block_table(sequence)
     sequence.output_token_ids.append(7)
     assert manager.append(sequence) is None and manager.block_table(sequence) == first
@@ -58,7 +82,7 @@ def test_append_takes_a_block_per_block_size_tokens() -> None:
 def test_append_copies_a_shared_last_block_once() -> None:
     manager = make_manager(3)
     parent, child = make_sequence(12), make_sequence(12)
-    manager.allocate(parent)
+    allocate(manager, parent)
     manager.fork(parent, child)
     full, partial = manager.block_table(parent)
     assert manager.block_table(child) == [full, partial] and manager.num_used_blocks == 2
@@ -74,7 +98,7 @@ def test_append_copies_a_shared_last_block_once() -> None:
 def test_a_full_shared_block_is_not_copied() -> None:
     manager = make_manager(2)
     parent, child = make_sequence(8), make_sequence(8)
-    manager.allocate(parent)
+    allocate(manager, parent)
     manager.fork(parent, child)
     child.output_token_ids.append(8)
     assert manager.append(child) is None
@@ -84,7 +108,7 @@ def test_a_full_shared_block_is_not_copied() -> None:
 def test_append_needs_a_block_only_at_times() -> None:
     manager = make_manager(1)
     parent, child = make_sequence(7), make_sequence(7)
-    manager.allocate(parent)
+    allocate(manager, parent)
     parent.output_token_ids.append(7)
     child.output_token_ids.append(7)
     assert manager.append(parent) is None  # no block is free, none is needed
@@ -101,7 +125,7 @@ def test_a_block_table_is_one_object_as_long_as_it_is_held() -> None:
     """What readers of the tables may rely on: it grows in place, and another one comes after `free`."""
     manager = make_manager(3)
     sequence, child = make_sequence(8), make_sequence(8)
-    manager.allocate(sequence)
+    allocate(manager, sequence)
     table = manager.block_table(sequence)
     manager.fork(sequence, child)
     sequence.output_token_ids.append(8)
@@ -109,18 +133,20 @@ def test_a_block_table_is_one_object_as_long_as_it_is_held() -> None:
     assert manager.block_table(sequence) is table and len(table) == 2
     assert manager.block_table(child) is not table and len(manager.block_table(child)) == 1
     manager.free(sequence)
-    manager.allocate(sequence)
+    allocate(manager, sequence)
     assert manager.block_table(sequence) is not table
 
 
 def test_errors_change_nothing() -> None:
     manager = make_manager(2)
     parent, child, stranger = make_sequence(16), make_sequence(16), make_sequence(16)
-    manager.allocate(parent)
+    allocate(manager, parent)
     manager.fork(parent, child)
     tables = list(manager.block_table(parent)), list(manager.block_table(child))
     with pytest.raises(ValueError, match="holds blocks already"):
-        manager.allocate(parent)
+        manager.allocate([parent], keep_watermark=False)
+    with pytest.raises(ValueError, match="holds blocks already"):
+        manager.allocate([stranger, child], keep_watermark=False)
     with pytest.raises(ValueError, match="holds blocks already"):
         manager.fork(parent, child)
     with pytest.raises(ValueError, match="expected the parent's 16 tokens, got 15"):
@@ -130,8 +156,11 @@ def test_errors_change_nothing() -> None:
             call(stranger)
     with pytest.raises(ValueError, match="holds no blocks"):
         manager.fork(stranger, make_sequence(16))
-    with pytest.raises(OutOfBlocksError, match="needs 2 blocks, 0 are free"):
-        manager.allocate(stranger)
+    with pytest.raises(ValueError, match="holds no blocks"):
+        manager.swap_out([parent, stranger])
+    with pytest.raises(ValueError, match="is not swapped out"):
+        manager.swap_in([parent], keep_watermark=False)
+    assert not manager.allocate([stranger], keep_watermark=False)
     with pytest.raises(OutOfBlocksError):
         manager.append(child)
     child.output_token_ids.extend(range(9))
@@ -144,10 +173,355 @@ def test_errors_change_nothing() -> None:
 def test_integrity_check_can_fail() -> None:
     manager = make_manager(2)
     sequence = make_sequence(8)
-    manager.allocate(sequence)
+    allocate(manager, sequence)
     manager._allocator.fork(manager.block_table(sequence)[0])
     with pytest.raises(AssertionError, match="reference count 2, in 1 tables"):
         manager.check_integrity()
+
+
+# ---- several sequences that belong together -------------------------------------------------------------------------
+
+
+def test_num_blocks_to_append_is_what_append_takes() -> None:
+    manager = make_manager(8)
+    sequences = [make_sequence(12)]
+    allocate(manager, sequences[0])
+    for _ in range(2):
+        sequences.append(sequences[0].fork(0))
+        manager.fork(sequences[0], sequences[-1])
+    for num_blocks in (2, 0, 0, 0, 3):  # the third keeps the block that was shared; then a new one for each
+        for i, sequence in enumerate(sequences):
+            sequence.output_token_ids.append(i)
+        num_used_blocks = manager.num_used_blocks
+        assert manager.num_blocks_to_append(sequences) == num_blocks
+        for sequence in sequences:
+            manager.append(sequence)
+        assert manager.num_used_blocks - num_used_blocks == num_blocks
+
+
+def test_a_block_shared_with_one_outside_is_copied_for_all() -> None:
+    manager = make_manager(8)
+    outside, first, second = make_sequence(12), make_sequence(12), make_sequence(12)
+    allocate(manager, outside)
+    for sequence in (first, second):
+        manager.fork(outside, sequence)
+        sequence.output_token_ids.append(0)
+    assert manager.num_blocks_to_append([first, second]) == 2
+    assert all(manager.append(sequence) for sequence in (first, second))
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_sequences_allocated_together_share_what_they_have_in_common(enable_prefix_caching: bool) -> None:
+    """As when a group is computed again. The first one's blocks are to be computed, and count for the others."""
+    manager = make_manager(8, enable_prefix_caching=enable_prefix_caching)
+    first, second, third = make_sequence(16), make_sequence(16), make_sequence(16)
+    first.output_token_ids = [0] * 10  # 26 tokens: 3 full blocks and a rest
+    second.output_token_ids = [0] * 8 + [1, 1]
+    third.output_token_ids = [2] * 10
+    one, two, three = allocate(manager, first, second, third)
+    assert (two[:3], three[:2]) == (one[:3], one[:2])
+    assert len({*one, *two, *three}) == manager.num_used_blocks == 7
+    assert [each.num_computed_tokens for each in (first, second, third)] == [0, 24, 16]
+    manager.check_integrity()
+
+
+def test_a_full_last_block_is_not_shared_as_its_last_token_is_still_to_be_computed() -> None:
+    manager = make_manager(4)
+    first, second = make_sequence(16), make_sequence(16)
+    one, two = allocate(manager, first, second)
+    assert one[0] == two[0] and one[1] != two[1] and second.num_computed_tokens == 8
+
+
+def test_sequences_allocated_together_need_the_blocks_that_they_do_not_share() -> None:
+    sequences = [make_sequence(16), make_sequence(16)]
+    for num_blocks, enough in ((3, True), (2, False)):
+        manager = make_manager(num_blocks)
+        assert manager.can_allocate(sequences, keep_watermark=False) == enough
+        assert manager.allocate(sequences, keep_watermark=False) == enough
+        manager.check_integrity()
+
+
+# ---- swapping -------------------------------------------------------------------------------------------------------
+
+
+def make_swappable(manager: BlockManager) -> list[Sequence]:
+    """Two sequences of 13 tokens, of which the last is to be computed: they share a full and a partial block."""
+    parent = make_sequence(12)
+    allocate(manager, parent)
+    parent.num_computed_tokens = 12
+    child = parent.fork(1)
+    manager.fork(parent, child)
+    parent.output_token_ids.append(100)
+    child.output_token_ids.append(101)
+    return [parent, child]
+
+
+def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
+    manager = make_manager(6, num_host_blocks=2)
+    group = make_swappable(manager)
+    device = list(manager.block_table(group[0]))
+    pairs = manager.swap_out(group)
+    assert pairs is not None and [src for src, _ in pairs] == device and len({dst for _, dst in pairs}) == 2
+    assert (manager.num_free_blocks, manager.num_used_host_blocks) == (6, 2)
+    with pytest.raises(ValueError, match="holds no blocks"):
+        manager.block_table(group[0])
+    manager.check_integrity()
+    back = manager.swap_in(group, keep_watermark=False)
+    assert back is not None and [src for src, _ in back] == [dst for _, dst in pairs]
+    assert manager.block_table(group[0]) == manager.block_table(group[1]) == [dst for _, dst in back]
+    assert (manager.num_used_blocks, manager.num_used_host_blocks) == (2, 0)
+    copied = manager.append(group[0])
+    assert copied is not None and manager.append(group[1]) is None
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_swap_out_without_room_on_the_host_changes_nothing(num_host_blocks: int) -> None:
+    manager = make_manager(6, num_host_blocks=num_host_blocks)
+    group = make_swappable(manager)
+    table = list(manager.block_table(group[0]))
+    assert manager.swap_out(group) is None
+    assert manager.block_table(group[0]) == manager.block_table(group[1]) == table
+    assert manager.num_used_host_blocks == 0
+    manager.check_integrity()
+
+
+def test_swap_in_keeps_room_for_the_next_tokens() -> None:
+    """The two blocks, and one for the copy that the first token to write needs."""
+    manager = make_manager(3, num_host_blocks=2)
+    group = make_swappable(manager)
+    manager.swap_out(group)
+    other = make_sequence(8, first=50)
+    allocate(manager, other)
+    assert manager.swap_in(group, keep_watermark=False) is None and manager.num_used_host_blocks == 2
+    manager.check_integrity()
+    manager.free(other)
+    assert manager.swap_in(group, keep_watermark=False) is not None
+    assert manager.append(group[0]) is not None and manager.num_free_blocks == 0
+
+
+def test_swap_in_keeps_the_watermark_on_demand() -> None:
+    manager = make_manager(4, watermark=0.25, num_host_blocks=2)
+    group = make_swappable(manager)
+    manager.swap_out(group)
+    other = make_sequence(8, first=50)
+    allocate(manager, other)
+    assert manager.swap_in(group, keep_watermark=True) is None
+    assert manager.swap_in(group, keep_watermark=False) is not None
+
+
+def test_what_is_found_is_not_copied_back() -> None:
+    manager = make_manager(6, num_host_blocks=6)
+    sequence = make_sequence(20)
+    allocate(manager, sequence)
+    compute(manager, sequence)
+    table = list(manager.block_table(sequence))
+    pairs = manager.swap_out([sequence])
+    assert pairs is not None and len(pairs) == 3
+    back = manager.swap_in([sequence], keep_watermark=False)
+    assert back is not None and [src for src, _ in back] == [pairs[2][1]]  # the block that is not full
+    assert manager.block_table(sequence)[:2] == table[:2]
+    manager.check_integrity()
+
+
+def test_what_was_evicted_is_copied_back() -> None:
+    manager = make_manager(3, num_host_blocks=3)
+    sequence, other = make_sequence(20), make_sequence(16, first=50)
+    allocate(manager, sequence)
+    compute(manager, sequence)
+    pairs = manager.swap_out([sequence])
+    assert pairs is not None
+    allocate(manager, other)  # takes the free block, and the end of what is cached: the second full block
+    manager.free(other)
+    back = manager.swap_in([sequence], keep_watermark=False)
+    assert back is not None and [src for src, _ in back] == [pairs[1][1], pairs[2][1]]
+
+
+def test_a_swapped_out_sequence_can_be_freed() -> None:
+    manager = make_manager(6, num_host_blocks=2)
+    group = make_swappable(manager)
+    manager.swap_out(group)
+    manager.free(group[0])
+    assert manager.num_used_host_blocks == 2
+    manager.free(group[1])
+    assert manager.num_used_host_blocks == 0
+    with pytest.raises(ValueError, match="holds no blocks"):
+        manager.free(group[1])
+    manager.check_integrity()
+
+
+# ---- finding blocks by what they hold -------------------------------------------------------------------------------
+
+
+def test_a_prompt_finds_the_blocks_of_its_beginning() -> None:
+    manager = make_manager(6)
+    first, second = make_sequence(20), make_sequence(18)
+    allocate(manager, first)
+    compute(manager, first)
+    [table] = allocate(manager, second)
+    assert table[:2] == manager.block_table(first)[:2] and second.num_computed_tokens == 16
+    assert (manager.num_used_blocks, manager.num_table_entries) == (4, 6)
+    for sequence in (first, second):
+        manager.free(sequence)
+    assert (manager.num_used_blocks, manager.num_free_blocks, manager.num_cached_blocks) == (0, 6, 2)
+
+
+def test_equal_tokens_after_another_beginning_are_another_block() -> None:
+    manager = make_manager(6)
+    first, second = Sequence("a", [0] * 8 + [1] * 9, SamplingParams()), Sequence("b", [1] * 17, SamplingParams())
+    allocate(manager, first)
+    compute(manager, first)
+    allocate(manager, second)
+    assert second.num_computed_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    manager = make_manager(6, enable_prefix_caching=False)
+    first, second = make_sequence(20), make_sequence(20)
+    allocate(manager, first)
+    first.num_computed_tokens = 19
+    allocate(manager, second)
+    assert second.num_computed_tokens == 0 and manager.num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("num_tokens", [16, 17, 24])
+def test_a_hit_on_the_whole_prompt_leaves_its_last_token_to_compute(num_tokens: int) -> None:
+    """At a multiple of the block size the last block is computed again, in another block."""
+    manager = make_manager(8)
+    first, second = make_sequence(25), make_sequence(num_tokens)
+    allocate(manager, first)
+    compute(manager, first)
+    [table] = allocate(manager, second)
+    num_found = (num_tokens - 1) // 8
+    assert table[:num_found] == manager.block_table(first)[:num_found]
+    assert table[num_found] not in manager.block_table(first)
+    assert second.num_computed_tokens == num_found * 8 < num_tokens
+
+
+def test_a_block_computed_twice_ends_as_one_and_nothing_is_freed_twice() -> None:
+    manager = make_manager(6)
+    first, second = make_sequence(17), make_sequence(17)
+    one, two = allocate(manager, first) + allocate(manager, second)
+    assert not set(one) & set(two)
+    for sequence in (first, second):  # one step: both are scheduled before either is computed
+        manager.publish(sequence, 0, 2)
+    for sequence in (first, second):
+        manager.merge(sequence, 0, 2)
+        sequence.num_computed_tokens = 16
+    assert manager.block_table(first) == one and manager.block_table(second) == [*one[:2], two[2]]
+    assert manager.num_used_blocks == 4
+    manager.check_integrity()
+    manager.free(first)
+    manager.check_integrity()
+    assert manager.block_table(second)[:2] == one[:2] and manager.num_used_blocks == 3
+    manager.free(second)
+    manager.check_integrity()
+    assert manager.num_free_blocks == 6
+
+
+def test_merge_makes_another_list_of_a_table_that_it_changes() -> None:
+    manager = make_manager(6)
+    first, second = make_sequence(9), make_sequence(9)
+    one, two = allocate(manager, first) + allocate(manager, second)
+    for sequence in (first, second):
+        manager.publish(sequence, 0, 1)
+    manager.merge(first, 0, 1)
+    manager.merge(second, 0, 1)
+    assert manager.block_table(first) is one and manager.block_table(second) is not two
+
+
+def test_a_block_that_was_evicted_between_publish_and_merge_is_published_then() -> None:
+    """`publish` finds another block with the same tokens, which nobody owns: it may be gone when the step is over."""
+    manager = make_manager(3)
+    cached, same = make_sequence(9), make_sequence(8)
+    allocate(manager, cached)
+    compute(manager, cached)
+    [of_cached, _] = manager.block_table(cached)
+    manager.free(cached)
+    allocate(manager, same)
+    manager.publish(same, 0, 1)
+    allocate(manager, make_sequence(16, first=50))  # takes all that is left
+    manager.merge(same, 0, 1)
+    assert manager.block_table(same) != [of_cached]
+    assert manager._allocator.find(same.block_hashes[0]) == manager.block_table(same)[0]
+    manager.check_integrity()
+
+
+def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
+    manager = make_manager(4)
+    first = make_sequence(25)
+    allocate(manager, first)
+    compute(manager, first)
+    manager.free(first)
+    allocate(manager, make_sequence(16, first=50))  # the free block, and one of the three
+    again = make_sequence(25)
+    assert manager._plan([again])[1] == [manager._find(first.block_hashes[:2])]
+    assert manager.can_allocate([make_sequence(16)], keep_watermark=False)
+
+
+def test_who_was_let_go_longest_ago_is_forgotten_first() -> None:
+    manager = make_manager(6)
+    sequences = [make_sequence(9, first=first) for first in (0, 100, 200)]
+    for sequence in sequences:
+        allocate(manager, sequence)
+        compute(manager, sequence)
+    for sequence in (sequences[1], sequences[0], sequences[2]):
+        manager.free(sequence)
+    allocate(manager, make_sequence(32, first=300))  # the three free blocks, and one more
+    found = [manager._find(sequence.block_hashes) != [] for sequence in sequences]
+    assert found == [True, False, True]
+
+
+def test_found_blocks_are_not_evicted_for_the_rest_of_the_prompt() -> None:
+    manager = make_manager(3)
+    first = make_sequence(17)
+    allocate(manager, first)
+    compute(manager, first)
+    manager.free(first)
+    longer = make_sequence(25)
+    assert not manager.can_allocate([longer], keep_watermark=False)  # 2 found, and 2 more of 1 that is free
+    assert not manager.allocate([longer], keep_watermark=False)
+    assert manager.num_cached_blocks == 2
+    assert manager.allocate([make_sequence(24)], keep_watermark=False)
+
+
+def test_num_used_slots_counts_shared_blocks_once() -> None:
+    manager = make_manager(6)
+    first, second = make_sequence(13), make_sequence(11)
+    allocate(manager, first)
+    compute(manager, first)
+    allocate(manager, second)
+    second.num_computed_tokens = 10
+    assert manager.num_used_slots() == 8 + 4 + 2
+
+
+def test_a_pinned_prefix_stays_when_nobody_uses_it_and_after_clear() -> None:
+    manager = make_manager(4)
+    assert manager.pin_prefix(list(range(20)), max_num_blocks=2) == 16
+    assert manager.num_free_blocks == 4  # nothing is computed yet
+    for _ in range(2):
+        sequence = make_sequence(20)
+        allocate(manager, sequence)
+        compute(manager, sequence)
+        manager.free(sequence)
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (2, 2)
+        other = make_sequence(16, first=50)
+        allocate(manager, other)
+        manager.free(other)
+        assert not manager.can_allocate([make_sequence(17, first=50)], keep_watermark=False)
+        assert manager.can_allocate([make_sequence(20)], keep_watermark=False)
+        manager.check_integrity()
+        manager.clear()
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (4, 0)
+
+
+def test_too_many_pins_are_refused() -> None:
+    manager = make_manager(4)
+    manager.pin_prefix(list(range(20)), max_num_blocks=3)
+    with pytest.raises(ValueError, match=r"prefix: expected .* at most 3 blocks, .* got 4"):
+        manager.pin_prefix(list(range(100, 116)), max_num_blocks=3)
+    assert manager.pin_prefix(list(range(7)), max_num_blocks=3) == 0
+    assert manager.pin_prefix(list(range(27)), max_num_blocks=3) == 24  # two of the three are pinned already
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -170,14 +544,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(target=live, num_tokens=st.integers(1, 30))
     def allocate(self, num_tokens: int) -> Any:
         prompt = [next(self.new_token) for _ in range(num_tokens)]
-        sequence = Sequence("a", prompt, SamplingParams(), 0.0)
-        if not self.manager.can_allocate(sequence, keep_watermark=False):
-            num_free_blocks = self.manager.num_free_blocks
-            with pytest.raises(OutOfBlocksError):
-                self.manager.allocate(sequence)
-            assert num_free_blocks == self.manager.num_free_blocks < -(-num_tokens // 8)
+        sequence = Sequence("a", prompt, SamplingParams())
+        num_free_blocks = self.manager.num_free_blocks
+        has_room = self.manager.can_allocate([sequence], keep_watermark=False)
+        assert has_room == (-(-num_tokens // 8) <= num_free_blocks)
+        assert self.manager.allocate([sequence], keep_watermark=False) == has_room
+        if not has_room:
+            assert num_free_blocks == self.manager.num_free_blocks
             return multiple()
-        self.manager.allocate(sequence)
         self.cache.write(self.manager.block_table(sequence), 0, prompt)
         self.sequences.append(sequence)
         return sequence
@@ -202,7 +576,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(target=live, parent=live)
     def fork(self, parent: Sequence) -> Sequence:
         num_free_blocks = self.manager.num_free_blocks
-        child = Sequence("b", list(parent.prompt_token_ids), SamplingParams(), 0.0, list(parent.output_token_ids))
+        child = parent.fork(1)
         self.manager.fork(parent, child)
         assert self.manager.num_free_blocks == num_free_blocks
         self.sequences.append(child)

@@ -1,16 +1,20 @@
-"""Sequence: counts, slices over prompt and output, status; and what a batch keeps of it."""
+"""Sequence: counts, slices over prompt and output, status, forks; the group it belongs to; the batch that runs it."""
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
 def make_sequence(prompt: list[int], output: list[int]) -> Sequence:
-    return Sequence("a", prompt, SamplingParams(), 0.0, output)
+    return Sequence("a", prompt, SamplingParams(), output_token_ids=output)
 
 
 def test_counts() -> None:
@@ -41,24 +45,62 @@ def test_status() -> None:
     assert reasons == {
         "WAITING": None,
         "RUNNING": None,
+        "SWAPPED": None,
         "FINISHED_STOPPED": "stop",
         "FINISHED_LENGTH": "length",
         "FINISHED_ABORTED": "abort",
         "FINISHED_ERROR": "error",
     }
-    assert [status.is_finished for status in SequenceStatus] == [False, False, True, True, True, True]
+    assert [status.is_finished for status in SequenceStatus] == [False] * 3 + [True] * 4
 
 
-def test_samples_is_fixed_when_scheduled() -> None:
-    sequence = make_sequence([1, 2, 3], [])
-    chunk, whole = ScheduledSequence(sequence, 2, [0]), ScheduledSequence(sequence, 3, [0])
-    sequence.num_computed_tokens = 3
-    sequence.output_token_ids.append(4)
-    assert not chunk.samples and whole.samples
+def test_a_fork_shares_the_prompt_and_nothing_else() -> None:
+    parent = make_sequence([1, 2, 3], [4])
+    parent.status, parent.num_computed_tokens, parent.cumulative_logprob = SequenceStatus.RUNNING, 3, -1.5
+    parent.logprobs.append({4: Logprob(-1.5, 1)})
+    parent.block_hashes.append(b"hash")
+    child = parent.fork(2)
+    assert (child.index, child.status, child.num_computed_tokens) == (2, SequenceStatus.RUNNING, 3)
+    assert (child.cumulative_logprob, child.logprobs, child.block_hashes) == (-1.5, [{4: Logprob(-1.5, 1)}], [b"hash"])
+    assert child.prompt_token_ids is parent.prompt_token_ids
+    for shared in (child.output_token_ids, child.logprobs, child.block_hashes):
+        shared.clear()
+    assert (parent.output_token_ids, len(parent.logprobs), len(parent.block_hashes)) == ([4], 1, 1)
+
+
+def make_group(**params: Any) -> SequenceGroup:
+    return SequenceGroup("a", [1, 2, 3], SamplingParams(**params), 0.0)
+
+
+def test_a_group_begins_with_one_sequence() -> None:
+    group = make_group(n=2, best_of=4)
+    [sequence] = group.sequences
+    assert sequence.prompt_token_ids is group.prompt_token_ids and sequence.request_id == "a"
+    assert (group.num_uncomputed_tokens, group.in_prefill, group.has_forked) == (3, True, False)
+    assert group.max_num_sequences == 4
+
+
+def test_a_group_after_its_fork_is_as_wide_as_it_is() -> None:
+    group = make_group(n=3)
+    group.sequences[0].output_token_ids.append(4)
+    group.sequences.append(group.sequences[0].fork(1))  # the third is finished
+    assert group.has_forked and group.max_num_sequences == 2
+    for sequence in group.sequences:
+        sequence.num_computed_tokens = 3
+    assert (group.num_uncomputed_tokens, group.in_prefill) == (2, False)
+    group.sequences[1].num_computed_tokens = 2
+    assert (group.num_uncomputed_tokens, group.in_prefill) == (3, True)
+
+
+def test_beams_may_become_as_many_as_the_width_again() -> None:
+    group = make_group(n=3, use_beam_search=True, temperature=0.0)
+    group.sequences[0].output_token_ids.append(4)
+    assert group.has_forked and group.max_num_sequences == 3
 
 
 def test_batch() -> None:
     assert ScheduledBatch().is_empty and ScheduledBatch().num_tokens == 0
     sequence = make_sequence([1, 2, 3], [])
-    batch = ScheduledBatch([ScheduledSequence(sequence, 2, [0]), ScheduledSequence(sequence, 3, [1])])
+    batch = ScheduledBatch([ScheduledSequence(sequence, 2, [0], 0), ScheduledSequence(sequence, 3, [1], 1)])
     assert not batch.is_empty and batch.num_tokens == 5
+    assert ScheduledBatch(blocks_to_swap_in=[(0, 0)]).is_empty  # nothing to run
