@@ -51,7 +51,7 @@ class BlockAllocator:
 
     def ref_count(self, block: int) -> int:
         """Number of owners of a block. ValueError if there is no such block."""
-        if not 0 <= block < self.num_blocks:
+        if not 0 <= block < len(self._ref_counts):
             raise ValueError(f"block: expected 0 to {self.num_blocks - 1}, got {block}")
         return self._ref_counts[block]
 

@@ -72,9 +72,10 @@ class BlockManager:
         The manager's own list, to be read only. It grows with the sequence, and its last entry may change; where
         another one changes, the list becomes another object.
         """
-        if sequence not in self._tables:
+        table = self._tables.get(sequence)
+        if table is None:
             raise ValueError(f"{sequence.request_id} holds no blocks")
-        return self._tables[sequence]
+        return table
 
     @property
     def num_table_entries(self) -> int:

@@ -16,7 +16,6 @@ from bisect import insort
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -239,13 +238,12 @@ class Scheduler:
     def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """Make room for the last token of each sequence; False, with nothing changed, if there is none."""
         manager, sequences = self.block_manager, group.sequences
-        if len(sequences) > 1 and manager.num_blocks_to_append(sequences) > manager.num_free_blocks:
+        num_free_blocks = manager.num_free_blocks
+        # Counted only where it matters: each sequence takes one block at most.
+        if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
         for sequence in sequences:
-            try:
-                pair = manager.append(sequence)
-            except OutOfBlocksError:
-                return False
+            pair = manager.append(sequence)
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
         return True
