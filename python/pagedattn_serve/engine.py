@@ -163,9 +163,13 @@ class LLMEngine:
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
         self._settled = True
+        self._batch: ScheduledBatch | None = None  # scheduled and not run to its end: the next step runs it
         self._in_step: list[tuple[Request, Any]] = []  # and what to rewind them to
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._execute_seconds = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -243,14 +247,43 @@ class LLMEngine:
         self._num_prompt_tokens += len(token_ids)
         self._settled = True
 
-    def step(self) -> list[RequestOutput]:
-        """Run one batch; returns the requests that got a token, in arrival order. Empty while prompts are computed."""
+    def register_prefix(self, prefix: Prompt) -> int:
+        """Keep the blocks of a prefix that many prompts begin with, once one of them has computed these.
+
+        prefix: in any of the forms of a prompt. Returns how many of its tokens lie in full blocks, which are what is
+        kept; 0 if it is shorter than a block. Prompts share those that they begin with as token ids: where the text of
+        the prefix ends within what a prompt has as one token, these end earlier.
+
+        Raises ValueError or TypeError, with nothing kept, if enable_prefix_caching is False, it is not a prompt that
+        could be served, or registered prefixes would leave too little of the cache for a sequence of max_model_len.
+        """
+        if not self.scheduler.block_manager.prefix_caching:
+            raise ValueError("enable_prefix_caching: expected True for prefixes to be kept, got False")
+        _, token_ids = self._prompt_tokens(prefix, None)
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise ValueError(f"prefix: expected 1 to {self.max_model_len - 1} tokens, got {len(token_ids)}")
         self._settle()
-        self._settled = False  # so that after an error, too, all is made anew: what was to be copied, and found
-        batch = self.scheduler.schedule()
+        return self.scheduler.pin_prefix(token_ids)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch; returns the requests that got tokens or ended. Empty while prompts are computed."""
+        self._settle()
+        started = time.monotonic()
+        if self._batch is None:
+            self._settled = False
+            self._batch = self.scheduler.schedule()
+            self._settled = True
+        scheduled = time.monotonic()
+        batch = self._batch
         sampled = SamplerOutput() if batch.is_empty else self.model_runner.execute(batch)
+        executed = time.monotonic()
+        self._settled = False
         self.scheduler.mark_computed(batch)
         outputs = self._append_tokens(batch, sampled)
+        self._batch = None
+        self._num_steps += 1
+        self._execute_seconds += executed - scheduled
+        self._step_seconds += time.monotonic() - started
         self._settled = True
         return outputs
 
@@ -279,6 +312,9 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if self._batch is not None:
+            self._settled = False
+            self._settle()  # as the batch may have the request in it
         self._settled = False
         del self._requests[request_id]
         self.scheduler.abort(request_id)
@@ -309,6 +345,9 @@ class LLMEngine:
             num_found_tokens=scheduler.num_found_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            execute_seconds=self._execute_seconds,
         )
 
     def _prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None) -> tuple[str | None, list[int]]:
@@ -352,7 +391,7 @@ class LLMEngine:
         outgrown = [self._requests[group.request_id] for group in batch.outgrown]
         self._in_step = [(request, request.mark()) for request in (*num_tokens_of, *outgrown)]
         now = time.monotonic()
-        first = 0
+        first = num_added = 0
         for request, num_tokens in num_tokens_of.items():
             rows = range(first, first + num_tokens)
             first += num_tokens
@@ -361,6 +400,7 @@ class LLMEngine:
                 continue
             try:
                 request.add_tokens(tokens[rows.start : rows.stop], self.scheduler)
+                num_added += num_tokens
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
                 text = f"{type(error).__name__}: {error}"
                 has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
@@ -380,7 +420,7 @@ class LLMEngine:
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
-        self._num_output_tokens += len(tokens)
+        self._num_output_tokens += num_added
         return outputs
 
     def _settle(self) -> None:
@@ -393,6 +433,7 @@ class LLMEngine:
         for request, mark in self._in_step:
             request.rewind(mark)
         self._in_step = []
+        self._batch = None
         self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}
         self.scheduler.restart([request.group for request in self._requests.values()])
         self.model_runner.block_tables.clear()

@@ -69,6 +69,13 @@ class LLM:
         """What `generate` takes where it is given none: the engine's, `LLMEngine.get_default_sampling_params`."""
         return self.llm_engine.get_default_sampling_params()
 
+    def register_prefix(self, prefix: Prompt) -> int:
+        """Compute a prefix that many prompts begin with, and keep it; `LLMEngine.register_prefix`, whose result and
+        errors these are."""
+        num_tokens = self.llm_engine.register_prefix(prefix)
+        self.generate(prefix, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+        return num_tokens
+
     def generate(
         self,
         prompts: Prompt | list[Prompt] | None = None,

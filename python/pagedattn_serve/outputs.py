@@ -181,6 +181,7 @@ class EngineStats:
     num_used_slots: tokens whose keys and values are in used blocks; their other slots are waste.
     num_recomputes, num_swaps: preemptions, by what became of the blocks.
     num_looked_up_tokens: of prompts, when they were let in; num_found_tokens: those of them that were in the cache.
+    step_seconds: what the num_steps took in all; execute_seconds: of that, model and sampler with their inputs.
     """
 
     num_waiting: int
@@ -200,6 +201,9 @@ class EngineStats:
     num_found_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_steps: int
+    step_seconds: float
+    execute_seconds: float
 
     @property
     def num_preemptions(self) -> int:

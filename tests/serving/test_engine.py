@@ -360,7 +360,9 @@ def test_abort_gives_what_is_there(speaker: LLMEngine) -> None:
 
 
 def test_abort_of_a_waiting_one_in_prefill_and_a_preempted_one(llama: Checkpoint) -> None:
-    engine = LLMEngine(llama.path, num_blocks=7, block_size=8, max_num_batched_tokens=10)
+    engine = LLMEngine(
+        llama.path, num_blocks=7, block_size=8, max_num_batched_tokens=10, enable_prefix_caching=False
+    )
     short, long = llama.prompts[4], llama.prompts[5]  # 17 and 33 tokens
     for request_id, prompt in [("old", short), ("young", short), ("long", long), ("last", short)]:
         engine.add_request(request_id, sampling_params=GREEDY, prompt_token_ids=prompt)
@@ -371,7 +373,7 @@ def test_abort_of_a_waiting_one_in_prefill_and_a_preempted_one(llama: Checkpoint
     while not engine.stats().num_preemptions:
         assert engine.step()
     [young, _] = engine.scheduler.waiting
-    so_far = list(young.output_token_ids)
+    so_far = list(young.sequences[0].output_token_ids)
     assert young.request_id == "young" and 0 < len(so_far) < 24
     aborted = engine.abort_request("young")
     assert aborted is not None and completions([aborted]) == [("", so_far, "abort")]

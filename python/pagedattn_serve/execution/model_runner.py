@@ -50,12 +50,14 @@ class ModelRunner:
 
         Sequences whose parameters ask for prompt_logprobs get those of the tokens after the rows of this batch.
         """
-        if batch.blocks_to_swap_out:
-            self.cache_engine.swap_out(batch.blocks_to_swap_out)
-        if batch.blocks_to_swap_in:
-            self.cache_engine.swap_in(batch.blocks_to_swap_in)
-        if batch.blocks_to_copy:
-            self.cache_engine.copy(batch.blocks_to_copy)
+        for copy, blocks in (
+            (self.cache_engine.swap_out, batch.blocks_to_swap_out),
+            (self.cache_engine.swap_in, batch.blocks_to_swap_in),
+            (self.cache_engine.copy, batch.blocks_to_copy),
+        ):
+            if blocks:
+                copy(blocks)
+                blocks.clear()  # if the model fails, it has written to some of them when the batch comes again
         token_ids, positions, metadata = self.prepare_inputs(batch)
         logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
         rows = sampling_rows(batch)

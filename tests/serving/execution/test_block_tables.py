@@ -21,13 +21,15 @@ MAX_LEN = 5 * BLOCK_SIZE
 
 
 def make_manager(num_blocks: int) -> BlockManager:
-    return BlockManager(CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, watermark=0.0))
+    return BlockManager(
+        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, watermark=0.0, num_host_blocks=num_blocks)
+    )
 
 
 def start(manager: BlockManager, num_tokens: int) -> Sequence:
     """A new sequence that runs."""
-    sequence = Sequence("a", [0] * num_tokens, SamplingParams(), 0.0)
-    manager.allocate(sequence)
+    sequence = Sequence("a", [0] * num_tokens, SamplingParams())
+    assert manager.allocate([sequence], keep_watermark=False)
     sequence.status = SequenceStatus.RUNNING
     return sequence
 
@@ -39,7 +41,7 @@ def leave(manager: BlockManager, sequence: Sequence, status: SequenceStatus) -> 
 
 def update(tables: BlockTables, manager: BlockManager, sequences: Iterable[Sequence]) -> npt.NDArray[np.int32]:
     """A step with these sequences, checked."""
-    scheduled = [ScheduledSequence(sequence, 1, manager.block_table(sequence)) for sequence in sequences]
+    scheduled = [ScheduledSequence(sequence, 1, manager.block_table(sequence), num_samples=1) for sequence in sequences]
     array = tables.update(scheduled)
     lengths = [len(each.block_table) for each in scheduled]
     assert array.dtype == np.int32 and array.shape == (len(scheduled), max(lengths))
@@ -69,8 +71,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def admit_again(self) -> None:
         sequence = self.preempted[-1]
-        if len(self.running) < self.num_rows and self.manager.can_allocate(sequence, keep_watermark=False):
-            self.manager.allocate(sequence)
+        if len(self.running) < self.num_rows and self.manager.allocate([sequence], keep_watermark=False):
             sequence.status = SequenceStatus.RUNNING
             self.running.append(self.preempted.pop())
 
@@ -88,7 +89,7 @@ class Life(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def fork(self, number: int) -> None:
         parent = self.running[number % len(self.running)]
-        child = Sequence("child", [0] * parent.num_tokens, SamplingParams(), 0.0, status=SequenceStatus.RUNNING)
+        child = Sequence("child", [0] * parent.num_tokens, SamplingParams(), status=SequenceStatus.RUNNING)
         self.manager.fork(parent, child)
         self.running.append(child)
 
@@ -156,7 +157,7 @@ def test_a_preempted_sequence_gets_other_blocks() -> None:
     leave(manager, sequence, SequenceStatus.WAITING)
     other = start(manager, 9)
     sequence.status = SequenceStatus.RUNNING
-    manager.allocate(sequence)
+    manager.allocate([sequence], keep_watermark=False)
     assert manager.block_table(sequence) != before
     update(tables, manager, [other, sequence])
     update(tables, manager, [sequence, other])
@@ -166,7 +167,7 @@ def test_copy_on_write() -> None:
     manager, tables = make_manager(8), BlockTables(3, 4)
     parent = start(manager, 12)
     update(tables, manager, [parent])
-    children = [Sequence("c", [0] * 12, SamplingParams(), 0.0, status=SequenceStatus.RUNNING) for _ in range(2)]
+    children = [Sequence("c", [0] * 12, SamplingParams(), status=SequenceStatus.RUNNING) for _ in range(2)]
     for child in children:
         manager.fork(parent, child)
     update(tables, manager, [*children, parent])
