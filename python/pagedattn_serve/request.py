@@ -21,7 +21,6 @@ class Request:
         self._params = rules.params
         self._tokenizer = rules.tokenizer
         self._prompt_logprobs = None if rules.params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
-        self._num_decoded = 0  # of these, those that have texts
 
     @property
     def is_finished(self) -> bool:
@@ -47,6 +46,7 @@ class Request:
 
         Raises what `Completion.add_token` does.
         """
+        self._decode_prompt()
         if len(tokens) > len(self.group.sequences):
             parent = self.completions[0]
             for index in range(1, len(tokens)):
@@ -74,10 +74,6 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
-        if self._prompt_logprobs is not None and self._tokenizer is not None:
-            for entries in self._prompt_logprobs[self._num_decoded :]:
-                decode_tokens(entries or {}, self._tokenizer)
-            self._num_decoded = len(self._prompt_logprobs)
         return RequestOutput.of(
             self.group.request_id,
             self._prompt,
@@ -88,3 +84,9 @@ class Request:
             self.error,
             self._prompt_logprobs,
         )
+
+    def _decode_prompt(self) -> None:
+        """Fill in the texts of prompt_logprobs, at the first token."""
+        if self._tokenizer is not None and not self.completions[0].sequence.output_token_ids:
+            for entries in self._prompt_logprobs or ():
+                decode_tokens(entries or {}, self._tokenizer)

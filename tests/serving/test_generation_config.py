@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import Checkpoint, completions, greedy_reference, token_ids
 
 from pagedattn_serve import DEMO_MODEL, LLM, LLMEngine, SamplingParams
@@ -170,6 +171,25 @@ def test_generation_equals_hugging_face_s_under_the_same_file(llama: Checkpoint,
         expected = [greedy_reference(llama.model, prompt, 24, **fields) for prompt in llama.prompts]
         assert token_ids(outputs) == expected
         assert expected != llama.expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.3, "suppress_tokens": [3, 4], "min_new_tokens": 6}])
+def test_beams_equal_hugging_face_s_under_the_same_file(
+    llama: Checkpoint, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    shutil.copytree(llama.path, tmp_path, dirs_exist_ok=True)
+    beams = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.7, "early_stopping": True}
+    fields = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": llama.expected[2][3], **beams, **changes}
+    llm = LLM(write(tmp_path, fields))
+    assert llm.get_default_sampling_params().use_beam_search
+    outputs = llm.generate(prompt_token_ids=llama.prompts[2:6], use_tqdm=False)
+    for output, prompt in zip(outputs, llama.prompts[2:6], strict=True):
+        tokens = torch.tensor([prompt])
+        options = {**fields, "attention_mask": torch.ones_like(tokens), "pad_token_id": fields["eos_token_id"]}
+        expected = llama.model.generate(tokens, **options)[:, len(prompt) :].tolist()
+        for completion, ids in zip(output.outputs, expected, strict=True):
+            assert completion.token_ids == ids[: len(completion.token_ids)]
+            assert set(ids[len(completion.token_ids) :]) <= {fields["eos_token_id"]}  # as padding
 
 
 def test_max_length_counts_the_prompt(llama: Checkpoint, tmp_path: Path) -> None:
