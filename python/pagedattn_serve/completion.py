@@ -39,12 +39,14 @@ class Completion:
         self._rules = rules
         self._stop_reason: int | str | None = None
         self._detokenizer = self._new_detokenizer()
+        self._num_searched = 0  # characters of the text in which no stop string is looked for any more
 
     def fork(self, sequence: Sequence) -> Self:
         """The same output so far, of a fork of the sequence."""
         other = type(self)(sequence, self._rules)
         if self._detokenizer is not None:
             other._detokenizer = self._detokenizer.fork()
+            other._num_searched = self._num_searched
         return other
 
     def mark(self) -> tuple[SequenceStatus, int, float]:
@@ -66,6 +68,7 @@ class Completion:
         if self._detokenizer is not None:
             for token_id in sequence.output_token_ids:
                 self._detokenizer.add(token_id)
+            self._num_searched = len(self._detokenizer.text)
 
     def require_number(self, logprob: float) -> None:
         """Raises FloatingPointError if the logits were no numbers, which their log-softmax shows."""
@@ -102,10 +105,11 @@ class Completion:
             self._detokenizer.add(token_id)
         if status is not None:
             self._detokenizer.finish()
-        if not rules.params.stop or len(token_ids) < rules.params.min_tokens:
+        if not rules.params.stop:
             return status
-        stop = first_stop(self._detokenizer.text, rules.params.stop_strings)
-        if stop is not None:
+        stop = first_stop(self._detokenizer.text, rules.params.stop_strings, self._num_searched)
+        self._num_searched = len(self._detokenizer.text)
+        if stop is not None and len(token_ids) >= rules.params.min_tokens:
             stop_at, self._stop_reason = stop
             end = stop_at + len(self._stop_reason) if with_stop else stop_at
             self._detokenizer.text = self._detokenizer.text[:end]

@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SMALL, SPEECH, VOCAB_SIZE, Checkpoint, greedy_reference, run, speak, token_ids
+from checkpoints import (
+    SMALL,
+    SPEECH,
+    VOCAB_SIZE,
+    Checkpoint,
+    greedy_reference,
+    run,
+    speak,
+    speech_ids,
+    token_ids,
+    words,
+)
 from torch import Tensor
 
 from pagedattn_serve.engine import LLMEngine
@@ -112,6 +123,19 @@ def test_min_tokens(speaker: LLMEngine) -> None:
         final = speak(speaker, min_tokens=min_tokens, stop_token_ids=[first, second])[-1].outputs[0]
         assert (final.token_ids == expected) == (min_tokens == 0)
         assert not set(final.token_ids[:min_tokens]) & {first, second}
+
+
+def test_a_stop_string_before_min_tokens_is_text_like_any_other(speaker: LLMEngine) -> None:
+    num_tokens = len(speech_ids(speaker)) + 1
+    assert [text.split(" ")[1:] for text in words(speaker)[:3]] == [["s"], ["sat"], ["sat", "on"]]
+    for min_tokens, stop, expected in [
+        (2, " sat", ("", 2)),
+        (3, " sat", (SPEECH, num_tokens)),
+        (4, [" sat", " on"], (SPEECH[: SPEECH.index(" on the hat")], 15)),
+        (3, " sat on", ("", 3)),  # begins before, ends after
+    ]:
+        steps = speak(speaker, min_tokens=min_tokens, stop=stop)
+        assert (steps[-1].outputs[0].text, len(steps[-1].outputs[0].token_ids)) == expected
 
 
 def test_bad_words(speaker: LLMEngine) -> None:
