@@ -74,7 +74,7 @@ def test_op_is_documented(name):
     assert any(name in heading.split(", ") and sessions(text) for heading, text in SECTIONS)
 
 
-@pytest.mark.parametrize("name", ["allocate_kv_cache", "build_info", "cpu_capability"])
+@pytest.mark.parametrize("name", ["allocate_kv_cache", "build_info", "cpu_capability", "padded_head_size"])
 def test_function_is_documented(name):
     assert f"pagedattn_ext.{signature(getattr(pagedattn_ext, name))}" in FLAT_TEXT
 

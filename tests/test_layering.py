@@ -21,7 +21,8 @@ CSRC = ROOT / "csrc"
 # Module of pagedattn_serve -> the next ones to the right. "__init__" is the package itself, its lazy exports.
 ARROWS: dict[str, set[str]] = {
     # the doors
-    "__init__": {"llm"},
+    "__init__": {"llm", "calibration"},
+    "calibration": {"engine"},
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser"},
     "cli.generate": {"llm"},
     "cli.info": {"execution.cache_memory"},
@@ -57,7 +58,8 @@ ARROWS: dict[str, set[str]] = {
     # the families and what they share
     "models": {"models.loader"},
     "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
-    | {"checkpoint"},
+    | {"models.kv_scales", "checkpoint"},
+    "models.kv_scales": set(),
     "models.bloom": {"models.causal_lm"},
     "models.gpt2": {"models.causal_lm"},
     "models.llama": {"models.causal_lm"},
@@ -94,7 +96,7 @@ def room(name: str) -> set[str]:
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
 PLAIN_DATA = {"config", "sampling_params", "outputs"}
-DOORS = room("cli") | {"__init__", "llm", "engine", "request"}
+DOORS = room("cli") | {"__init__", "llm", "calibration", "engine", "request"}
 WALLS: dict[str, set[str]] = {
     "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
     "execution": DOORS | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},

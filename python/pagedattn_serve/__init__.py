@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagedattn_serve.calibration import calibrate_kv_scales as calibrate_kv_scales
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
     from pagedattn_serve.llm import LLM as LLM
@@ -30,12 +31,13 @@ _PUBLIC = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "calibrate_kv_scales": "calibration",
 }
 __all__ = list(_PUBLIC)
 
 # What the extra `serve` brings, and the modules here that need it.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
-_NEED_EXTRA = ("llm", "engine")
+_NEED_EXTRA = ("llm", "engine", "calibration")
 
 
 def require_extra() -> None:

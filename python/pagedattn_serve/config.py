@@ -75,6 +75,8 @@ class CacheConfig:
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
     enable_prefix_caching: whether blocks are found by their tokens.
+    kv_cache_dtype: "auto" (the model's), "fp8" or "fp8_e4m3", "fp8_e5m2".
+    kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
     """
 
     num_blocks: int
@@ -82,6 +84,8 @@ class CacheConfig:
     watermark: float = DEFAULT_WATERMARK
     num_host_blocks: int = 0
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_scales: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)

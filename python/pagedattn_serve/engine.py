@@ -15,6 +15,7 @@ from pagedattn_serve.beam_request import BeamRequest
 from pagedattn_serve.checkpoint import model_directory
 from pagedattn_serve.completion import OutputRules
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
+from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.cache_memory import (
     DEFAULT_CPU_MEMORY,
     block_bytes_of,
@@ -26,7 +27,8 @@ from pagedattn_serve.execution.cache_memory import (
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
-from pagedattn_serve.models.loader import load_model
+from pagedattn_serve.models.kv_scales import GivenScales
+from pagedattn_serve.models.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import EngineStats, RequestOutput
 from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
@@ -69,6 +71,10 @@ class LLMEngine:
             request has several sequences.
         enable_prefix_caching: whether a prompt that begins as others did takes their blocks instead of computing them.
         scheduling_policy: "fcfs", first come first served, or "priority".
+        kv_cache_dtype: "auto" (the model's), or "fp8" = "fp8_e4m3" or "fp8_e5m2": half the cache of 16 bits.
+        kv_scales: what keys and values are divided by in an fp8 cache: a pair (k_scale, v_scale), a list of one for
+            each layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else
+            1.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
 
@@ -97,6 +103,8 @@ class LLMEngine:
         preemption_mode: str = "auto",
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        kv_cache_dtype: str = "auto",
+        kv_scales: GivenScales | None = None,
     ) -> None:
         check_int("block_size", block_size, 8, 256)
         check_int("max_num_seqs", max_num_seqs, 1)
@@ -118,6 +126,7 @@ class LLMEngine:
         check_int("tensor_parallel_size", tensor_parallel_size, 1)
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
+        choose_cache_dtype(kv_cache_dtype, torch.float32)  # raises before anything is read
         device = choose_device(device)
         directory = model_directory(model)
         self.tokenizer = load_tokenizer(directory, tokenizer)
@@ -125,6 +134,7 @@ class LLMEngine:
         self._defaults = generation_defaults(directory)
         causal_lm = load_model(directory, dtype, device)
         self._vocab_size = causal_lm.vocab_size
+        scales = choose_kv_scales(kv_cache_dtype, kv_scales, directory, causal_lm.num_layers)
         if device == "cpu":
             pack_linear_layers(causal_lm, causal_lm.dtype)
         max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)
@@ -135,26 +145,33 @@ class LLMEngine:
             policy=scheduling_policy,
             preemption_mode=preemption_mode,
         )
-        useful = num_useful_blocks(scheduler_config, block_size)
         if num_blocks is None:
             memory = kv_cache_memory
             if memory is None and device == "cpu":
                 memory = DEFAULT_CPU_MEMORY
             elif memory is None:
-                memory = cuda_memory(causal_lm, scheduler_config, block_size, device, gpu_memory_utilization)
-            num_blocks = choose_num_blocks(causal_lm, memory, block_size, useful)
+                memory = cuda_memory(
+                    causal_lm, scheduler_config, block_size, device, gpu_memory_utilization, kv_cache_dtype
+                )
+            num_blocks = choose_num_blocks(
+                causal_lm, memory, block_size, num_useful_blocks(scheduler_config, block_size), kv_cache_dtype
+            )
         cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
-            num_host_blocks=choose_num_host_blocks(causal_lm, swap_space, block_size, scheduler_config),
+            num_host_blocks=choose_num_host_blocks(causal_lm, swap_space, block_size, scheduler_config, kv_cache_dtype),
             enable_prefix_caching=enable_prefix_caching,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scales=scales,
         )
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         try:
             self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
             self.scheduler = Scheduler(scheduler_config, cache_config)
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
-            num_bytes = num_blocks * block_bytes_of(causal_lm, block_size)
+            if str(error).startswith("swap_space:"):
+                raise
+            num_bytes = num_blocks * block_bytes_of(causal_lm, block_size, kv_cache_dtype)
             raise MemoryError(
                 f"num_blocks: expected a cache that fits in memory, got {num_blocks:,} blocks of {block_size} tokens, "
                 f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"

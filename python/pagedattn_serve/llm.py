@@ -7,6 +7,7 @@ import torch
 from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams
@@ -36,6 +37,8 @@ class LLM:
         preemption_mode: str = "auto",
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        kv_cache_dtype: str = "auto",
+        kv_scales: GivenScales | None = None,
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -57,6 +60,8 @@ class LLM:
             preemption_mode=preemption_mode,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scales=kv_scales,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import ops
+from . import ops, padded_head_size
 
 FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
 
@@ -285,8 +285,7 @@ def _view(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     view = copy.copy(model)
     view.config = copy.deepcopy(model.config)
     config = view.config.get_text_config()
-    x = 16 // model.dtype.itemsize
-    config.head_dim = -(-_head_size(config) // x) * x
+    config.head_dim = padded_head_size(_head_size(config), model.dtype)
     config.layer_types = [FULL_ATTENTION] * config.num_hidden_layers
     config._attn_implementation = NAME
     return view

@@ -360,9 +360,7 @@ def test_abort_gives_what_is_there(speaker: LLMEngine) -> None:
 
 
 def test_abort_of_a_waiting_one_in_prefill_and_a_preempted_one(llama: Checkpoint) -> None:
-    engine = LLMEngine(
-        llama.path, num_blocks=7, block_size=8, max_num_batched_tokens=10, enable_prefix_caching=False
-    )
+    engine = LLMEngine(llama.path, num_blocks=7, block_size=8, max_num_batched_tokens=10, enable_prefix_caching=False)
     short, long = llama.prompts[4], llama.prompts[5]  # 17 and 33 tokens
     for request_id, prompt in [("old", short), ("young", short), ("long", long), ("last", short)]:
         engine.add_request(request_id, sampling_params=GREEDY, prompt_token_ids=prompt)

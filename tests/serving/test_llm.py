@@ -245,6 +245,8 @@ def test_arguments_of_the_constructor() -> None:
         ("tensor_parallel_size", 1),
         ("enforce_eager", False),
         ("trust_remote_code", False),
+        ("kv_cache_dtype", "auto"),
+        ("kv_scales", None),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert LLMEngine.__doc__ is not None

@@ -32,6 +32,8 @@ def generate(args: argparse.Namespace) -> None:
         num_blocks=args.num_blocks,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kv_scales=args.kv_scales,
     )
     for i, prompt in enumerate(prompts):
         try:

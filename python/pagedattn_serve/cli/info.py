@@ -12,8 +12,8 @@ def info(args: argparse.Namespace) -> None:
     CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
     model = build_model(args.model, args.dtype)
     memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
-    block_bytes = block_bytes_of(model, args.block_size)
-    num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize)
+    block_bytes = block_bytes_of(model, args.block_size, args.kv_cache_dtype)
+    num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize, args.kv_cache_dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     for name, value in [
         ("model", args.model),

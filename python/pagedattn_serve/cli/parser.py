@@ -87,6 +87,12 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         help="for the cache: bytes, or 512MiB, 4GiB (default: 1GiB on the CPU, what is left on CUDA)",
     )
     cache.add_argument("--num-blocks", type=int, metavar="N", help="for the cache, in blocks of 16 tokens")
+    add_kv_cache_dtype(engine)
+    engine.add_argument(
+        "--kv-scales",
+        metavar="FILE",
+        help="JSON for fp8: [k_scale, v_scale], or a list of these by layer (default: the checkpoint's, else 1)",
+    )
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +105,16 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         type=size,
         metavar="SIZE",
         help="for the cache: bytes, or 512MiB, 4GiB (default: 1GiB, as on the CPU)",
+    )
+    add_kv_cache_dtype(parser)
+
+
+def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="auto (the model's), fp8, fp8_e4m3 or fp8_e5m2 (default: %(default)s)",
     )
 
 

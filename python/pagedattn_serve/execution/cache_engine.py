@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedattn_ext import allocate_kv_cache, ops
+from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
 from pagedattn_serve.models.metadata import KVCache
+
+FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class CacheEngine:
@@ -17,6 +19,8 @@ class CacheEngine:
     On CUDA, blocks are swapped on a stream of their own, layer after layer, while the model computes the layers before:
     whoever takes a layer's caches from `kv_caches` lets the current stream wait for the copies of that layer. On the
     CPU a swap has happened when the call returns.
+
+    kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
 
     Raises ValueError for head sizes above 256, MemoryError for a pool on the host that does not fit.
     """
@@ -31,17 +35,21 @@ class CacheEngine:
         dtype: torch.dtype,
         device: str,
         num_host_blocks: int = 0,
+        kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         head_size = padded_head_size(head_size, dtype)
         if head_size > 256:
             raise ValueError(f"head_size: expected at most 256, got {head_size}")
         on_cuda = torch.device(device).type == "cuda"
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.
-        caches: list[KVCache] = allocate_kv_cache(
-            num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers
-        )
+        pairs = allocate_kv_cache(num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers)
+        scales: Sequence[Sequence[float]] = kv_scales or [()] * num_layers
+        caches = [
+            KVCache(*pair, *(torch.tensor(scale, dtype=torch.float32) for scale in of_layer))
+            for pair, of_layer in zip(pairs, scales, strict=True)
+        ]
         try:
-            self.host_caches: list[KVCache] = allocate_kv_cache(
+            self.host_caches = allocate_kv_cache(
                 num_host_blocks,
                 num_kv_heads,
                 head_size,
@@ -75,9 +83,12 @@ class CacheEngine:
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every layer."""
-        key_caches = [key_cache for key_cache, _ in self.kv_caches]
-        value_caches = [value_cache for _, value_cache in self.kv_caches]
-        ops.copy_blocks(key_caches, value_caches, torch.tensor(blocks, dtype=torch.int64))
+        caches = list(self.kv_caches)
+        ops.copy_blocks(
+            [layer.key_cache for layer in caches],
+            [layer.value_cache for layer in caches],
+            torch.tensor(blocks, dtype=torch.int64),
+        )
 
     def _swap(self, blocks: list[tuple[int, int]], to_host: bool) -> None:
         if self._stream is None:
@@ -117,9 +128,9 @@ class PendingCaches(Sequence[KVCache]):
         return self.caches[layer]
 
 
-def swap_layer(caches: KVCache, host_caches: KVCache, mapping: Tensor, to_host: bool) -> None:
+def swap_layer(caches: KVCache, host_caches: tuple[Tensor, Tensor], mapping: Tensor, to_host: bool) -> None:
     """Copy blocks of one layer, keys and values, on the current stream. mapping: int64 [num_pairs, 2]."""
-    for cache, host_cache in zip(caches, host_caches, strict=True):
+    for cache, host_cache in zip((caches.key_cache, caches.value_cache), host_caches, strict=True):
         source, target = (cache, host_cache) if to_host else (host_cache, cache)
         ops.swap_blocks(source, target, mapping)
 
@@ -129,7 +140,10 @@ def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_si
     return 2 * num_layers * num_kv_heads * padded_head_size(head_size, dtype) * block_size * dtype.itemsize
 
 
-def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
-    """The next multiple of 16 bytes, in elements: what the cache's layout needs."""
-    x = 16 // dtype.itemsize
-    return -(-head_size // x) * x
+def choose_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """That of the cache of a model of `dtype`, which is what "auto" says. ValueError for an unknown name."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in FP8_DTYPES:
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(FP8_DTYPES)}, got {kv_cache_dtype}")
+    return FP8_DTYPES[kv_cache_dtype]

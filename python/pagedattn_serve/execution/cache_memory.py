@@ -5,7 +5,7 @@ import math
 import torch
 
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig, check_int
-from pagedattn_serve.execution.cache_engine import bytes_per_block
+from pagedattn_serve.execution.cache_engine import bytes_per_block, choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling_params import SamplingParams
@@ -25,30 +25,39 @@ def num_held_blocks(config: SchedulerConfig, block_size: int) -> int:
     return config.max_num_seqs * -(-config.max_model_len // block_size)
 
 
-def block_bytes_of(model: CausalLM, block_size: int) -> int:
+def block_bytes_of(model: CausalLM, block_size: int, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one block of the model's cache takes over all layers."""
-    return bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, model.dtype)
+    dtype = choose_cache_dtype(kv_cache_dtype, model.dtype)
+    return bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, dtype)
 
 
-def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int) -> int:
+def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int, kv_cache_dtype: str = "auto") -> int:
     """Blocks that fit in `memory` bytes, but not more than `at_most`. ValueError if there is room for none."""
     check_int("kv_cache_memory", memory, 1)
-    block_bytes = block_bytes_of(model, block_size)
+    block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
     if memory < block_bytes:
         raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
     return min(memory // block_bytes, at_most)
 
 
-def choose_num_host_blocks(model: CausalLM, swap_space: float, block_size: int, config: SchedulerConfig) -> int:
+def choose_num_host_blocks(
+    model: CausalLM, swap_space: float, block_size: int, config: SchedulerConfig, kv_cache_dtype: str = "auto"
+) -> int:
     """Blocks that fit in `swap_space` GiB, but not more than could be swapped out at once.
 
     Nothing is admitted while a sequence is swapped out, so these are of the sequences that ran together before.
     """
-    return min(int(swap_space * (1 << 30)) // block_bytes_of(model, block_size), num_held_blocks(config, block_size))
+    num_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
+    return min(num_blocks, num_held_blocks(config, block_size))
 
 
 def cuda_memory(
-    model: CausalLM, config: SchedulerConfig, block_size: int, device: str, gpu_memory_utilization: float
+    model: CausalLM,
+    config: SchedulerConfig,
+    block_size: int,
+    device: str,
+    gpu_memory_utilization: float,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Bytes that the cache may take: the share of the device, less all that the largest step takes beside it.
 
@@ -57,9 +66,10 @@ def cuda_memory(
     torch.cuda.reset_peak_memory_stats(device)
     batch = largest_batch(config, block_size)
     num_blocks = max(max(scheduled.block_table) for scheduled in batch.sequences) + 1
-    runner = ModelRunner(model, config, CacheConfig(num_blocks=num_blocks, block_size=block_size), device, seed=0)
+    cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+    runner = ModelRunner(model, config, cache_config, device, seed=0)
     runner.execute(batch)
-    own_cache = num_blocks * block_bytes_of(model, block_size)
+    own_cache = num_blocks * block_bytes_of(model, block_size, kv_cache_dtype)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     needed = torch.cuda.max_memory_allocated(device) - own_cache + used_by_others

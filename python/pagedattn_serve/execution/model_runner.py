@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
-from pagedattn_serve.execution.cache_engine import CacheEngine
+from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM
@@ -36,9 +36,10 @@ class ModelRunner:
             model.num_kv_heads,
             model.head_size,
             self.block_size,
-            model.dtype,
+            choose_cache_dtype(cache_config.kv_cache_dtype, model.dtype),
             device,
             cache_config.num_host_blocks,
+            cache_config.kv_scales,
         )
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
         self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)

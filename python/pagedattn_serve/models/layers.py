@@ -31,11 +31,11 @@ def attention(
     alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
     Returns [num_tokens, num_heads * head_size], with the head size of the values.
     """
-    key_cache, value_cache = kv_cache
+    key_cache, value_cache, k_scale, v_scale = kv_cache
     padded_size, value_size = value_cache.shape[2], value.shape[-1]
     if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
         query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
-    ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+    ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
     out, _ = ops.paged_attention(
         query,
         key_cache,
@@ -48,6 +48,8 @@ def attention(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return out[..., :value_size].flatten(1)
 

@@ -19,6 +19,7 @@ from pagedattn_serve.checkpoint import model_directory, read_json
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
+from pagedattn_serve.models.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
@@ -88,8 +89,11 @@ def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") ->
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     config = read_config(model_directory(path) / "config.json")
     architecture = (config.architectures or ["none"])[0]
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("quantization_config: expected none, as quantized weights are not supported")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        if not is_for_cache_alone(quantization):
+            raise ValueError("quantization_config: expected none, as quantized weights are not supported")
+        del config.quantization_config  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     with torch.device("meta"):
         return NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
@@ -111,6 +115,40 @@ def read_config(file: Path) -> Any:
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 
 
+def is_for_cache_alone(quantization: Any) -> bool:
+    """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
+    return (
+        isinstance(quantization, dict)
+        and bool(quantization.get("kv_cache_scheme"))
+        and not quantization.get("config_groups")
+    )
+
+
+def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:
+    """Scales for an fp8 cache: those that are given, else those of the checkpoint, else None for 1, with a warning.
+
+    given: what `given_scales` takes, or None. Raises as that does, and ValueError beside kv_cache_dtype "auto".
+    """
+    if kv_cache_dtype == "auto":
+        if given is not None:
+            raise ValueError("kv_scales: expected None with kv_cache_dtype auto, which scales nothing")
+        return None
+    if given is not None:
+        return given_scales(given, num_layers)
+    with ExitStack() as open_files:
+        tensors = open_checkpoint(directory, open_files)
+        scales = scales_in_checkpoint(
+            ((name, read()) for name, read in tensors.items() if is_kv_scale(name)), num_layers
+        )
+    if scales is None:
+        logger.warning(
+            "kv_cache_dtype=%s: keys and values are not scaled, as neither the checkpoint nor kv_scales says how; "
+            "calibrate_kv_scales finds scales",
+            kv_cache_dtype,
+        )
+    return scales
+
+
 def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
@@ -125,7 +163,7 @@ def load_weights(model: NativeCausalLM, directory: Path, device: str) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors."""
     with ExitStack() as open_files:
         tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
-        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS)}
+        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS) and not is_kv_scale(name)}
         problems: list[str] = []
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
         # No bar where nobody looks: disable=None is "unless on a terminal".

@@ -1,10 +1,21 @@
 """What attention needs of the scheduled batch, made by the runner and read by the layers; and the cache of a layer."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-KVCache = tuple[Tensor, Tensor]  # key_cache and value_cache of one layer
+
+class KVCache(NamedTuple):
+    """The cache of one layer; the layout is that of `pagedattn_ext.ops`.
+
+    k_scale, v_scale: of an fp8 cache, which holds numbers divided by them; fp32, one element. None is 1.
+    """
+
+    key_cache: Tensor
+    value_cache: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @dataclass(slots=True)

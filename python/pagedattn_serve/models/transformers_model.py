@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from pagedattn_ext import allocate_kv_cache
+from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
@@ -46,6 +46,7 @@ class TransformersCausalLM(CausalLM):
         self.runs = f"through transformers {transformers.__version__}"
         self.architecture = (config.architectures or ["none"])[0]
         self.dtype = dtype
+        self.config = config
         try:
             text_config = config.get_text_config()
             self.model = build(config, dtype)
@@ -62,7 +63,7 @@ class TransformersCausalLM(CausalLM):
 
     def load_weights(self, directory: Path, device: str) -> None:
         """Replace the model by that of the checkpoint, on `device`."""
-        self.model = load(type(self.model), directory, self.dtype).to(device).eval()
+        self.model = load(type(self.model), directory, self.config, self.dtype).to(device).eval()
         give_to_layers(self.model, self.step)
         try:
             difference = self.compare()
@@ -95,10 +96,13 @@ class TransformersCausalLM(CausalLM):
         Of a quarter of the rows it may be larger: where two experts are as likely, rounding decides between them.
         """
         block_size, device = 8, self.model.device
-        head_size = -(-self.head_size // 8) * 8  # 16 bytes of a half, 32 of a float
-        kv_caches = allocate_kv_cache(
-            4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
-        )
+        head_size = padded_head_size(self.head_size, self.dtype)
+        kv_caches = [
+            KVCache(key_cache, value_cache)
+            for key_cache, value_cache in allocate_kv_cache(
+                4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
+            )
+        ]
         sequences = [(torch.arange(n, device=device) * 7 + n) % min(self.vocab_size, 1000) for n in (11, 6)]
         expected = self.alone(sequences)
         differences = []
@@ -189,11 +193,12 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def load(model_class: type[PreTrainedModel], directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load(model_class: type[PreTrainedModel], directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model with the weights of the checkpoint, as transformers reads it; it logs what it does not use."""
     try:
         model, report = model_class.from_pretrained(
             directory,
+            config=config,
             dtype=dtype,
             attn_implementation=PAGED,
             local_files_only=True,

@@ -19,6 +19,7 @@ from torch import Tensor
 from pagedattn_ext import allocate_kv_cache, ops
 from pagedattn_serve.execution import cache_engine
 from pagedattn_serve.execution.cache_engine import CacheEngine
+from pagedattn_serve.models.metadata import KVCache
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 6, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -36,7 +37,7 @@ def make_engine(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Cach
 def tensors(engine: CacheEngine) -> list[Tensor]:
     """All caches, those of the device first; on the made-up device without a wait."""
     on_device = getattr(engine.kv_caches, "caches", engine.kv_caches)
-    return [cache for caches in (*on_device, *engine.host_caches) for cache in caches]
+    return [cache for caches in (*on_device, *engine.host_caches) for cache in caches[:2]]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -188,9 +189,9 @@ def made_up_cuda() -> Iterator[Cuda]:
         yield cuda
 
 
-def compute(caches: tuple[Tensor, Tensor], read: int, written: int, value: int, seen: list[float]) -> None:
+def compute(caches: KVCache, read: int, written: int, value: int, seen: list[float]) -> None:
     """What a layer does to its caches."""
-    for cache in caches:
+    for cache in caches[:2]:
         seen.append(cache[read].sum().item())
         cache[written] = value
 

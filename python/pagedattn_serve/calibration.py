@@ -1,0 +1,85 @@
+"""Scales for an fp8 cache: of the largest keys and values that a model has on a few prompts."""
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import ops
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.execution.cache_engine import choose_cache_dtype
+from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.models.metadata import AttentionMetadata
+from pagedattn_serve.prompts import Prompt, split_prompts
+from pagedattn_serve.sampling_params import SamplingParams
+
+CHUNK_SIZE = 512  # tokens of a step
+
+
+@torch.inference_mode()
+def calibrate_kv_scales(
+    model: str | PathLike[str],
+    prompts: Sequence[Prompt],
+    kv_cache_dtype: str = "fp8",
+    tokenizer: str | PathLike[str] | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+) -> list[tuple[float, float]]:
+    """(k_scale, v_scale) of each layer, as `kv_scales` of `LLM` and a JSON file take them.
+
+    Runs the prompts, as `LLM.generate` takes them, with a cache in the model's dtype. The largest key and value of each
+    layer become the largest numbers of `kv_cache_dtype`. What is larger later on is cut off there.
+
+    Raises ValueError without prompts, and for keys or values that are not finite; else as `LLM` and its `generate`.
+    """
+    fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
+    if fp8 == torch.float32:
+        raise ValueError(f"kv_cache_dtype: expected fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype}")
+    engine = LLMEngine(model, tokenizer=tokenizer, dtype=dtype, device=device, max_num_seqs=1)
+    all_token_ids = [check_prompt(engine, prompt) for prompt in split_prompts(prompts)]
+    if not all_token_ids:
+        raise ValueError("prompts: expected at least one, got none")
+    runner = engine.model_runner
+    caches = runner.cache_engine.kv_caches
+    largest = torch.zeros(len(caches), 2)
+    for token_ids in all_token_ids:
+        for _ in run_alone(runner, token_ids, CHUNK_SIZE, logits=False):
+            pass
+        slots = torch.arange(len(token_ids), device=runner.device)
+        for layer, cache in enumerate(caches):
+            key, value = ops.gather_cached_kv(cache.key_cache, cache.value_cache, slots)
+            absolute = torch.stack([key.abs().max(), value.abs().max()]).float().cpu()
+            largest[layer] = torch.maximum(largest[layer], absolute)
+    if not largest.isfinite().all():
+        layer = int((~largest.isfinite()).any(dim=1).nonzero()[0])
+        raise ValueError(f"prompts: expected finite keys and values, got NaN or infinity in layer {layer}")
+    scales = torch.where(largest > 0, largest / torch.finfo(fp8).max, 1.0)
+    return [(k_scale, v_scale) for k_scale, v_scale in scales.tolist()]
+
+
+def check_prompt(engine: LLMEngine, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt that the engine takes."""
+    engine.add_request("calibration", prompt, SamplingParams(max_tokens=1))
+    output = engine.abort_request("calibration")
+    assert output is not None
+    return output.prompt_token_ids
+
+
+def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:
+    """A sequence through the model in chunks, in the first blocks of a cache that nobody else uses.
+
+    Yields the logits of all its tokens, [num_tokens of the chunk, vocab_size]; without `logits`, none of them.
+    """
+    for begin in range(0, len(token_ids), chunk_size):
+        positions = torch.arange(begin, min(begin + chunk_size, len(token_ids)), device=runner.device)
+        num_tokens = len(positions)
+        metadata = AttentionMetadata(
+            slot_mapping=positions,
+            block_tables=torch.arange(-(-len(token_ids) // runner.block_size), device=runner.device)[None].int(),
+            seq_lens=torch.tensor([begin + num_tokens], dtype=torch.int32, device=runner.device),
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device),
+            sampling_rows=torch.arange(num_tokens if logits else 0, device=runner.device),
+        )
+        tokens = torch.tensor(token_ids[begin : begin + num_tokens], device=runner.device)
+        yield runner.model(tokens, positions, runner.cache_engine.kv_caches, metadata)

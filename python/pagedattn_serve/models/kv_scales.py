@@ -1,0 +1,102 @@
+"""Scales of fp8 caches, (k_scale, v_scale) of each layer: as checkpoints name them, and as users give them."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KVScales = tuple[tuple[float, float], ...]
+GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
+
+# What is found: k_scale and v_scale of the attention (compressed-tensors); output_scale of the two projections (its
+# first versions, and Quark); k_scale and v_scale within projections (ModelOpt); kv_scale, one for both (AutoFP8).
+SCALE_NAME = re.compile(
+    r"\.(\d+)\..*?(?:attn|attention)\."
+    r"(?:(?:(?:attn|qkv_proj)\.)?([kv])_scale|([kv])_proj\.output_scale|([kv])_proj\.[kv]_scale|(kv)_scale)$"
+)
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a checkpoint's tensor is such a scale."""
+    return SCALE_NAME.search(name) is not None
+
+
+def scales_in_checkpoint(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> KVScales | None:
+    """Those among a checkpoint's tensors; None if there are none. ValueError if some are missing or not one number."""
+    found: dict[tuple[int, str], float] = {}
+    for name, tensor in tensors:
+        if match := SCALE_NAME.search(name):
+            if tensor.numel() != 1:
+                raise ValueError(
+                    f"kv_scales: expected one number in {name} of the checkpoint, got {list(tensor.shape)}"
+                )
+            for letter in "".join(filter(None, match.groups()[1:])):
+                found[int(match[1]), letter] = float(tensor)
+    if not found:
+        return None
+    wanted = [(layer, letter) for layer in range(num_layers) for letter in "kv"]
+    if missing := [f"{letter}_scale of layer {layer}" for layer, letter in wanted if (layer, letter) not in found]:
+        raise ValueError(
+            f"kv_scales: expected two for each of {num_layers} layers in the checkpoint, but {missing[0]} is missing"
+        )
+    return check_scales([(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)], num_layers)
+
+
+def given_scales(kv_scales: Any, num_layers: int) -> KVScales:
+    """What a user gives: a pair for all layers, a list of one a layer, or a JSON file with either.
+
+    The file may also be what vLLM's quantization_param_path took: {"kv_cache": {"scaling_factor": {"0": {layer:
+    scale}}}}, with one scale for keys and values.
+
+    Raises ValueError for another number of layers and for a scale that is not positive and finite in fp32, TypeError
+    for anything else, FileNotFoundError.
+    """
+    if isinstance(kv_scales, str | PathLike):
+        file = Path(kv_scales).expanduser()
+        try:
+            kv_scales = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"kv_scales: expected JSON in {file}, got {error}") from None
+        if isinstance(kv_scales, dict):
+            kv_scales = scales_of_vllm(kv_scales, file)
+    if is_pair(kv_scales):
+        kv_scales = [kv_scales] * num_layers
+    return check_scales(kv_scales, num_layers)
+
+
+def scales_of_vllm(content: dict[str, Any], file: Path) -> list[tuple[Any, Any]]:
+    try:
+        [of_layers] = content["kv_cache"]["scaling_factor"].values()  # of one process
+        return [(of_layers[str(layer)],) * 2 for layer in range(len(of_layers))]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"kv_scales: expected kv_cache.scaling_factor.0 with a number a layer in {file}") from None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
+def check_scales(kv_scales: Any, num_layers: int) -> KVScales:
+    if not isinstance(kv_scales, list | tuple) or not all(map(is_pair, kv_scales)):
+        raise TypeError(
+            f"kv_scales: expected a pair of numbers (k_scale, v_scale), a list of one a layer, or a JSON file, "
+            f"got {kv_scales!r:.80}"
+        )
+    if len(kv_scales) != num_layers:
+        raise ValueError(f"kv_scales: expected a pair for each of {num_layers} layers, got {len(kv_scales)}")
+    for layer, pair in enumerate(kv_scales):
+        for scale in pair:
+            rounded = torch.tensor(float(scale), dtype=torch.float32).item()  # what the ops take
+            if not (rounded > 0 and math.isfinite(rounded)):
+                raise ValueError(f"kv_scales: expected positive and finite numbers, got {scale} in layer {layer}")
+    return tuple((float(k_scale), float(v_scale)) for k_scale, v_scale in kv_scales)
