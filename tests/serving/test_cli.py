@@ -182,12 +182,16 @@ def test_engine_options(capsys: pytest.CaptureFixture[str], speaker_path: str, t
     """The model stops by itself; with `--ignore-eos` it goes to the length. Its tokenizer may lie elsewhere."""
     model = tmp_path / "model"
     shutil.copytree(speaker_path, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    scales = tmp_path / "scales.json"
+    scales.write_text("[0.5, 0.25]")
+    fp8 = ["--kv-cache-dtype", "fp8", "--kv-scales", str(scales)]
     arguments = ["generate", str(model), "--tokenizer", text_model, "--prompt", "the cat", "--json"]
     for options, finish_reason, num_tokens in [
         (["--num-blocks", "7"], "stop", None),
         (["--ignore-eos", "--max-model-len", "100", "--max-num-seqs", "1"], "length", 98),
         (["--ignore-eos", "--num-blocks", "4"], "length", 62),  # all that the cache holds
         (["--ignore-eos", "--kv-cache-memory", f"{4 * 16 * 2 * 128 * 4 / 1024}KiB"], "length", 62),
+        (["--ignore-eos", "--kv-cache-memory", f"{4 * 16 * 2 * 128 / 1024}KiB", *fp8], "length", 62),
     ]:
         assert main([*arguments, "--max-tokens", "200", *options]) == 0
         line = json.loads(capsys.readouterr().out)
@@ -332,6 +336,10 @@ def test_info_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["dtype"] == "float32" and shown["parameters"] == f"{count:,} ({4 * count:,} bytes)"
     assert shown["cache"] == "4,096 bytes per token, 262,144 per block of 64"
     assert shown["that fit"] == "3 blocks (192 tokens) in 1,000,000 bytes"
+    shown = info(capsys, DEMO_MODEL, *options, "--kv-cache-dtype", "fp8")
+    assert shown["dtype"] == "float32"
+    assert shown["cache"] == "1,024 bytes per token, 65,536 per block of 64"
+    assert shown["that fit"] == "15 blocks (960 tokens) in 1,000,000 bytes"
 
 
 @pytest.mark.parametrize(
@@ -394,6 +402,7 @@ def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], llama: Checkp
         (["--block-size", "0"], "block_size: expected an int in [8, 256], got 0"),
         (["--block-size", "24"], "block_size: expected a power of two, got 24"),
         (["--kv-cache-memory", "1"], "kv_cache_memory: expected at least one block, 32768 bytes, got 1"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, got int4"),
         (["--kv-cache-memory", "-5"], "kv_cache_memory: expected an int >= 1, got -5"),
     ],
 )

@@ -40,6 +40,8 @@ def test_blocks_that_fit(llama: Checkpoint, dtype: str, block_size: int) -> None
     assert choose_num_blocks(model, 7 * block_bytes, block_size, PLENTY) == 7
     with pytest.raises(ValueError, match=f"kv_cache_memory: .*one block, {block_bytes} bytes, got {block_bytes - 1}"):
         choose_num_blocks(model, block_bytes - 1, block_size, PLENTY)
+    for kv_cache_dtype in ("fp8", "fp8_e5m2"):  # 32 numbers a head, whatever the model's dtype
+        assert choose_num_blocks(model, 7 * 2 * 2 * 2 * 32 * block_size, block_size, PLENTY, kv_cache_dtype) == 7
 
 
 @pytest.mark.parametrize("at_most", [1, 2, 10])
@@ -66,6 +68,7 @@ def test_host_blocks(llama: Checkpoint) -> None:
     config = SchedulerConfig(max_num_seqs=3, max_model_len=33)
     assert choose_num_host_blocks(model, 0, 16, config) == 0
     assert choose_num_host_blocks(model, 7.5 * block_bytes / 2**30, 16, config) == 7
+    assert choose_num_host_blocks(model, 7.5 * block_bytes / 2**30, 16, config, "fp8") == 9  # 32 bytes a head, not 80
     assert choose_num_host_blocks(model, 4, 16, config) == 3 * 3  # what three sequences hold
 
 
@@ -148,6 +151,8 @@ def test_what_a_device_leaves(made_up_device: None, model: CausalLM, block_size:
     for share in (0.9, 1.0, 0.41):
         left = cuda_memory(model, CONFIG, block_size, "cpu", share)
         assert left == int(TOTAL * share) - OF_OTHERS - (PEAK - of_step)
+    of_step = 4 * 64 * 2 * 2 * 2 * 32
+    assert cuda_memory(model, CONFIG, block_size, "cpu", 1.0, "fp8") == TOTAL - OF_OTHERS - (PEAK - of_step)
 
 
 def test_nothing_left(made_up_device: None, model: CausalLM) -> None:
