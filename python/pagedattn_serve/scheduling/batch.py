@@ -26,7 +26,7 @@ class ScheduledSequence:
 class ScheduledBatch:
     """One step of the model.
 
-    sequences: what to run, those of a group one after the other, decodes before prefills.
+    sequences: what to run, those of a group one after the other and in its order.
     blocks_to_swap_out: (device block, host block) pairs to copy first of all;
     blocks_to_swap_in: then these, (host block, device block);
     blocks_to_copy: then these, (src, dst) within the cache, in this order (copy-on-write).

@@ -168,7 +168,8 @@ class Scheduler:
         """Preempt the last of those that run while one that comes before it waits for its place or its blocks."""
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             group = self.waiting[0]
-            if self._has_place(group) and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
+            has_place = group.max_num_sequences <= self._num_places()
+            if has_place and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
                 break
             self._preempt_last(batch)
 
@@ -199,9 +200,10 @@ class Scheduler:
         return budget
 
     def _swap_in(self, batch: ScheduledBatch, budget: int) -> int:
-        while self.swapped and not (self.waiting and self.waiting[0].order < self.swapped[0].order):
+        num_places = self._num_places() if self.swapped else 0
+        while self.swapped and budget > 0 and not (self.waiting and self.waiting[0].order < self.swapped[0].order):
             group = self.swapped[0]
-            if not self._has_place(group) or (not group.in_prefill and len(group.sequences) > budget):
+            if group.max_num_sequences > num_places or (not group.in_prefill and len(group.sequences) > budget):
                 break
             pairs = self.block_manager.swap_in(group.sequences, keep_watermark=bool(self.running))
             if pairs is None:
@@ -210,6 +212,7 @@ class Scheduler:
                 break
             batch.blocks_to_swap_in += pairs
             self._move(group, SequenceStatus.RUNNING)
+            num_places -= group.max_num_sequences
             if group.in_prefill:
                 budget = self._add_prefill(batch, group, budget)
             else:
@@ -220,9 +223,10 @@ class Scheduler:
         return budget
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+        num_places = self._num_places() if self.waiting else 0
         while self.waiting and budget > 0 and not (self.swapped and self.swapped[0].order < self.waiting[0].order):
             group = self.waiting[0]
-            if not self._has_place(group):
+            if group.max_num_sequences > num_places:
                 break
             # Alone it may use the reserve as well: nobody else runs who could need it.
             if not self.block_manager.allocate(group.sequences, keep_watermark=bool(self.running)):
@@ -233,6 +237,7 @@ class Scheduler:
                 self.num_looked_up_tokens += group.sequences[0].num_tokens
                 self.num_found_tokens += group.sequences[0].num_computed_tokens
             self._move(group, SequenceStatus.RUNNING)
+            num_places -= group.max_num_sequences
             budget = self._add_prefill(batch, group, budget)
 
     def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
@@ -278,12 +283,12 @@ class Scheduler:
         if first < last and manager.prefix_caching:
             manager.publish(sequence, first, last)
 
-    def _has_place(self, group: SequenceGroup) -> bool:
-        """Whether its sequences may run beside those that do."""
+    def _num_places(self) -> int:
+        """How many sequences may run beside those that do."""
         limit = self.config.max_num_seqs
         if len(self.running) >= limit:
-            return False
-        return sum(each.max_num_sequences for each in self.running) + group.max_num_sequences <= limit
+            return 0
+        return limit - sum(group.max_num_sequences for group in self.running)
 
     def _preempt_last(self, batch: ScheduledBatch) -> None:
         """Take the last running group's blocks. Its output stays."""

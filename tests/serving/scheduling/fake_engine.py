@@ -61,12 +61,17 @@ class FakeEngine:
         n: int = 1,
         *,
         use_beam_search: bool = False,
+        prompt_logprobs: int | None = None,
         priority: int = 0,
     ) -> SequenceGroup:
         """A request of a prompt, or of one of so many tokens."""
         token_ids = self.new_tokens(prompt) if isinstance(prompt, int) else prompt
         params = SamplingParams(
-            max_tokens=max_tokens, n=n, use_beam_search=use_beam_search, temperature=0.0 if use_beam_search else 1.0
+            max_tokens=max_tokens,
+            n=n,
+            use_beam_search=use_beam_search,
+            temperature=0.0 if use_beam_search else 1.0,
+            prompt_logprobs=prompt_logprobs,
         )
         arrival = len(self.groups)
         group = SequenceGroup(f"request {arrival}", token_ids, params, float(arrival), priority)
@@ -75,8 +80,10 @@ class FakeEngine:
         return group
 
     def step(self) -> ScheduledBatch:
+        ran_before = set(self.scheduler.running)
         batch = self.scheduler.schedule()
         self.check_batch(batch)
+        self._check_let_in([group for group in self.scheduler.running if group not in ran_before], batch)
         self._run(batch)
         num_used_blocks = self.manager.num_used_blocks
         self.scheduler.mark_computed(batch)
@@ -143,6 +150,15 @@ class FakeEngine:
             self.cache.write(scheduled.block_table, start, self.values(scheduled.sequence)[start:end])
         for scheduled, end in zip(batch.sequences, ends, strict=True):  # after all writes, as in each layer of a model
             assert self.cache.read(scheduled.block_table, end) == self.values(scheduled.sequence)[:end]
+            self._add_prompt_logprobs(scheduled.sequence, end)
+
+    def _add_prompt_logprobs(self, sequence: Sequence, end: int) -> None:
+        """Each row says how likely the prompt's next token was; no row may be left out where that is asked for."""
+        if sequence.needs_prompt_logits:
+            logprobs = sequence.prompt_logprobs
+            assert sequence.num_computed_tokens < len(logprobs)
+            logprobs += [{}] * (min(end + 1, len(sequence.prompt_token_ids)) - len(logprobs))
+            self.num_times["prompt logprobs"] += 1
 
     def _sample(self, batch: ScheduledBatch) -> None:
         num_samples: Counter[str] = Counter()
@@ -257,6 +273,11 @@ class FakeEngine:
         if queue and queue[0] in scheduler.waiting and budget and not batch.preempted and not batch.outgrown:
             has_place = queue[0].max_num_sequences <= num_places
             assert not (has_place and self.manager.can_allocate(queue[0].sequences, keep_watermark=True))
+
+    def _check_let_in(self, groups: list[SequenceGroup], batch: ScheduledBatch) -> None:
+        """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though."""
+        ran = {scheduled.sequence for scheduled in batch.sequences}
+        assert all(ran.intersection(group.sequences) or len(group.sequences) > 1 for group in groups)
 
     def _check_copies(self, batch: ScheduledBatch) -> None:
         """Each target is written once, and is no source of what is copied at the same time or later."""

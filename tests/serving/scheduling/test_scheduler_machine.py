@@ -57,19 +57,30 @@ class RandomLoad:
         max_len = self.engine.scheduler.config.max_model_len - 1
         return (self._beginnings[beginning][:num_shared] + self.engine.new_tokens(num_own))[:max_len]
 
-    def add(self, prompt: list[int], max_tokens: int, n: int, use_beam_search: bool, priority: int) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        use_beam_search: bool,
+        prompt_logprobs: int | None,
+        priority: int,
+    ) -> None:
         """Refused if it is too wide for this scheduler, with nothing changed."""
         scheduler = self.engine.scheduler
         config = scheduler.config
-        use_beam_search = use_beam_search and n > 1
-        priority = priority if config.policy == "priority" else 0
+        options = {
+            "use_beam_search": use_beam_search and n > 1,
+            "prompt_logprobs": prompt_logprobs,
+            "priority": priority if config.policy == "priority" else 0,
+        }
         num_shared = (len(prompt) - 1) // BLOCK_SIZE
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, scheduler.block_manager.num_blocks - num_shared)
         if n > limit:
             with pytest.raises(ValueError, match=r"^n: expected at most"):
-                self.engine.add(prompt, max_tokens, n, use_beam_search=use_beam_search, priority=priority)
+                self.engine.add(prompt, max_tokens, n, **options)
         else:
-            self.engine.add(prompt, max_tokens, n, use_beam_search=use_beam_search, priority=priority)
+            self.engine.add(prompt, max_tokens, n, **options)
 
     def abort(self, index: int) -> None:
         for group in self.engine.unfinished[index : index + 1]:
@@ -113,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         n=st.sampled_from([1, 1, 2, 3, 4, 6]),
         use_beam_search=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.integers(-1, 1),
     )
     def add(self, beginning: int, num_shared: int, num_own: int, **others: Any) -> None:
@@ -172,7 +184,14 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
                 num_own = random.choice([0, 0, 1, random.randint(1, 20)])
                 prompt = load.prompt(random.randint(0, 1), random.randint(1, 30), num_own)
                 n = random.choice([1, random.choice([1, 2, 3, 4, 6])])
-                load.add(prompt, random.randint(1, 60), n, random.random() < 0.4, random.randint(-1, 1))
+                load.add(
+                    prompt,
+                    random.randint(1, 60),
+                    n,
+                    random.random() < 0.4,
+                    random.choice([None] * 5 + [0]),
+                    random.randint(-1, 1),
+                )
             case "abort":
                 load.abort(random.randint(0, 9))
             case "pin":
@@ -199,5 +218,6 @@ def test_random_load_meets_everything() -> None:
         "swapped in",
         "outgrown",
         "pinned",
+        "prompt logprobs",
     ):
         assert num_times[what] > 0, what
