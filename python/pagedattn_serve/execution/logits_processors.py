@@ -59,9 +59,9 @@ def _checked(result: object, logits: Tensor) -> Tensor:
 def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> None:
     if allowed:
         places = _to_device(_places(logits, allowed), logits)
-        kept = logits.view(-1)[places]
-        logits[_to_device(np.fromiter(allowed, np.int64), logits)] = -torch.inf
-        logits.view(-1)[places] = kept
+        kept = logits.view(-1).index_select(0, places)
+        logits.index_fill_(0, _to_device(np.fromiter(allowed, np.int64), logits), -torch.inf)
+        logits.view(-1).scatter_(0, places, kept)
 
 
 def _kept_out(row: SamplingRow) -> Iterator[int]:
@@ -86,14 +86,14 @@ def _keep_out(logits: Tensor, token_ids: dict[int, list[int]]) -> None:
     # A tokenizer may have tokens that the model does not.
     token_ids = {i: [each for each in ids if each < logits.shape[1]] for i, ids in token_ids.items()}
     if any(token_ids.values()):
-        logits.view(-1)[_to_device(_places(logits, token_ids), logits)] = -torch.inf
+        logits.view(-1).index_fill_(0, _to_device(_places(logits, token_ids), logits), -torch.inf)
 
 
 def _add_bias(logits: Tensor, biases: dict[int, tuple[tuple[int, float], ...]]) -> None:
     if biases:
         places = _places(logits, {i: [token_id for token_id, _ in bias] for i, bias in biases.items()})
         values = np.array([value for bias in biases.values() for _, value in bias], np.float32)
-        logits.view(-1)[_to_device(places, logits)] += _to_device(values, logits)
+        logits.view(-1).index_add_(0, _to_device(places, logits), _to_device(values, logits))
 
 
 def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
@@ -103,9 +103,9 @@ def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
         penalties = [row.params.repetition_penalty for row in rows.values()]
         places = _to_device(_places(logits, tokens), logits)
         penalty = _to_device(np.repeat(np.array(penalties, np.float32), list(map(len, tokens.values()))), logits)
-        values = logits.view(-1)[places]
+        values = logits.view(-1).index_select(0, places)
         # A token that is there twice is written twice, the same each time.
-        logits.view(-1)[places] = torch.where(values < 0, values * penalty, values / penalty)
+        logits.view(-1).scatter_(0, places, torch.where(values < 0, values * penalty, values / penalty))
 
 
 def _penalise_counts(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
@@ -120,8 +120,9 @@ def _penalise_counts(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
         ]
         frequency, presence = of_row[:, flat // logits.shape[1]]
         places = _to_device(flat, logits)
-        values = logits.view(-1)[places] - _to_device(frequency * counts.astype(np.float32), logits)
-        logits.view(-1)[places] = values - _to_device(presence, logits)
+        values = logits.view(-1).index_select(0, places)
+        values = values - _to_device(frequency * counts.astype(np.float32), logits) - _to_device(presence, logits)
+        logits.view(-1).scatter_(0, places, values)
 
 
 def _places(logits: Tensor, token_ids: Mapping[int, Collection[int]]) -> np.ndarray:
