@@ -1,5 +1,6 @@
 """The engine: what the parameters of a request make of its tokens and its text, and the logprobs of its prompt."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -241,3 +242,20 @@ def test_prompt_logprobs_are_the_caller_s_own_and_have_texts(engine: LLMEngine) 
         assert entries is not None and entries[token_id].decoded_token == engine.tokenizer.decode([token_id])
     [one_token] = run(engine, [[5]], params)
     assert one_token.prompt_logprobs == [None]
+
+
+# --- several sequences ---
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), SMALL, SMALL | dict(preemption_mode="swap")], ids=["large", "small", "swap"]
+)
+def test_sequences_of_a_seeded_request_repeat_and_differ(llama: Checkpoint, options: dict[str, Any]) -> None:
+    """The first is what the request gives alone; whatever is in the batch and whatever is preempted."""
+    params = SamplingParams(n=3, seed=7, max_tokens=12, repetition_penalty=1.1, frequency_penalty=0.1)
+    alone = run(LLMEngine(llama.path), llama.prompts[2:3], dataclasses.replace(params, n=1))
+    [first] = token_ids(alone)
+    outputs = run(LLMEngine(llama.path, **options), llama.prompts[2:6] + llama.prompts[2:3], params)
+    sequences = [[completion.token_ids for completion in output.outputs] for output in outputs]
+    assert sequences[0] == sequences[-1] and sequences[0][0] == first
+    assert len({tuple(ids) for ids in sequences[0]}) == 3

@@ -55,9 +55,10 @@ class Sampler:
         self._request_generator = torch.Generator(device)
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> SamplerOutput:
-        """logits: [num_rows, vocab_size], contiguous, on the sampler's device. Those of rows with penalties, biases or
-        masks are changed in place. Ties go to the lower token id where greedy."""
-        logits = logits.float()  # once: on a CPU, argmax and log_softmax of half precision take four times as long
+        """logits: [num_rows, vocab_size], on the sampler's device. Those of rows with penalties, biases or masks may be
+        changed in place. Ties go to the lower token id where greedy."""
+        # Once: on a CPU, argmax and log_softmax of half precision take four times as long.
+        logits = logits.float().contiguous()
         logprobs = logits.log_softmax(dim=-1)
         output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
         searching, changed, reporting = [], [], []

@@ -751,3 +751,16 @@ def test_rows_that_do_not_ask_are_not_touched_by_those_that_do() -> None:
     assert sizes and max(sizes) < 10
     assert torch.equal(logits[0::2], before[0::2])
     assert set((logits[1] != before[1]).nonzero()[:, 0].tolist()) == {1, 2, 3, 4, 7, 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_any_layout(dtype: torch.dtype) -> None:
+    """Rows that are one in memory, a part of wider ones, or columns."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = [row_of(SamplingParams(temperature=0, logit_bias={i: 3.0}, logprobs=2)) for i in range(4)]
+    same = logits[:1].repeat(4, 1)
+    assert Sampler(0).sample(logits[:1].expand(4, 9), rows) == Sampler(0).sample(same, rows)
+    wider = torch.cat((logits, logits), dim=1)
+    expected = Sampler(0).sample(logits.clone(), rows)
+    for strided in (wider[:, :9], logits.t().contiguous().t()):
+        assert Sampler(0).sample(strided, rows) == expected
