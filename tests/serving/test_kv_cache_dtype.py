@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedattn_ext import ops
-from pagedattn_serve.calibration import run_alone
+from pagedattn_serve.calibration import calibrate_kv_scales, run_alone
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.models import layers
+from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -71,6 +72,31 @@ def test_numbers_are_scaled_by_layer(path: str, kv_cache_dtype: str, monkeypatch
     expected = logits(in_fp32)
     difference = (actual - expected).norm() / expected.norm()
     assert difference < 1e-3 < 0.05 < (exact - expected).norm() / expected.norm()
+
+
+@pytest.mark.parametrize(("of_keys", "of_values"), [(2.0**12, 1.0), (1.0, 2.0**-14)])
+def test_calibration_saves_what_scale_1_loses(
+    llama: Checkpoint, tmp_path: Path, of_keys: float, of_values: float
+) -> None:
+    """Keys beyond the largest number, or values below the least, of a model that computes the same: so does fp8."""
+    model = make_model("llama-gqa")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= of_keys
+            layer.self_attn.q_proj.weight /= of_keys
+            layer.self_attn.v_proj.weight *= of_values
+            layer.self_attn.o_proj.weight /= of_values
+    model.save_pretrained(tmp_path)
+    exact = logits(LLMEngine(llama.path))
+
+    def in_fp8(path: str, scales: GivenScales) -> Tensor:
+        return logits(LLMEngine(path, kv_cache_dtype="fp8", kv_scales=scales))
+
+    expected = in_fp8(llama.path, calibrate_kv_scales(llama.path, [PROMPT]))
+    calibrated = in_fp8(str(tmp_path), calibrate_kv_scales(str(tmp_path), [PROMPT]))
+    unscaled = in_fp8(str(tmp_path), (1, 1))
+    torch.testing.assert_close(calibrated, expected)
+    assert (unscaled - exact).norm() > 3 * (expected - exact).norm()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FP8)

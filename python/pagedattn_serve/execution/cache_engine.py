@@ -99,8 +99,8 @@ class CacheEngine:
         # The current stream wrote what goes out, and may still read what comes in over it.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            # Once for all layers: the host waits for the stream while it brings this there.
-            mapping = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+            # Once for all layers, and pinned: to bring other memory there, the host would wait for the stream.
+            mapping = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
             for layer, host_caches in enumerate(self.host_caches):
                 swap_layer(self._pending.caches[layer], host_caches, mapping, to_host)
                 self._pending.copied[layer] = self._stream.record_event()

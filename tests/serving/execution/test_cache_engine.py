@@ -172,13 +172,23 @@ class Cuda:
             chance.choices(self.streams, weights)[0].advance()
 
 
+class HostTensor(Tensor):
+    """What pin_memory and to("cuda") would do, where there is no CUDA."""
+
+    def pin_memory(self, *_: object) -> Tensor:
+        return self
+
+    def to(self, *_: object, **__: object) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
 @contextmanager
 def made_up_cuda() -> Iterator[Cuda]:
     def allocate(*arguments: Any, num_layers: int, **_: object) -> list[tuple[Tensor, Tensor]]:
         return allocate_kv_cache(*arguments[:5], num_layers=num_layers)
 
-    def tensor(values: object, dtype: torch.dtype, **_: object) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
+    def tensor(values: object, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).as_subclass(HostTensor)
 
     cuda = Cuda()
     with pytest.MonkeyPatch.context() as patch:
