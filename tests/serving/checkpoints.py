@@ -400,8 +400,11 @@ def make_speaking_model(directory: Path, text: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def finish_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    """Step until nothing is left: all outputs of each request, in order. Checks what must hold whatever the load."""
+def finish_all(engine: LLMEngine, ranked: bool = False) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is left: all outputs of each request, in order. Checks what must hold whatever the load.
+
+    ranked: whether the best outputs are returned, so that others may take their place until the end.
+    """
     outputs: dict[str, list[RequestOutput]] = {}
     manager = engine.scheduler.block_manager
     while engine.has_unfinished_requests():
@@ -410,6 +413,8 @@ def finish_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
         manager.check_integrity()
     for steps in outputs.values():
         assert [step.finished for step in steps] == [False] * (len(steps) - 1) + [True]
+        if ranked:
+            continue
         final = steps[-1].outputs[0]
         for step in steps:  # nothing is taken back
             assert final.token_ids[: len(step.outputs[0].token_ids)] == step.outputs[0].token_ids
@@ -428,7 +433,7 @@ def run(
             engine.add_request(str(i), prompt, param)
         else:
             engine.add_request(str(i), sampling_params=param, prompt_token_ids=prompt)
-    outputs = finish_all(engine)
+    outputs = finish_all(engine, any(param.use_beam_search or param.num_sequences > param.n for param in each))
     return [outputs[str(i)][-1] for i in range(len(prompts))]
 
 

@@ -174,15 +174,17 @@ class Scheduler:
             self._preempt_last(batch)
 
     def _schedule_running(self, batch: ScheduledBatch, budget: int) -> int:
-        """Decodes first, in order, so that none waits for a long prompt. Returns what is left of the budget."""
+        """Decodes first, in order, so that none waits for a long prompt. Returns what is left of the budget; nothing if
+        a group has no room in it, as newcomers are not to pass it."""
         prefilling = []
+        is_left_out = False
         num_done = 0
         while num_done < len(self.running):
             group = self.running[num_done]
             if group.in_prefill:
                 prefilling.append(group)
             elif len(group.sequences) > budget:
-                break
+                is_left_out = True
             elif not self._append(batch, group):
                 if len(self.running) == 1:
                     batch.outgrown.append(group)
@@ -197,7 +199,7 @@ class Scheduler:
         for group in prefilling:
             if group.sequences[0].status is SequenceStatus.RUNNING:
                 budget = self._add_prefill(batch, group, budget)
-        return budget
+        return 0 if is_left_out else budget
 
     def _swap_in(self, batch: ScheduledBatch, budget: int) -> int:
         num_places = self._num_places() if self.swapped else 0

@@ -270,7 +270,7 @@ class FakeEngine:
         assert not left_out or left_out[0] in batch.outgrown or len(left_out[0].sequences) > budget
         num_places = config.max_num_seqs - sum(group.max_num_sequences for group in scheduler.running)
         queue = sorted([*scheduler.waiting, *scheduler.swapped], key=lambda group: group.order)
-        if queue and queue[0] in scheduler.waiting and budget and not batch.preempted and not batch.outgrown:
+        if queue and queue[0] in scheduler.waiting and budget and not (batch.preempted or batch.outgrown or left_out):
             has_place = queue[0].max_num_sequences <= num_places
             assert not (has_place and self.manager.can_allocate(queue[0].sequences, keep_watermark=True))
 
