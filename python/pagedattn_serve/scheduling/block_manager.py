@@ -223,10 +223,13 @@ class BlockManager:
             if sequence not in self._host_tables:
                 raise ValueError(f"{sequence.request_id} is not swapped out")
         tables = [self._host_tables[sequence] for sequence in sequences]
+        num_computed = [sequence.num_computed_tokens // self.block_size for sequence in sequences]
+        # What one is still to compute is not looked for, though a later one that shares it counts it as computed.
+        to_compute = {block for table, num in zip(tables, num_computed, strict=True) for block in table[num:]}
         device_of: dict[int, int] = {}
-        for sequence, table in zip(sequences, tables, strict=True):
-            hashes = sequence.block_hashes[: sequence.num_computed_tokens // self.block_size]
-            device_of.update(zip(table, self._find(hashes), strict=False))
+        for sequence, table, num in zip(sequences, tables, num_computed, strict=True):
+            found_of = dict(zip(table, self._find(sequence.block_hashes[:num]), strict=False))
+            device_of |= {block: found for block, found in found_of.items() if block not in to_compute}
         found = list(device_of.values())
         to_copy = list(dict.fromkeys(block for table in tables for block in table if block not in device_of))
         num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)

@@ -196,9 +196,8 @@ class Scheduler:
                     self._add_to_batch(batch, sequence, 1)
                 budget -= len(group.sequences)
             num_done += 1
-        for group in prefilling:
-            if group.sequences[0].status is SequenceStatus.RUNNING:
-                budget = self._add_prefill(batch, group, budget)
+        for group in prefilling:  # none was preempted: victims come after who is looked at
+            budget = self._add_prefill(batch, group, budget)
         return 0 if is_left_out else budget
 
     def _swap_in(self, batch: ScheduledBatch, budget: int) -> int:

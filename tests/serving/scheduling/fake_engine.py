@@ -46,6 +46,7 @@ class FakeEngine:
         self._unique_token = itertools.count()
         self._values: dict[Sequence, list[int]] = {}
         self._content_of: dict[bytes, list[int]] = {}  # by the key that a block is published under
+        self._sealed: dict[int, bytes] = {}  # blocks in use, and the keys that they were published under before a step
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
@@ -147,6 +148,9 @@ class FakeEngine:
         ends = [each.sequence.num_computed_tokens + each.num_new_tokens for each in batch.sequences]
         for scheduled, end in zip(batch.sequences, ends, strict=True):
             start = scheduled.sequence.num_computed_tokens
+            for block in scheduled.block_table[start // self.cache.block_size : -(-end // self.cache.block_size)]:
+                key = self.manager._allocator._key_of.get(block)
+                assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
             self.cache.write(scheduled.block_table, start, self.values(scheduled.sequence)[start:end])
         for scheduled, end in zip(batch.sequences, ends, strict=True):  # after all writes, as in each layer of a model
             assert self.cache.read(scheduled.block_table, end) == self.values(scheduled.sequence)[:end]
@@ -290,7 +294,9 @@ class FakeEngine:
     def check(self) -> None:
         self._check_queues()
         self._check_blocks()
-        self.cache.poison(self.manager._allocator._free, self.manager._host_allocator._free)
+        allocator = self.manager._allocator
+        self.cache.poison(allocator._free, self.manager._host_allocator._free)
+        self._sealed = {block: key for block, key in allocator._key_of.items() if allocator.ref_count(block)}
 
     def _check_queues(self) -> None:
         scheduler = self.scheduler

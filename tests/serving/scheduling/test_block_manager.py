@@ -324,6 +324,37 @@ def test_what_is_found_is_not_copied_back() -> None:
     manager.check_integrity()
 
 
+def test_what_is_not_computed_yet_is_not_looked_for() -> None:
+    """It is going to be written, and a block that is found must not be."""
+    manager = make_manager(10, num_host_blocks=5)
+    sequence, other = make_sequence(33), make_sequence(33)
+    allocate(manager, sequence)
+    sequence.num_computed_tokens = 10
+    manager.swap_out([sequence])
+    allocate(manager, other)
+    compute(manager, other)
+    manager.swap_in([sequence], keep_watermark=False)
+    table, of_other = manager.block_table(sequence), manager.block_table(other)
+    assert table[0] == of_other[0] and not set(table[1:]) & set(of_other)
+
+
+def test_what_one_has_not_computed_yet_for_another_is_not_looked_for() -> None:
+    """Amid the computing of several sequences again, a later one counts blocks that the first is going to write."""
+    manager = make_manager(12, num_host_blocks=6)
+    first, second, other = (make_sequence(20) for _ in range(3))
+    second.output_token_ids = [0]
+    allocate(manager, first, second)
+    first.num_computed_tokens = 10
+    assert second.num_computed_tokens == 16
+    manager.swap_out([first, second])
+    allocate(manager, other)
+    compute(manager, other)
+    manager.swap_in([first, second], keep_watermark=False)
+    one, two, of_other = (manager.block_table(sequence) for sequence in (first, second, other))
+    assert one[:2] == two[:2] and one[0] == of_other[0] and one[1] not in of_other
+    manager.check_integrity()
+
+
 def test_what_was_evicted_is_copied_back() -> None:
     manager = make_manager(3, num_host_blocks=3)
     sequence, other = make_sequence(20), make_sequence(16, first=50)
