@@ -35,16 +35,19 @@ ARROWS: dict[str, set[str]] = {
         "text.tokenizer",
         "generation_config",
         "prompts",
-        "request",
+        "beam_request",
     },
-    "request": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
+    "beam_request": {"request", "scheduling.beam_search"},
+    "request": {"completion", "scheduling.scheduler"},
+    "completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {"scheduling.block_manager", "scheduling.batch"},
     "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
     "scheduling.beam_search": set(),
-    "scheduling.batch": {"scheduling.sequence"},  # the runner reads it, too
+    "scheduling.batch": {"scheduling.sequence_group"},  # the runner reads it, too
+    "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.sequence": {"sampling_params", "outputs"},
     # a batch through the model
     "execution": set(),

@@ -245,6 +245,9 @@ def test_arguments_of_the_constructor() -> None:
         ("tensor_parallel_size", 1),
         ("enforce_eager", False),
         ("trust_remote_code", False),
+        ("preemption_mode", "auto"),
+        ("enable_prefix_caching", True),
+        ("scheduling_policy", "fcfs"),
         ("kv_cache_dtype", "auto"),
         ("kv_scales", None),
     ]

@@ -99,7 +99,7 @@ def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: Schedul
     lengths = {scheduled.num_new_tokens for scheduled in batch.sequences}
     for scheduled in batch.sequences:
         sequence = scheduled.sequence
-        assert scheduled.samples and 0 < sequence.num_tokens == scheduled.num_new_tokens < config.max_model_len
+        assert scheduled.num_samples == 1 and 0 < sequence.num_tokens == scheduled.num_new_tokens < config.max_model_len
         assert len(scheduled.block_table) == -(-sequence.num_tokens // block_size)
         assert not sequence.sampling_params.greedy
     # One token more for each would be too many.

@@ -18,6 +18,7 @@ from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 GREEDY = SamplingParams(temperature=0)
 MAX_LEN = 40
@@ -105,26 +106,29 @@ def test_inputs_of_chunks_and_decodes(
     )
     scheduler = Scheduler(scheduler_config, cache_config)
     runner = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0)
+    groups: dict[Sequence, SequenceGroup] = {}
     ends: dict[Sequence, int] = {}
     for i, length in enumerate(lengths):
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
-        sequence = Sequence(str(i), prompt, GREEDY, 0.0)
-        scheduler.add(sequence)
+        group = SequenceGroup(str(i), prompt, GREEDY, 0.0)
+        scheduler.add(group)
+        [sequence] = group.sequences
+        groups[sequence] = group
         ends[sequence] = random.randint(length + 1, MAX_LEN)
     while scheduler.has_unfinished:
         batch = scheduler.schedule()
         check_inputs(runner, batch)
         scheduler.mark_computed(batch)
         for scheduled in batch.sequences:
-            if scheduled.samples:
+            if scheduled.num_samples:
                 scheduled.sequence.output_token_ids.append(random.randrange(VOCAB_SIZE))
                 if scheduled.sequence.num_tokens == ends[scheduled.sequence]:
-                    scheduler.finish(scheduled.sequence, SequenceStatus.FINISHED_LENGTH)
+                    scheduler.finish(groups[scheduled.sequence], scheduled.sequence, SequenceStatus.FINISHED_LENGTH)
 
 
 def start(manager: BlockManager, prompt: list[int]) -> Sequence:
-    sequence = Sequence("a", list(prompt), GREEDY, 0.0, status=SequenceStatus.RUNNING)
-    manager.allocate(sequence)
+    sequence = Sequence("a", list(prompt), GREEDY, status=SequenceStatus.RUNNING)
+    manager.allocate([sequence], keep_watermark=False)
     return sequence
 
 
@@ -134,7 +138,9 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing(model: CausalLM, ll
     long, short = start(manager, llama.prompts[5]), start(manager, llama.prompts[2])  # 33 and 7 tokens
 
     def execute(*chunks: tuple[Sequence, int]) -> SamplerOutput:
-        batch = ScheduledBatch([ScheduledSequence(s, n, manager.block_table(s)) for s, n in chunks])
+        batch = ScheduledBatch(
+            [ScheduledSequence(s, n, manager.block_table(s), int(n == s.num_uncomputed_tokens)) for s, n in chunks]
+        )
         output = runner.execute(batch)
         for sequence, num_tokens in chunks:
             sequence.num_computed_tokens += num_tokens
@@ -151,8 +157,8 @@ def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpo
     runner, manager = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0), BlockManager(cache_config)
     prompt = llama.prompts[4][:12]  # the second block half full
     parent = start(manager, prompt)
-    runner.execute(ScheduledBatch([ScheduledSequence(parent, len(prompt), manager.block_table(parent))]))
-    child = Sequence("child", list(prompt), GREEDY, 0.0, status=SequenceStatus.RUNNING)
+    runner.execute(ScheduledBatch([ScheduledSequence(parent, len(prompt), manager.block_table(parent), num_samples=1)]))
+    child = Sequence("child", list(prompt), GREEDY, status=SequenceStatus.RUNNING)
     manager.fork(parent, child)
     batch = ScheduledBatch()
     for sequence, token_id in [(child, 5), (parent, 77)]:
@@ -161,7 +167,7 @@ def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpo
         pair = manager.append(sequence)
         if pair is not None:
             batch.blocks_to_copy.append(pair)
-        batch.sequences.append(ScheduledSequence(sequence, 1, manager.block_table(sequence)))
+        batch.sequences.append(ScheduledSequence(sequence, 1, manager.block_table(sequence), num_samples=1))
     assert len(batch.blocks_to_copy) == 1
     assert runner.execute(batch).token_ids == [
         greedy_reference(llama.model, [*prompt, token_id], 1)[0] for token_id in (5, 77)
