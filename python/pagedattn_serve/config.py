@@ -50,6 +50,8 @@ class SchedulerConfig:
     policy: "fcfs", first come first served, or "priority", by priority and then by arrival.
     preemption_mode: what becomes of the blocks of a request that makes room: "recompute" drops them, "swap" moves them
         to host memory as long as there is room, "auto" swaps where a request has several sequences.
+    speculation: "ngram", what followed the last time that a sequence said the same is verified in one step; or None.
+    num_speculative_tokens: of a sequence and step, at most.
     """
 
     max_model_len: int
@@ -57,6 +59,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2560
     policy: str = "fcfs"
     preemption_mode: str = "auto"
+    speculation: str | None = None
+    num_speculative_tokens: int = 5
 
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2)
@@ -64,6 +68,9 @@ class SchedulerConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("scheduling_policy", self.policy, ("fcfs", "priority"))
         check_choice("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
+        if self.speculation is not None and self.speculation != "ngram":
+            raise ValueError(f'speculation: expected None or "ngram", got {self.speculation!r}')
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

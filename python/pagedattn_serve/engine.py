@@ -75,6 +75,9 @@ class LLMEngine:
         kv_scales: what keys and values are divided by in an fp8 cache: a pair (k_scale, v_scale), a list of one for
             each layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else
             1.
+        speculation: "ngram" guesses that a sequence that repeats its last few tokens goes on as it did before, and lets
+            the model verify all guesses in one step: the same tokens, in fewer steps where text recurs. None guesses not.
+        num_speculative_tokens: most tokens guessed for a sequence in a step.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
 
@@ -105,6 +108,8 @@ class LLMEngine:
         scheduling_policy: str = "fcfs",
         kv_cache_dtype: str = "auto",
         kv_scales: GivenScales | None = None,
+        speculation: str | None = None,
+        num_speculative_tokens: int = 5,
     ) -> None:
         check_int("block_size", block_size, 8, 256)
         check_int("max_num_seqs", max_num_seqs, 1)
@@ -144,6 +149,8 @@ class LLMEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             policy=scheduling_policy,
             preemption_mode=preemption_mode,
+            speculation=speculation,
+            num_speculative_tokens=num_speculative_tokens,
         )
         if num_blocks is None:
             memory = kv_cache_memory
@@ -360,6 +367,8 @@ class LLMEngine:
             num_swaps=scheduler.num_swaps,
             num_looked_up_tokens=scheduler.num_looked_up_tokens,
             num_found_tokens=scheduler.num_found_tokens,
+            num_proposed_tokens=scheduler.num_proposed_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_steps=self._num_steps,
@@ -401,10 +410,14 @@ class LLMEngine:
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
         num_tokens_of: dict[Request, int] = {}  # in the order of the rows, as those of a request follow each other
+        drafts_of: dict[Request, list[int]] = {}
         for scheduled in batch.sequences:
             if scheduled.num_samples:
                 request = self._requests[scheduled.sequence.request_id]
                 num_tokens_of[request] = num_tokens_of.get(request, 0) + scheduled.num_samples
+                if scheduled.draft_token_ids:
+                    num_tokens_of[request] += len(scheduled.draft_token_ids)
+                    drafts_of[request] = scheduled.draft_token_ids
         outgrown = [self._requests[group.request_id] for group in batch.outgrown]
         self._in_step = [(request, request.mark()) for request in (*num_tokens_of, *outgrown)]
         now = time.monotonic()
@@ -412,12 +425,17 @@ class LLMEngine:
         for request, num_tokens in num_tokens_of.items():
             rows = range(first, first + num_tokens)
             first += num_tokens
+            if request in drafts_of:
+                rows = rows[: num_verified(drafts_of[request], rows, sampled)]
             if errors := [sampled.errors[row] for row in rows if row in sampled.errors]:
                 request.fail(errors[0], self.scheduler)
                 continue
             try:
-                request.add_tokens(tokens[rows.start : rows.stop], self.scheduler)
-                num_added += num_tokens
+                if request in drafts_of:
+                    num_added += request.add_verified(tokens[rows.start : rows.stop], self.scheduler)
+                else:
+                    request.add_tokens(tokens[rows.start : rows.stop], self.scheduler)
+                    num_added += num_tokens
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
                 text = f"{type(error).__name__}: {error}"
                 has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
@@ -455,6 +473,20 @@ class LLMEngine:
         self.scheduler.restart([request.group for request in self._requests.values()])
         self.model_runner.block_tables.clear()
         self._settled = True
+
+
+def num_verified(drafts: list[int], rows: range, sampled: SamplerOutput) -> int:
+    """How many of a sequence's rows count: the first, and one after each draft as far as the drafts are what was drawn.
+
+    Then a token was drawn from the model's distribution after the true tokens, as if there had been no drafts (and with
+    its own random numbers, so that a seed gives the same ones). A row with an error is left for the next step.
+    """
+    for i, row in enumerate(rows):
+        if row in sampled.errors:
+            return max(i, 1)
+        if i == len(drafts) or sampled.token_ids[row] != drafts[i]:
+            return i + 1
+    raise AssertionError(f"{len(drafts)} drafts, but {len(rows)} rows")
 
 
 def choose_device(name: str) -> str:

@@ -39,6 +39,8 @@ class LLM:
         scheduling_policy: str = "fcfs",
         kv_cache_dtype: str = "auto",
         kv_scales: GivenScales | None = None,
+        speculation: str | None = None,
+        num_speculative_tokens: int = 5,
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -62,6 +64,8 @@ class LLM:
             scheduling_policy=scheduling_policy,
             kv_cache_dtype=kv_cache_dtype,
             kv_scales=kv_scales,
+            speculation=speculation,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call

@@ -182,6 +182,7 @@ class EngineStats:
     num_recomputes, num_swaps: preemptions, by what became of the blocks.
     num_looked_up_tokens: of prompts, when they were let in; num_found_tokens: those of them that were in the cache.
     step_seconds: what the num_steps took in all; execute_seconds: of that, model and sampler with their inputs.
+    num_proposed_tokens: guessed by speculation; num_accepted_tokens: those that saved a step.
     """
 
     num_waiting: int
@@ -199,6 +200,8 @@ class EngineStats:
     num_swaps: int
     num_looked_up_tokens: int
     num_found_tokens: int
+    num_proposed_tokens: int
+    num_accepted_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_steps: int

@@ -60,6 +60,21 @@ class Request:
             if status is not None:
                 scheduler.finish(self.group, completion.sequence, status)
 
+    def add_verified(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
+        """One after the other to its one sequence: all but the last are drafts, or all.
+
+        Returns how many were appended before one ended the output. Raises what `Completion.add_token` does.
+        """
+        [completion] = self.completions
+        for num_added, token in enumerate(tokens, 1):
+            status = completion.add_token(token)
+            if status is not None:
+                break
+        scheduler.mark_verified(completion.sequence, num_added - 1)
+        if status is not None:
+            scheduler.finish(self.group, completion.sequence, status)
+        return num_added
+
     def fail(self, error: str, scheduler: Scheduler) -> None:
         """End all that is unfinished of it."""
         self.error = error

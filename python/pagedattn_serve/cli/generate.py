@@ -34,6 +34,7 @@ def generate(args: argparse.Namespace) -> None:
         max_model_len=args.max_model_len,
         kv_cache_dtype=args.kv_cache_dtype,
         kv_scales=args.kv_scales,
+        speculation=args.speculation,
     )
     for i, prompt in enumerate(prompts):
         try:

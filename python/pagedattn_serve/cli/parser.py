@@ -79,6 +79,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-num-seqs", type=int, default=256, metavar="N", help="prompts running at once (default: %(default)s)"
     )
+    engine.add_argument(
+        "--speculation", metavar="METHOD", help="ngram: guess from repetitions and verify (default: no guesses)"
+    )
     cache = engine.add_mutually_exclusive_group()
     cache.add_argument(
         "--kv-cache-memory",

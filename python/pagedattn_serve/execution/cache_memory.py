@@ -85,13 +85,14 @@ def cuda_memory(
 
 
 def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
-    """Prompts that fill a step to its limits, as many of them as may run."""
+    """Prompts that fill a step to its limits, as many of them as may run, with as many tokens drawn as may be."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     blocks_per_seq = -(-length // block_size)
+    num_drafts = 0 if config.speculation is None else min(config.num_speculative_tokens, length - 1)
     batch = ScheduledBatch()
     for i in range(num_seqs):
-        sequence = Sequence(f"profile-{i}", [0] * length, SamplingParams(top_p=0.9))
+        sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts), SamplingParams(top_p=0.9))
         table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
-        batch.sequences.append(ScheduledSequence(sequence, length, table, num_samples=1))
+        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, table, 1, [0] * num_drafts))
     return batch

@@ -47,8 +47,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """A token for each sequence of the batch that samples, in order. The batch must not be empty.
+        """The tokens that the sequences of the batch sample, in order. The batch must not be empty.
 
+        Of a sequence with drafts, that after its last token, then that after each draft as if those before were right.
         Sequences whose parameters ask for prompt_logprobs get those of the tokens after the rows of this batch.
         """
         for copy, blocks in (
@@ -72,13 +73,19 @@ class ModelRunner:
         for scheduled in batch.sequences:
             begin = scheduled.sequence.num_computed_tokens
             token_ids += scheduled.sequence.tokens(begin, begin + scheduled.num_new_tokens)
+            token_ids += scheduled.draft_token_ids
         begins = np.array([scheduled.sequence.num_computed_tokens for scheduled in batch.sequences])
-        counts = np.array([scheduled.num_new_tokens for scheduled in batch.sequences])
+        num_drafts = np.array([len(scheduled.draft_token_ids) for scheduled in batch.sequences])
+        counts = np.array([scheduled.num_new_tokens for scheduled in batch.sequences]) + num_drafts
         query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         block_tables = self.block_tables.update(batch.sequences)
         num_samples = np.array([scheduled.num_samples for scheduled in batch.sequences])
-        last_rows = np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_samples)
+        num_rows = num_samples + num_drafts
+        rows = np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_rows)
+        if num_drafts.any():  # the rows of a sequence with drafts are its last ones; there is one sample in each
+            from_end = np.repeat(np.cumsum(num_rows), num_rows) - np.arange(len(rows)) - 1
+            rows -= np.minimum(from_end, np.repeat(num_drafts, num_rows))
         prompt_rows = [np.arange(*positions) + (query_start_loc[i] - begins[i]) for i, positions in _reported(batch)]
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
@@ -89,7 +96,7 @@ class ModelRunner:
             block_tables=self._tensor(block_tables),
             seq_lens=self._tensor((begins + counts).astype(np.int32)),
             query_start_loc=self._tensor(query_start_loc),
-            sampling_rows=self._tensor(np.concatenate([last_rows, *prompt_rows])),
+            sampling_rows=self._tensor(np.concatenate([rows, *prompt_rows])),
         )
         return self._tensor(np.array(token_ids)), self._tensor(positions), metadata
 
@@ -109,7 +116,8 @@ class ModelRunner:
 
 
 def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
-    """What decides the tokens that are drawn where sequences end; of several there, one for each of its forks."""
+    """What decides the tokens that are drawn where sequences end: of several there, one for each of its forks; then,
+    after each draft, one as if the drafts so far were output."""
     rows = []
     for scheduled in batch.sequences:
         if scheduled.num_samples:
@@ -126,6 +134,8 @@ def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
             )
             if scheduled.num_samples > 1:
                 rows += [replace(rows[-1], index=of.index + i) for i in range(1, scheduled.num_samples)]
+            for i in range(1, len(scheduled.draft_token_ids) + 1):
+                rows.append(replace(rows[-1], output_token_ids=of.output_token_ids + scheduled.draft_token_ids[:i]))
     return rows
 
 

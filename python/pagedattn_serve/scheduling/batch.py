@@ -14,12 +14,14 @@ class ScheduledSequence:
         to be read only; the same object as in the step before only if nothing but its end may have changed.
     num_samples: how many tokens to draw where its last row is: 0 amid a prompt, more than 1 where a group of several
         sequences is about to fork. Fixed when scheduled, as the sequence moves on afterwards.
+    draft_token_ids: guesses at the tokens after its last one, run behind it; a token is drawn in the row of each, too.
     """
 
     sequence: Sequence
     num_new_tokens: int
     block_table: list[int]
     num_samples: int
+    draft_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens to run, over all sequences."""
-        return sum(scheduled.num_new_tokens for scheduled in self.sequences)
+        return sum(scheduled.num_new_tokens + len(scheduled.draft_token_ids) for scheduled in self.sequences)
 
     @property
     def is_empty(self) -> bool:

@@ -151,6 +151,24 @@ class BlockManager:
         self._allocator.free(shared)
         return shared, block
 
+    def append_drafts(self, sequence: Sequence, num_tokens: int) -> int:
+        """After `append`, make positions behind the last token writable, as far as free blocks go.
+
+        Returns for how many of `num_tokens` there is room; when the step is over, `trim` takes back what is not used.
+        """
+        table = self.block_table(sequence)
+        num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
+        num_new = min(num_missing, self._allocator.num_free_blocks)
+        if num_new > 0:  # and `append` may have changed what was the end before
+            table = self._tables[sequence] = table + [self._allocator.allocate() for _ in range(num_new)]
+        return min(num_tokens, len(table) * self.block_size - sequence.num_tokens)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Free the blocks that its tokens do not reach."""
+        table = self.block_table(sequence)
+        while len(table) > self._num_blocks_for(sequence):
+            self._allocator.free(table.pop())
+
     def num_blocks_to_append(self, sequences: list[Sequence]) -> int:
         """Blocks that `append` takes for all of the sequences together."""
         return self._num_to_append(sequences, [self.block_table(each) for each in sequences], self._allocator)

@@ -5,6 +5,9 @@ PagedAttention (Kwon et al., SOSP 2023, section 4.5): the sequences of a request
 and when blocks run out, the last group in order loses its own. They are swapped out to host memory, or dropped and
 computed again later. Long prompts run in chunks that fill what the step's token budget leaves beside the decodes.
 
+With speculation, guesses at a sequence's next tokens run behind its last one (Leviathan et al., ICML 2023), with what
+budget and blocks everything else has left: they take nothing from anybody.
+
 All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. Each of
 `running`, `swapped` and `waiting` is sorted by it. From this follows what keeps the rest short:
 - a victim of preemption comes at or after the group that needs its blocks, so it is never in the batch yet;
@@ -17,6 +20,7 @@ from bisect import insort
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
@@ -30,7 +34,7 @@ class Scheduler:
 
     Each step: `schedule()`, run the batch, `mark_computed(batch)`, `fork` where a group gets more sequences, append one
     token to each sequence that samples, and `finish` those that are done, at the latest when they hold max_model_len
-    tokens. Not thread-safe.
+    tokens. A sequence with drafts gets those that were right and one token more; then `mark_verified`. Not thread-safe.
 
     Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end.
     """
@@ -51,6 +55,9 @@ class Scheduler:
         self.num_swaps = 0
         self.num_looked_up_tokens = 0  # of prompts, when they were let in
         self.num_found_tokens = 0  # of these, how many were in the cache
+        self.num_proposed_tokens = 0
+        self.num_accepted_tokens = 0
+        self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._num_arrived = 0
         self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
@@ -100,10 +107,12 @@ class Scheduler:
         if len(batch.preempted) == num_preempted and not batch.outgrown:
             budget = self._swap_in(batch, budget)
             self._admit(batch, budget)
+        if self._proposer is not None:
+            self._add_drafts(batch, self._proposer)
         return batch
 
     def mark_computed(self, batch: ScheduledBatch) -> None:
-        """Record that the batch ran: the keys and values of its tokens are in the cache."""
+        """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet."""
         block_size = self.block_manager.block_size
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
@@ -112,6 +121,18 @@ class Scheduler:
             last = sequence.num_computed_tokens // block_size
             if first < last and self.block_manager.prefix_caching:
                 self.block_manager.merge(sequence, first, last)
+
+    def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
+        """After `mark_computed`, with its new tokens appended: all but the last, so many, were its first drafts."""
+        manager = self.block_manager
+        self.num_accepted_tokens += num_accepted
+        first = sequence.num_computed_tokens // manager.block_size
+        sequence.num_computed_tokens += num_accepted
+        last = sequence.num_computed_tokens // manager.block_size
+        manager.trim(sequence)
+        if first < last and manager.prefix_caching:
+            manager.publish(sequence, first, last)
+            manager.merge(sequence, first, last)
 
     def fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
         """A new sequence of a running group, with the tokens and the blocks of `parent`, at the end of the group."""
@@ -130,6 +151,8 @@ class Scheduler:
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
+        if self._proposer is not None:
+            self._proposer.forget(sequence)
         if sequence.status is not SequenceStatus.WAITING:
             self.block_manager.free(sequence)
         if not group.sequences:
@@ -152,6 +175,8 @@ class Scheduler:
                 sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
         self.block_manager.clear()
+        if self._proposer is not None:
+            self._proposer.clear()
         self.running.clear()
         self.swapped.clear()
         self.waiting = sorted(groups, key=_order)
@@ -283,6 +308,31 @@ class Scheduler:
         last = (sequence.num_computed_tokens + num_new_tokens) // manager.block_size
         if first < last and manager.prefix_caching:
             manager.publish(sequence, first, last)
+
+    def _add_drafts(self, batch: ScheduledBatch, proposer: PromptLookup) -> None:
+        """Guesses behind the last tokens of sequences in decode, in order, with what the batch leaves of the budget."""
+        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        for scheduled in batch.sequences:
+            sequence = scheduled.sequence
+            num_tokens = min(budget, self._max_num_drafts(sequence)) if scheduled.num_samples == 1 else 0
+            drafts = proposer.propose(sequence, num_tokens) if num_tokens > 0 else []
+            if drafts:
+                num_tokens = self.block_manager.append_drafts(sequence, len(drafts))
+                scheduled.draft_token_ids = drafts[:num_tokens]
+                scheduled.block_table = self.block_manager.block_table(sequence)
+                self.num_proposed_tokens += num_tokens
+                budget -= num_tokens
+
+    def _max_num_drafts(self, sequence: Sequence) -> int:
+        """How many guesses at the next tokens of a sequence, whose last token runs, may be worth while."""
+        params, num_output = sequence.sampling_params, len(sequence.output_token_ids)
+        # Logits processors may keep a state, which tokens that are then taken back would spoil.
+        if not num_output or params.num_sequences > 1 or params.logits_processors:
+            return 0
+        num_left = self.config.max_model_len - sequence.num_tokens
+        if params.max_tokens is not None:
+            num_left = min(num_left, params.max_tokens - num_output)
+        return min(self.config.num_speculative_tokens, num_left - 1)  # the step gives one token beside the accepted
 
     def _num_places(self) -> int:
         """How many sequences may run beside those that do."""

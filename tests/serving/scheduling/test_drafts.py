@@ -1,0 +1,276 @@
+"""Drafts in the scheduler: they take nothing from anybody, and what was rejected is found by nobody.
+
+A fake runner on a cache of tokens, with few different tokens, so that a guess is often made and often wrong.
+"""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+from fake_cache import FakeCache
+
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+
+
+def make_scheduler(num_blocks: int = 40, **options: int | str | None) -> Scheduler:
+    config = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=40, speculation="ngram") | options
+    return Scheduler(SchedulerConfig(**config), CacheConfig(num_blocks=num_blocks, block_size=8, num_host_blocks=20))
+
+
+def make_group(name: str, prompt: list[int], **params: int) -> SequenceGroup:
+    return SequenceGroup(name, prompt, SamplingParams(**{"max_tokens": None, **params}), 0.0)
+
+
+def decoding(scheduler: Scheduler, prompt: list[int], output: int, **params: int) -> Sequence:
+    """A sequence whose prompt is computed, and the first token drawn."""
+    group = make_group(f"request {len(prompt)}", prompt, **params)
+    scheduler.add(group)
+    scheduler.mark_computed(scheduler.schedule())
+    group.sequences[0].output_token_ids.append(output)
+    return group.sequences[0]
+
+
+def drafts(batch: ScheduledBatch) -> list[list[int]]:
+    return [scheduled.draft_token_ids for scheduled in batch.sequences]
+
+
+# ---- how many ------------------------------------------------------------------------------------------------------
+
+
+def test_no_drafts_unless_asked_for() -> None:
+    scheduler = make_scheduler()
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1)
+    assert drafts(scheduler.schedule()) == [[2, 3, 4, 1, 2]]
+    assert scheduler.num_proposed_tokens == 5
+    config = SchedulerConfig(max_model_len=64)
+    scheduler = Scheduler(config, CacheConfig(num_blocks=8, block_size=8))
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1)
+    assert drafts(scheduler.schedule()) == [[]]
+    assert scheduler.num_proposed_tokens == 0
+
+
+def test_no_drafts_beside_a_prompt() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_group("a", [1, 2, 3, 4] * 3))
+    assert drafts(scheduler.schedule()) == [[]]
+
+
+@pytest.mark.parametrize(("max_tokens", "count"), [(2, 0), (3, 1), (6, 4), (7, 5), (8, 5)])
+def test_as_many_as_the_output_has_room_for(max_tokens: int, count: int) -> None:
+    """One token of output is there, and one beside the drafts comes out of the step."""
+    scheduler = make_scheduler()
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1, max_tokens=max_tokens)
+    assert len(drafts(scheduler.schedule())[0]) == count
+
+
+@pytest.mark.parametrize(("max_model_len", "count"), [(14, 0), (15, 1), (18, 4), (19, 5)])
+def test_as_many_as_the_model_has_room_for(max_model_len: int, count: int) -> None:
+    scheduler = make_scheduler(max_model_len=max_model_len)
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1)
+    assert len(drafts(scheduler.schedule())[0]) == count
+
+
+@pytest.mark.parametrize("params", [dict(n=2), dict(best_of=2)])
+def test_none_for_several_sequences(params: dict[str, int]) -> None:
+    scheduler = make_scheduler()
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1, **params)
+    assert drafts(scheduler.schedule()) == [[]]
+
+
+def test_none_with_logits_processors() -> None:
+    scheduler = make_scheduler()
+    decoding(scheduler, [1, 2, 3, 4] * 3, 1, logits_processors=[lambda token_ids, logits: logits])
+    assert drafts(scheduler.schedule()) == [[]]
+
+
+def test_the_budget_that_prompts_leave() -> None:
+    scheduler = make_scheduler()
+    groups = [make_group("a", [1, 2, 3, 4] * 3), make_group("b", [5, 6, 7, 8] * 3)]
+    for group in groups:
+        scheduler.add(group)
+    scheduler.mark_computed(scheduler.schedule())
+    for group, output in zip(groups, (1, 5), strict=True):
+        group.sequences[0].output_token_ids.append(output)
+    scheduler.add(make_group("long", list(range(20, 32))))
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=16)
+    batch = scheduler.schedule()
+    assert [scheduled.num_new_tokens for scheduled in batch.sequences] == [1, 1, 12]
+    assert drafts(batch) == [[2, 3], [], []] and batch.num_tokens == 16
+
+
+def test_the_blocks_that_are_free() -> None:
+    """17 tokens are in 3 blocks; with 12 drafts 4 would be held, but others have the rest."""
+    for num_blocks, count in ((3, 7), (4, 12)):
+        scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=24 if num_blocks == 3 else 32)
+        sequence = decoding(scheduler, [1, 2, 3, 4] * 4, 1)
+        scheduler.config = replace(scheduler.config, max_model_len=64, num_speculative_tokens=12)
+        batch = scheduler.schedule()
+        assert len(drafts(batch)[0]) == count
+        assert len(batch.sequences[0].block_table) == num_blocks and scheduler.block_manager.num_free_blocks == 0
+        scheduler.mark_computed(batch)
+        sequence.output_token_ids.append(9)
+        scheduler.mark_verified(sequence, 0)
+        assert scheduler.block_manager.num_used_blocks == 3
+        scheduler.block_manager.check_integrity()
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_for_drafts() -> None:
+    manager = BlockManager(CacheConfig(num_blocks=4, block_size=8))
+    sequence = Sequence("a", list(range(7)), SamplingParams())
+    assert manager.allocate([sequence], keep_watermark=False)
+    table = manager.block_table(sequence)
+    assert manager.append_drafts(sequence, 1) == 1 and manager.block_table(sequence) is table
+    assert manager.append_drafts(sequence, 2) == 2 and len(manager.block_table(sequence)) == 2
+    assert manager.append_drafts(sequence, 20) == 20 and len(manager.block_table(sequence)) == 4
+    assert manager.append_drafts(sequence, 30) == 25
+    assert manager.block_table(sequence) is not table and manager.block_table(sequence)[:1] == table
+    manager.check_integrity()
+    sequence.output_token_ids += [7, 8]
+    manager.trim(sequence)
+    assert len(manager.block_table(sequence)) == 2 and manager.num_free_blocks == 2
+    manager.trim(sequence)
+    assert len(manager.block_table(sequence)) == 2
+    manager.check_integrity()
+
+
+def test_a_cached_block_that_is_evicted_in_the_step_that_computes_its_tokens_anew() -> None:
+    """The last block of a prompt is always computed. It was in the cache, until one admitted in that step took it."""
+    scheduler = make_scheduler(num_blocks=6, max_model_len=48, speculation=None)
+    for prompt in ([30] * 8, [1] * 16, [40] * 24):  # the first one's block is the first to be taken for others
+        decoding(scheduler, prompt, 2)
+        scheduler.abort(f"request {len(prompt)}")
+    scheduler.add(make_group("again", [1] * 16))
+    scheduler.add(make_group("other", [50] * 23))
+    batch = scheduler.schedule()
+    assert [scheduled.num_new_tokens for scheduled in batch.sequences] == [8, 23]
+    scheduler.mark_computed(batch)
+    scheduler.block_manager.check_integrity()
+    for name in ("again", "other"):
+        scheduler.abort(name)
+    scheduler.add(make_group("once more", [1] * 16 + [2]))
+    assert scheduler.schedule().sequences[0].sequence.num_computed_tokens == 16
+
+
+# ---- any load ------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """A scheduler with a cache of tokens for a model, and tokens drawn from few. What it checks, it checks each step."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self.scheduler = scheduler
+        manager = scheduler.block_manager
+        self.cache = FakeCache(CacheConfig(num_blocks=manager.num_blocks, block_size=manager.block_size))
+        self.host = FakeCache(CacheConfig(num_blocks=manager.num_host_blocks, block_size=manager.block_size))
+        self.random = random.Random(seed)
+        self.groups: list[SequenceGroup] = []
+        self.num_rejected = 0
+        self.num_found = 0
+
+    def add(self) -> None:
+        prompt = [self.random.choice((1, 1, 1, 2)) for _ in range(self.random.randint(1, 30))]
+        params = self.random.choice((dict(), dict(max_tokens=1), dict(max_tokens=30), dict(max_tokens=9, n=2)))
+        group = make_group(f"request {len(self.groups)}", prompt, **params)
+        self.scheduler.add(group)
+        self.groups.append(group)
+
+    def step(self) -> None:
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        without = copy.deepcopy(scheduler)
+        without._proposer = None
+        expected, batch = without.schedule(), scheduler.schedule()
+        self.expect_the_same(batch, expected)
+        for src, dst in batch.blocks_to_swap_out:
+            self.host.blocks[dst] = list(self.cache.blocks[src])
+        for src, dst in batch.blocks_to_swap_in:
+            self.cache.blocks[dst] = list(self.host.blocks[src])
+        self.cache.copy(batch.blocks_to_copy)
+        for scheduled in batch.sequences:
+            sequence, start = scheduled.sequence, scheduled.sequence.num_computed_tokens
+            tokens = sequence.tokens(start, start + scheduled.num_new_tokens) + scheduled.draft_token_ids
+            self.cache.write(scheduled.block_table, start, tokens)
+        for scheduled in batch.sequences:  # after all writes, so that none went to another's slot
+            sequence, end = scheduled.sequence, scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens
+            expected_tokens = sequence.tokens(0, end) + scheduled.draft_token_ids
+            assert self.cache.read(scheduled.block_table, len(expected_tokens)) == expected_tokens
+            self.num_found += sequence.num_computed_tokens and not sequence.output_token_ids
+        scheduler.mark_computed(batch)
+        for scheduled in batch.sequences:
+            if scheduled.num_samples:
+                self.append(scheduled.sequence, scheduled.num_samples, scheduled.draft_token_ids)
+        manager.check_integrity()
+        for group in scheduler.running:
+            for sequence in [] if len(group.sequences) > 1 and group.in_prefill else group.sequences:
+                table, num_computed = manager.block_table(sequence), sequence.num_computed_tokens
+                assert self.cache.read(table, num_computed) == sequence.tokens(0, num_computed)
+                assert len(table) <= -(-sequence.num_tokens // manager.block_size)  # nothing is kept for drafts
+
+    def append(self, sequence: Sequence, num_samples: int, draft_token_ids: list[int]) -> None:
+        [group] = [each for each in self.groups if each.request_id == sequence.request_id]
+        sequences = [sequence] + [self.scheduler.fork(group, sequence, i) for i in range(1, num_samples)]
+        for each in sequences:
+            num_accepted = 0
+            for draft in [*draft_token_ids, None]:
+                token = self.random.choice((1, 1, 1, 2))
+                each.output_token_ids.append(token)
+                num_accepted += token == draft
+                if token != draft or self.is_done(each):
+                    break
+            if draft_token_ids:
+                self.num_rejected += len(draft_token_ids) - num_accepted
+                self.scheduler.mark_verified(each, num_accepted)
+            if self.is_done(each):
+                self.scheduler.finish(group, each, SequenceStatus.FINISHED_LENGTH)
+
+    def is_done(self, sequence: Sequence) -> bool:
+        max_tokens = sequence.sampling_params.max_tokens
+        assert sequence.num_tokens <= self.scheduler.config.max_model_len
+        assert max_tokens is None or len(sequence.output_token_ids) <= max_tokens
+        at_the_end = sequence.num_tokens == self.scheduler.config.max_model_len
+        return at_the_end or len(sequence.output_token_ids) == max_tokens
+
+    def expect_the_same(self, batch: ScheduledBatch, expected: ScheduledBatch) -> None:
+        """But for drafts, and which free block is whose."""
+        for name in ("sequences", "preempted"):
+            ids = [
+                [(getattr(each, "sequence", each).request_id, getattr(each, "num_new_tokens", 0)) for each in getattr(b, name)]
+                for b in (batch, expected)
+            ]
+            assert ids[0] == ids[1], name
+        for name in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
+            assert getattr(batch, name) == getattr(expected, name)
+        assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert not batch.outgrown
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_load(seed: int) -> None:
+    draw = random.Random(seed)
+    scheduler = make_scheduler(
+        num_blocks=draw.randint(9, 24),
+        max_num_batched_tokens=draw.choice((5, 12, 40)),
+        num_speculative_tokens=draw.choice((1, 5, 20)),
+        preemption_mode=draw.choice(("recompute", "swap")),
+    )
+    engine = FakeEngine(scheduler, seed)
+    while len(engine.groups) < 40 or scheduler.has_unfinished:
+        if len(engine.groups) < 40 and draw.random() < 0.3:
+            engine.add()
+        if scheduler.has_unfinished and draw.random() < 0.02:
+            scheduler.abort(draw.choice(engine.groups).request_id)
+        engine.step()
+    assert scheduler.num_accepted_tokens > 50 and engine.num_rejected > 50
+    assert scheduler.num_recomputes + scheduler.num_swaps > 0 and engine.num_found > 0
+    manager = scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks and manager.num_used_host_blocks == 0
+    assert not scheduler._proposer._positions and not scheduler._proposer._num_indexed  # nothing is kept of the finished
