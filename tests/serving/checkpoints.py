@@ -281,16 +281,16 @@ class Checkpoint:
     expected: list[list[int]]
 
 
-def make_checkpoint(name: str, directory: Path) -> Checkpoint:
+def make_checkpoint(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Checkpoint:
     """One of VARIANTS, with prompts from 1 token up and 24 tokens of output each."""
-    model = make_model(name)
+    model = make_model(name, vocab_size=vocab_size)
     model.save_pretrained(directory, max_shard_size="20KB" if name == "llama-mha" else "1GB")
     if name in ("gpt2", "opt-350m", "bloom"):
         remove_prefix(model, directory)
     if name in ("opt-350m", "bloom-8-heads"):
         convert_to_bin(directory)
     draw = random.Random(name)
-    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 7, 16, 17, 33, 5, 40)]
+    prompts = [[draw.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 7, 16, 17, 33, 5, 40)]
     return Checkpoint(str(directory), model, prompts, [greedy_reference(model, prompt, 24) for prompt in prompts])
 
 

@@ -25,6 +25,18 @@ def get_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return functools.cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
+@pytest.fixture(scope="session")
+def get_repeater(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """get_repeater(name) is that of VARIANTS with 5 tokens: whatever it says, it has said something like it before."""
+    return functools.cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(f"{name}-repeater"), vocab_size=5))
+
+
+@pytest.fixture(scope="session")
+def repeater(get_repeater: Callable[[str], Checkpoint]) -> Checkpoint:
+    """One of them, for what does not hang on the architecture."""
+    return get_repeater("llama-gqa")
+
+
 @pytest.fixture(params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, get_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
     """A random checkpoint without a tokenizer, of each architecture and shape in turn."""

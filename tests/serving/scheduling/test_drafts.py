@@ -143,24 +143,6 @@ def test_blocks_for_drafts() -> None:
     manager.check_integrity()
 
 
-def test_a_cached_block_that_is_evicted_in_the_step_that_computes_its_tokens_anew() -> None:
-    """The last block of a prompt is always computed. It was in the cache, until one admitted in that step took it."""
-    scheduler = make_scheduler(num_blocks=6, max_model_len=48, speculation=None)
-    for prompt in ([30] * 8, [1] * 16, [40] * 24):  # the first one's block is the first to be taken for others
-        decoding(scheduler, prompt, 2)
-        scheduler.abort(f"request {len(prompt)}")
-    scheduler.add(make_group("again", [1] * 16))
-    scheduler.add(make_group("other", [50] * 23))
-    batch = scheduler.schedule()
-    assert [scheduled.num_new_tokens for scheduled in batch.sequences] == [8, 23]
-    scheduler.mark_computed(batch)
-    scheduler.block_manager.check_integrity()
-    for name in ("again", "other"):
-        scheduler.abort(name)
-    scheduler.add(make_group("once more", [1] * 16 + [2]))
-    assert scheduler.schedule().sequences[0].sequence.num_computed_tokens == 16
-
-
 # ---- any load ------------------------------------------------------------------------------------------------------
 
 
