@@ -23,7 +23,7 @@ from checkpoints import (
 )
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SMALL: dict[str, Any] = dict(num_blocks=10, block_size=8)
@@ -88,7 +88,7 @@ def test_seeded_requests_get_the_same_tokens(repeater: Checkpoint, options: dict
         SamplingParams(temperature=0.5, seed=1, max_tokens=30, logprobs=2),
         SamplingParams(temperature=0.8, seed=2, max_tokens=30, presence_penalty=0.5, frequency_penalty=0.2),
         SamplingParams(temperature=0.5, seed=3, max_tokens=30, repetition_penalty=1.1, top_k=3),
-        SamplingParams(temperature=0.7, seed=4, max_tokens=30, top_p=0.8, bad_words=None, logit_bias={2: 1.0}),
+        SamplingParams(temperature=0.7, seed=4, max_tokens=30, top_p=0.8, logit_bias={2: 1.0}),
         SamplingParams(temperature=0, max_tokens=30, min_tokens=12, stop_token_ids=[1], logprobs=0),
         SamplingParams(temperature=0.6, seed=5, max_tokens=30, allowed_token_ids=[0, 2, 3]),
     ]
@@ -131,13 +131,14 @@ def test_beside_requests_of_several_sequences(repeater: Checkpoint) -> None:
     expect_both_outcomes(engine)
 
 
-def test_prefixes_that_drafts_completed_are_found(repeater: Checkpoint) -> None:
+def test_prefixes_that_drafts_completed_are_found(get_repeater: Callable[[str], Checkpoint]) -> None:
     """A second turn: the first one's output is in the cache, up to its last full block, and it is right."""
+    repeater = get_repeater("qwen3")
     prompt = repeater.prompts[-1]
     output = greedy_reference(repeater.model, prompt, 40)
     engine = speculating(repeater.path, block_size=8)
     assert token_ids(run(engine, [prompt], SamplingParams(temperature=0, max_tokens=40))) == [output]
-    expect_both_outcomes(engine)
+    assert engine.stats().num_accepted_tokens > 16
     second = [*prompt, *output, 1]
     assert token_ids(run(engine, [second], GREEDY)) == [greedy_reference(repeater.model, second, 24)]
     assert engine.stats().num_found_tokens == (len(prompt) + len(output) - 1) // 8 * 8
@@ -288,22 +289,17 @@ def test_up_to_the_last_position(repeater: Checkpoint, max_model_len: int, count
 
 def test_a_row_without_a_token_to_choose(repeater: Checkpoint) -> None:
     """It ends the request where it would without speculation, with what came before."""
-    params = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[1], bad_words=None)
+    params = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[1])
     ends = []
     for options in (dict(), dict(speculation="ngram")):
         engine = LLMEngine(repeater.path, **options)
         engine.add_request("a", {"prompt_token_ids": [1, 1, 1, 3, 2] * 3}, params)
-        group = engine._requests["a"].group
-        group.sequences[0].token_rules = replace_bad_words(group.sequences[0].token_rules, ((1, 1, 1, 1),))
+        engine._requests["a"].group.sequences[0].token_rules = TokenRules(bad_words=((1, 1, 1, 1),))
         output = finish_all(engine)["a"][-1]
         ends.append((output.outputs[0].token_ids, output.outputs[0].finish_reason, output.error))
     assert ends[0] == ends[1]
     assert ends[0][:2] == ([1, 1, 1], "error")
     assert engine.stats().num_accepted_tokens == 1
-
-
-def replace_bad_words(rules: Any, bad_words: tuple[tuple[int, ...], ...]) -> Any:
-    return type(rules)(rules.end_token_ids, bad_words)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
