@@ -250,6 +250,8 @@ def test_arguments_of_the_constructor() -> None:
         ("scheduling_policy", "fcfs"),
         ("kv_cache_dtype", "auto"),
         ("kv_scales", None),
+        ("speculation", None),
+        ("num_speculative_tokens", 5),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert LLMEngine.__doc__ is not None
