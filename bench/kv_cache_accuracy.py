@@ -24,6 +24,7 @@ from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams, calibrate_kv_scales
 from pagedattn_serve.calibration import run_alone
 from pagedattn_serve.execution.cache_memory import block_bytes_of
 
+ROWS = [("auto", "-"), *((f"fp8_{kind}", scales) for kind in ("e4m3", "e5m2") for scales in ("1", "calibrated"))]
 NUM_CALIBRATION, NUM_WINDOWS, WINDOW, CHUNK_SIZE, NUM_NEW = 32, 40, 512, 64, 64
 
 
@@ -76,9 +77,8 @@ def main() -> None:
     print(f"{ {name: len(ids) for name, ids in token_ids.items()} } tokens, {args.prompts} prompts\n")
     print("| text | kv_cache_dtype | scales | bytes a token | perplexity | change | same next token | greedy |")
     print("|---|---|---|---|---|---|---|---|")
-    rows = [("auto", "-"), *((f"fp8_{kind}", scales) for kind in ("e4m3", "e5m2") for scales in ("1", "calibrated"))]
     references: dict[str, Any] = {}
-    for kv_cache_dtype, name in rows:
+    for kv_cache_dtype, name in ROWS:
         scales: Any = {"-": None, "1": (1.0, 1.0)}.get(name)
         if name == "calibrated":
             scales = calibrate_kv_scales(args.model, calibration_ids, kv_cache_dtype, **options)

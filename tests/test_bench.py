@@ -308,3 +308,21 @@ def test_flashinfer(fake_cuda, small_shapes, monkeypatch, capsys):
     fake.BatchDecodeWithPagedKVCacheWrapper = None
     assert flashinfer_decode(model, inputs, torch.float32) == {}
     assert capsys.readouterr().out.startswith("FlashInfer: left out: TypeError: ")
+
+
+def test_accuracy_of_the_cache(monkeypatch, capsys):
+    """Two windows of the two texts: the unquantized cache agrees with itself, the others mostly."""
+    import kv_cache_accuracy
+
+    for name, size in dict(NUM_CALIBRATION=2, NUM_WINDOWS=2, WINDOW=64, NUM_NEW=4).items():
+        monkeypatch.setattr(kv_cache_accuracy, name, size)
+    monkeypatch.setattr(sys, "argv", ["kv_cache_accuracy.py", "--prompts", "3"])
+    kv_cache_accuracy.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert [tuple(row[:3]) for row in rows[::2]] == [("docstrings", *key) for key in kv_cache_accuracy.ROWS]
+    for row in rows:
+        num_bytes, change, same_next_token = int(row[3].replace(",", "")), float(row[5][:-1]), float(row[6][:-1])
+        if row[1] == "auto":
+            assert (num_bytes, change, same_next_token, row[7]) == (4096, 0, 100, "100.0%")
+        else:
+            assert num_bytes == 1024 and abs(change) < 20 and 70 < same_next_token <= 100
