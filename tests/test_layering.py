@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
     "execution.sampler": {"execution.logits_processors", "outputs", "pagedattn_ext"},
     "execution.logits_processors": {"execution.sampling_row"},
-    "execution.sampling_row": {"sampling_params"},
+    "execution.sampling_row": {"scheduling.sequence"},
     "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # the families and what they share

@@ -36,10 +36,10 @@ class BeamRequest(Request):
         own_mark, self._search.pool, self._search.done = mark
         super().rewind(own_mark)
 
-    def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> None:
+    def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.
 
-        Raises FloatingPointError for logits that are no numbers, ValueError if no token is left to choose.
+        Returns how many beams got a token. Raises FloatingPointError for logits that are no numbers, ValueError if no token is left to choose.
         """
         self._decode_prompt()
         beams = self.completions
@@ -62,7 +62,7 @@ class BeamRequest(Request):
                 raise ValueError("sampling_params: expected a token to choose, got masks that leave none")
             running: list[Completion] = []
         else:
-            running = self._fork(step.running, scheduler)
+            running = self._continue(step.running, scheduler)
         going_on = {completion.sequence for completion in running}
         for beam in beams:
             if beam.sequence not in going_on:
@@ -71,6 +71,7 @@ class BeamRequest(Request):
             self._extend(completion, continuation, tokens[continuation.beam])
         self.group.sequences = [completion.sequence for completion in running]
         self.completions = running or [hypothesis.item for hypothesis in self._search.pool]
+        return len(tokens)
 
     def best(self) -> list[Completion]:
         return self.completions[: self._rules.params.n]
@@ -84,7 +85,7 @@ class BeamRequest(Request):
         trial = completion.fork(completion.sequence.fork(0))
         return trial.add_token((token_id, 0.0, None, None)) is SequenceStatus.FINISHED_STOPPED
 
-    def _fork(self, continuations: tuple[Continuation, ...], scheduler: Scheduler) -> list[Completion]:
+    def _continue(self, continuations: tuple[Continuation, ...], scheduler: Scheduler) -> list[Completion]:
         """The beams that go on, before their tokens: the first continuation of a beam takes it, others a fork of it."""
         running: list[Completion] = []
         taken: set[int] = set()

@@ -85,11 +85,12 @@ class Completion:
         """
         token_id, logprob, top_logprobs, _ = token
         self.require_number(logprob)
-        token_ids, rules = self.sequence.output_token_ids, self._rules
+        sequence, rules = self.sequence, self._rules
+        token_ids = sequence.output_token_ids
         token_ids.append(token_id)
-        self.sequence.cumulative_logprob += logprob
+        sequence.cumulative_logprob += logprob
         if top_logprobs is not None:
-            self.sequence.logprobs.append(top_logprobs)
+            sequence.logprobs.append(top_logprobs)
             if rules.tokenizer is not None:
                 decode_tokens(top_logprobs, rules.tokenizer)
         status = None

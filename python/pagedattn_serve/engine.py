@@ -409,45 +409,49 @@ class LLMEngine:
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
-        num_tokens_of: dict[Request, int] = {}  # in the order of the rows, as those of a request follow each other
-        drafts_of: dict[Request, list[int]] = {}
+        requests: list[Request] = []
+        ends: list[int] = []  # of their rows, which follow each other
+        drafts_of: dict[Request, tuple[int, ...]] = {}
+        num_rows = 0
         for scheduled in batch.sequences:
             if scheduled.num_samples:
                 request = self._requests[scheduled.sequence.request_id]
-                num_tokens_of[request] = num_tokens_of.get(request, 0) + scheduled.num_samples
+                num_rows += scheduled.num_samples + len(scheduled.draft_token_ids)
+                if requests and requests[-1] is request:
+                    ends[-1] = num_rows
+                else:
+                    requests.append(request)
+                    ends.append(num_rows)
                 if scheduled.draft_token_ids:
-                    num_tokens_of[request] += len(scheduled.draft_token_ids)
                     drafts_of[request] = scheduled.draft_token_ids
         outgrown = [self._requests[group.request_id] for group in batch.outgrown]
-        self._in_step = [(request, request.mark()) for request in (*num_tokens_of, *outgrown)]
+        self._in_step = [(request, request.mark()) for request in (*requests, *outgrown)]
         now = time.monotonic()
         first = num_added = 0
-        for request, num_tokens in num_tokens_of.items():
-            rows = range(first, first + num_tokens)
-            first += num_tokens
-            if request in drafts_of:
-                rows = rows[: num_verified(drafts_of[request], rows, sampled)]
-            if errors := [sampled.errors[row] for row in rows if row in sampled.errors]:
+        for request, end in zip(requests, ends, strict=True):
+            if drafts_of and request in drafts_of:
+                num_tokens = num_verified(drafts_of[request], range(first, end), sampled)
+                add_tokens = request.add_verified
+            else:
+                num_tokens, add_tokens = end - first, request.add_tokens
+            rows, first = range(first, first + num_tokens), end
+            if sampled.errors and (errors := [sampled.errors[row] for row in rows if row in sampled.errors]):
                 request.fail(errors[0], self.scheduler)
                 continue
             try:
-                if request in drafts_of:
-                    num_added += request.add_verified(tokens[rows.start : rows.stop], self.scheduler)
-                else:
-                    request.add_tokens(tokens[rows.start : rows.stop], self.scheduler)
-                    num_added += num_tokens
+                num_added += add_tokens(tokens[rows.start : rows.stop], self.scheduler)
             except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
                 text = f"{type(error).__name__}: {error}"
                 has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
                 logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
                 request.fail(text, self.scheduler)
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
         for request in outgrown:
             num_blocks = self.scheduler.block_manager.num_blocks
             request.fail(f"its sequences need more than all {num_blocks} blocks of the cache", self.scheduler)
         outputs = []
         for request, _ in self._in_step:
-            if request.metrics.first_token_time is None and request in num_tokens_of:
-                request.metrics.first_token_time = now
             if not request.group.sequences:
                 request.metrics.finished_time = now
             outputs.append(request.output())
@@ -475,7 +479,7 @@ class LLMEngine:
         self._settled = True
 
 
-def num_verified(drafts: list[int], rows: range, sampled: SamplerOutput) -> int:
+def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:
     """How many of a sequence's rows count: the first, and one after each draft as far as the drafts are what was drawn.
 
     Then a token was drawn from the model's distribution after the true tokens, as if there had been no drafts (and with

@@ -136,7 +136,7 @@ class RequestOutput(_CopiedWhenRead):
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
-    COPIED = ("prompt_token_ids", "prompt_logprobs")
+    COPIED = ("prompt_token_ids", "prompt_logprobs", "metrics")
 
     @classmethod
     def of(
@@ -156,18 +156,20 @@ class RequestOutput(_CopiedWhenRead):
         output.prompt = prompt
         output.outputs = outputs
         output.finished = finished
-        output.metrics = RequestMetrics(metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
         output.error = error
-        output._source = prompt_token_ids, prompt_logprobs
+        times = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
+        output._source = prompt_token_ids, prompt_logprobs, len(prompt_logprobs or ()), times
         return output
 
     def _copy(self, name: str) -> Any:
-        prompt_token_ids, prompt_logprobs = self._source
+        prompt_token_ids, prompt_logprobs, num_logprobs, times = self._source
         if name == "prompt_token_ids":
             return list(prompt_token_ids)
+        if name == "metrics":
+            return RequestMetrics(*times)
         if prompt_logprobs is None:
             return None
-        return [None if entries is None else copy_logprobs(entries) for entries in prompt_logprobs]
+        return [None if entries is None else copy_logprobs(entries) for entries in prompt_logprobs[:num_logprobs]]
 
 
 @dataclass(slots=True, frozen=True)

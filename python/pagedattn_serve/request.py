@@ -3,7 +3,7 @@
 from typing import Any
 
 from pagedattn_serve.completion import Completion, OutputRules, SampledToken, decode_tokens
-from pagedattn_serve.outputs import RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -29,36 +29,40 @@ class Request:
 
     def mark(self) -> Any:
         """What `rewind` needs to come back to here."""
-        return self.metrics.first_token_time, [(completion, completion.mark()) for completion in self.completions]
+        completions = self.completions
+        return self.metrics.first_token_time, completions, [completion.mark() for completion in completions]
 
     def rewind(self, mark: Any) -> None:
         """As it was, unfinished, at an earlier `mark`, whatever came since then and wherever that was interrupted."""
-        self.metrics.first_token_time, marks = mark
+        self.metrics.first_token_time, self.completions, marks = mark
         self.metrics.finished_time = self.error = None
-        for completion, each in marks:
+        for completion, each in zip(self.completions, marks, strict=True):
             completion.rewind(each)
-        self.completions = [completion for completion, _ in marks]
         sequences = (completion.sequence for completion in self.completions)
         self.group.sequences = [sequence for sequence in sequences if not sequence.status.is_finished]
 
-    def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> None:
+    def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One for each unfinished sequence; the first ones, of which there may be several, fork the sequences.
 
-        Raises what `Completion.add_token` does.
+        Returns how many were appended. Raises what `Completion.add_token` does.
         """
-        self._decode_prompt()
+        if self._prompt_logprobs is not None:
+            self._decode_prompt()
         if len(tokens) > len(self.group.sequences):
-            parent = self.completions[0]
-            for index in range(1, len(tokens)):
-                child = scheduler.fork(self.group, parent.sequence, index)
-                self.completions.append(parent.fork(child))
+            self._fork(len(tokens), scheduler)
         unfinished = self.completions
         if len(unfinished) > len(tokens):
             unfinished = [each for each in unfinished if not each.sequence.status.is_finished]
-        for completion, token in zip(unfinished, tokens, strict=True):
-            status = completion.add_token(token)
+        for i, completion in enumerate(unfinished):
+            status = completion.add_token(tokens[i])
             if status is not None:
                 scheduler.finish(self.group, completion.sequence, status)
+        return len(tokens)
+
+    def _fork(self, num_sequences: int, scheduler: Scheduler) -> None:
+        [parent] = self.completions
+        children = [scheduler.fork(self.group, parent.sequence, index) for index in range(1, num_sequences)]
+        self.completions = [parent, *map(parent.fork, children)]  # a new list, as `mark` keeps the old one
 
     def add_verified(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One after the other to its one sequence: all but the last are drafts, or all.
@@ -89,11 +93,14 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
+        outputs: list[CompletionOutput] = []
+        for completion in self.completions if self._params.n == len(self.completions) else self.best():
+            outputs.append(completion.output(len(outputs)))
         return RequestOutput.of(
             self.group.request_id,
             self._prompt,
             self.group.prompt_token_ids,
-            [completion.output(index) for index, completion in enumerate(self.best())],
+            outputs,
             not self.group.sequences,
             self.metrics,
             self.error,

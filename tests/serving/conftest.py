@@ -28,7 +28,9 @@ def get_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 @pytest.fixture(scope="session")
 def get_repeater(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """get_repeater(name) is that of VARIANTS with 5 tokens: whatever it says, it has said something like it before."""
-    return functools.cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(f"{name}-repeater"), vocab_size=5))
+    return functools.cache(
+        lambda name: make_checkpoint(name, tmp_path_factory.mktemp(f"{name}-repeater"), vocab_size=5)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -94,5 +94,5 @@ def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
     for i in range(num_seqs):
         sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts), SamplingParams(top_p=0.9))
         table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
-        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, table, 1, [0] * num_drafts))
+        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, table, 1, (0,) * num_drafts))
     return batch

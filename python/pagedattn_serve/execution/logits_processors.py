@@ -12,32 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.sampling_params import takes_prompt
 
 
-def process_logits(logits: Tensor, rows: list[SamplingRow], indices: list[int]) -> dict[int, str]:
+def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, str]:
     """Change logits, fp32 [num_rows, vocab_size] and contiguous, in place: those of the rows in `indices`.
 
     In vLLM's order: logits_processors, allowed_token_ids, bad_words and min_tokens, logit_bias, penalties. Returns what
     went wrong with the callables of a row, if something did.
     """
     errors = {i: error for i in indices if (error := _call_processors(logits[i], rows[i])) is not None}
-    _keep_allowed(logits, {i: ids for i in indices if (ids := rows[i].params.allowed_token_ids) is not None})
+    _keep_allowed(logits, {i: ids for i in indices if (ids := rows[i].sampling_params.allowed_token_ids) is not None})
     _keep_out(logits, {i: list(_kept_out(rows[i])) for i in indices})
-    _add_bias(logits, {i: bias for i in indices if (bias := rows[i].params.bias_of_token_ids)})
-    _penalise_repetition(logits, {i: rows[i] for i in indices if rows[i].params.repetition_penalty != 1})
-    counting = (i for i in indices if rows[i].params.presence_penalty or rows[i].params.frequency_penalty)
+    _add_bias(logits, {i: bias for i in indices if (bias := rows[i].sampling_params.bias_of_token_ids)})
+    _penalise_repetition(logits, {i: rows[i] for i in indices if rows[i].sampling_params.repetition_penalty != 1})
+    counting = (
+        i for i in indices if rows[i].sampling_params.presence_penalty or rows[i].sampling_params.frequency_penalty
+    )
     _penalise_counts(logits, {i: rows[i] for i in counting})
     return errors
 
 
-def _call_processors(logits: Tensor, row: SamplingRow) -> str | None:
+def _call_processors(logits: Tensor, row: Row) -> str | None:
     """Replace logits, [vocab_size], by what the user's callables make of them; returns what went wrong.
 
     One that fails is that request's affair: the other rows of the batch go on.
     """
-    for processor in row.params.logits_processors or ():
+    for processor in row.sampling_params.logits_processors or ():
         arguments = [list(row.output_token_ids), logits.clone()]
         if takes_prompt(processor):
             arguments.insert(0, list(row.prompt_token_ids))
@@ -64,17 +66,17 @@ def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> Non
         logits.view(-1).scatter_(0, places, kept)
 
 
-def _kept_out(row: SamplingRow) -> Iterator[int]:
+def _kept_out(row: Row) -> Iterator[int]:
     """The tokens that min_tokens and bad words keep out."""
-    if len(row.output_token_ids) < row.params.min_tokens:
-        yield from row.rules.end_token_ids
+    if len(row.output_token_ids) < row.sampling_params.min_tokens:
+        yield from row.token_rules.end_token_ids
     previous = (row.output_token_ids or row.prompt_token_ids)[-1]
-    for word in row.rules.bad_words:
+    for word in row.token_rules.bad_words:
         if len(word) == 1 or (word[-2] == previous and _ends_with(row, word[:-1])):
             yield word[-1]
 
 
-def _ends_with(row: SamplingRow, token_ids: tuple[int, ...]) -> bool:
+def _ends_with(row: Row, token_ids: tuple[int, ...]) -> bool:
     """Whether the prompt and the output, taken as one list, end with these."""
     num_in_prompt = max(len(token_ids) - len(row.output_token_ids), 0)
     in_prompt = row.prompt_token_ids[-num_in_prompt:] if num_in_prompt else []
@@ -96,11 +98,11 @@ def _add_bias(logits: Tensor, biases: dict[int, tuple[tuple[int, float], ...]]) 
         logits.view(-1).index_add_(0, _to_device(places, logits), _to_device(values, logits))
 
 
-def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
+def _penalise_repetition(logits: Tensor, rows: dict[int, Row]) -> None:
     """Keskar et al., "CTRL", 2019, in the form of Hugging Face: negative logits are multiplied, not divided."""
     if rows:
         tokens = {i: row.prompt_token_ids + row.output_token_ids for i, row in rows.items()}
-        penalties = [row.params.repetition_penalty for row in rows.values()]
+        penalties = [row.sampling_params.repetition_penalty for row in rows.values()]
         places = _to_device(_places(logits, tokens), logits)
         penalty = _to_device(np.repeat(np.array(penalties, np.float32), list(map(len, tokens.values()))), logits)
         values = logits.view(-1).index_select(0, places)
@@ -108,15 +110,15 @@ def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
         logits.view(-1).scatter_(0, places, torch.where(values < 0, values * penalty, values / penalty))
 
 
-def _penalise_counts(logits: Tensor, rows: dict[int, SamplingRow]) -> None:
+def _penalise_counts(logits: Tensor, rows: dict[int, Row]) -> None:
     """OpenAI's: logit - count * frequency_penalty - (count > 0) * presence_penalty, of the tokens of the output."""
     if rows:
         tokens = {i: row.output_token_ids for i, row in rows.items()}
         flat, counts = np.unique(_places(logits, tokens), return_counts=True)
         of_row = np.zeros((2, len(logits)), np.float32)
         of_row[:, list(rows)] = [
-            [row.params.frequency_penalty for row in rows.values()],
-            [row.params.presence_penalty for row in rows.values()],
+            [row.sampling_params.frequency_penalty for row in rows.values()],
+            [row.sampling_params.presence_penalty for row in rows.values()],
         ]
         frequency, presence = of_row[:, flat // logits.shape[1]]
         places = _to_device(flat, logits)

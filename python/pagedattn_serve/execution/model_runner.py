@@ -1,7 +1,5 @@
 """Runs one scheduled batch: its new tokens, flat and unpadded, through the model; then samples."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,10 +8,11 @@ from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
-from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.execution.sampling_row import Row, SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
 from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import Sequence
 
 
 class ModelRunner:
@@ -115,28 +114,29 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device)
 
 
-def sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
+def sampling_rows(batch: ScheduledBatch) -> list[Row]:
     """What decides the tokens that are drawn where sequences end: of several there, one for each of its forks; then,
     after each draft, one as if the drafts so far were output."""
-    rows = []
+    rows: list[Row] = []
     for scheduled in batch.sequences:
+        sequence = scheduled.sequence
         if scheduled.num_samples:
-            of = scheduled.sequence
-            rows.append(
-                SamplingRow(
-                    of.sampling_params,
-                    of.prompt_token_ids,
-                    of.output_token_ids,
-                    of.index,
-                    of.token_rules,
-                    of.num_candidates,
-                )
-            )
-            if scheduled.num_samples > 1:
-                rows += [replace(rows[-1], index=of.index + i) for i in range(1, scheduled.num_samples)]
-            for i in range(1, len(scheduled.draft_token_ids) + 1):
-                rows.append(replace(rows[-1], output_token_ids=of.output_token_ids + scheduled.draft_token_ids[:i]))
+            rows.append(sequence)
+            if scheduled.num_samples == 1 and not scheduled.draft_token_ids:
+                continue
+        for index in range(1, scheduled.num_samples):
+            rows.append(row_of(sequence, sequence.output_token_ids, index))
+        for i in range(1, len(scheduled.draft_token_ids) + 1):
+            output = [*sequence.output_token_ids, *scheduled.draft_token_ids[:i]]
+            rows.append(row_of(sequence, output, sequence.index))
     return rows
+
+
+def row_of(sequence: Sequence, output_token_ids: list[int], index: int) -> SamplingRow:
+    """That of the sequence with another output or index."""
+    return SamplingRow(
+        sequence.sampling_params, sequence.prompt_token_ids, output_token_ids, index, sequence.token_rules
+    )
 
 
 def _reported(batch: ScheduledBatch) -> list[tuple[int, tuple[int, int]]]:

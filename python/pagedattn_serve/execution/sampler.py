@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_serve.execution.logits_processors import process_logits
-from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -54,7 +54,7 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._request_generator = torch.Generator(device)
 
-    def sample(self, logits: Tensor, rows: list[SamplingRow]) -> SamplerOutput:
+    def sample(self, logits: Tensor, rows: list[Row]) -> SamplerOutput:
         """logits: [num_rows, vocab_size], on the sampler's device. Those of rows with penalties, biases or masks may be
         changed in place. Ties go to the lower token id where greedy."""
         # Once: on a CPU, argmax and log_softmax of half precision take four times as long.
@@ -63,11 +63,11 @@ class Sampler:
         output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
         searching, changed, reporting = [], [], []
         for i, row in enumerate(rows):
-            params = row.params
+            params = row.sampling_params
             if row.num_candidates:
                 searching.append(i)
                 continue
-            if params.changes_logits or row.rules.bad_words:
+            if params.changes_logits or row.token_rules.bad_words:
                 changed.append(i)
             if params.logprobs is not None:
                 reporting.append(i)
@@ -79,7 +79,7 @@ class Sampler:
             columns.append((logits.gather(1, token_ids) > -torch.inf).int())
         if reporting:
             indices = _to_device(reporting, torch.int64, logits.device)
-            counts = [rows[i].params.logprobs or 0 for i in reporting]
+            counts = [rows[i].sampling_params.logprobs or 0 for i in reporting]
             ranked = _rank(logprobs.index_select(0, indices), token_ids.index_select(0, indices), max(counts))
         # All of the work is under way before the first wait. Ids and logprobs come as one tensor.
         host = torch.cat(columns, dim=1).cpu()
@@ -112,9 +112,9 @@ class Sampler:
             entries += _reports(_rank(logprobs, given, num_top), 1, [num_top] * len(given))
         return entries
 
-    def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: list[Row]) -> Tensor:
         """A token id a row: int64 [num_rows]."""
-        random = [i for i, row in enumerate(rows) if row.params.temperature]
+        random = [i for i, row in enumerate(rows) if row.sampling_params.temperature]
         if random and len(random) == len(rows):
             return self._draw(logits, rows)
         token_ids = logits.argmax(dim=-1)
@@ -123,9 +123,9 @@ class Sampler:
             token_ids[indices] = self._draw(logits.index_select(0, indices), [rows[i] for i in random])
         return token_ids
 
-    def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    def _draw(self, logits: Tensor, rows: list[Row]) -> Tensor:
         """As `_choose`, for rows of which none is greedy."""
-        params = [row.params for row in rows]
+        params = [row.sampling_params for row in rows]
         temperatures = _to_device([max(p.temperature, _SMALLEST) for p in params], torch.float32, logits.device)
         # Relative to the largest, which stays 0 however small the temperature is.
         relative = logits - logits.amax(dim=-1, keepdim=True)
@@ -133,16 +133,16 @@ class Sampler:
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p: the exponential race, as Gumbel-max is.
         return probabilities.div_(self._exponential_noise(rows, logits)).argmax(dim=-1)
 
-    def _exponential_noise(self, rows: list[SamplingRow], logits: Tensor) -> Tensor:
+    def _exponential_noise(self, rows: list[Row], logits: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size], positive and finite: Tensor.exponential_ takes five times as long on a CPU."""
         bits = torch.empty_like(logits, dtype=torch.int32)
-        if any(row.params.seed is None for row in rows):
+        if any(row.sampling_params.seed is None for row in rows):
             bits.random_(generator=self._generator)
         for i, row in enumerate(rows):
-            if row.params.seed is not None:
+            if row.sampling_params.seed is not None:
                 # Seeded afresh for each token: nothing to keep, so nothing that a preemption could lose.
                 place = row.index * _STEP_OF_INDEX + len(row.output_token_ids)
-                mixed = (row.params.seed * _GOLDEN_RATIO + place) % 2**64
+                mixed = (row.sampling_params.seed * _GOLDEN_RATIO + place) % 2**64
                 seed = mixed ^ (mixed >> 32)  # the generator looks at the low half
                 bits[i].random_(generator=self._request_generator.manual_seed(seed))
         # u = (bits + 1/2) / 2^31 in float32, which has the finest steps where they decide: the smallest noise wins. The
@@ -199,7 +199,7 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int,
     return kept
 
 
-def _find_candidates(logprobs: Tensor, rows: list[SamplingRow], searching: list[int], output: SamplerOutput) -> None:
+def _find_candidates(logprobs: Tensor, rows: list[Row], searching: list[int], output: SamplerOutput) -> None:
     """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
     for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by it
         indices = [i for i in searching if rows[i].num_candidates == count]
@@ -214,17 +214,17 @@ def _find_candidates(logprobs: Tensor, rows: list[SamplingRow], searching: list[
         for i, values, token_ids in zip(indices, top.values.tolist(), top.indices.tolist(), strict=True):
             found = zip(token_ids, values, strict=True)
             output.candidates[i] = [(token_id, value) for token_id, value in found if value > -math.inf]
-        if any(row.params.logprobs is not None for row in some):
-            counts = [row.params.logprobs or 0 for row in some]
+        if any(row.sampling_params.logprobs is not None for row in some):
+            counts = [row.sampling_params.logprobs or 0 for row in some]
             reports = _reports(_rank(own, top.indices, max(counts)), top.indices.shape[1], counts)
             for i, entries in zip(indices, reports, strict=True):
-                if rows[i].params.logprobs is not None:
+                if rows[i].sampling_params.logprobs is not None:
                     output.top_logprobs[i] = entries
 
 
-def _changed(rows: list[SamplingRow]) -> list[int]:
+def _changed(rows: list[Row]) -> list[int]:
     """The rows whose logits anything changes before the temperature."""
-    return [i for i, row in enumerate(rows) if row.params.changes_logits or row.rules.bad_words]
+    return [i for i, row in enumerate(rows) if row.sampling_params.changes_logits or row.token_rules.bad_words]
 
 
 def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:

@@ -21,7 +21,7 @@ class ScheduledSequence:
     num_new_tokens: int
     block_table: list[int]
     num_samples: int
-    draft_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ class BlockManager:
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
         table = self.block_table(sequence)
-        num_missing = self._num_blocks_for(sequence) - len(table)
+        num_missing = -(-sequence.num_tokens // self.block_size) - len(table)
         if num_missing > 1:
             raise ValueError(f"{sequence.request_id} lacks {num_missing} blocks, expected at most 1: append each token")
         if num_missing == 0 and self._allocator.ref_count(table[-1]) == 1:

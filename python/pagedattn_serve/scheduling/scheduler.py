@@ -19,6 +19,7 @@ from bisect import insort
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
@@ -206,20 +207,20 @@ class Scheduler:
         num_done = 0
         while num_done < len(self.running):
             group = self.running[num_done]
+            num_sequences = len(group.sequences)
             if group.in_prefill:
                 prefilling.append(group)
-            elif len(group.sequences) > budget:
+            elif num_sequences > budget:
                 is_left_out = True
-            elif not self._append(batch, group):
-                if len(self.running) == 1:
-                    batch.outgrown.append(group)
-                    break
+            elif self._append(batch, group):
+                for sequence in group.sequences:
+                    self._add_to_batch(batch, sequence, 1)
+                budget -= num_sequences
+            elif len(self.running) > 1:
                 self._preempt_last(batch)  # maybe `group` itself, and then the loop is over
                 continue
             else:
-                for sequence in group.sequences:
-                    self._add_to_batch(batch, sequence, 1)
-                budget -= len(group.sequences)
+                batch.outgrown.append(group)
             num_done += 1
         for group in prefilling:  # none was preempted: victims come after who is looked at
             budget = self._add_prefill(batch, group, budget)
@@ -269,12 +270,15 @@ class Scheduler:
     def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """Make room for the last token of each sequence; False, with nothing changed, if there is none."""
         manager, sequences = self.block_manager, group.sequences
-        num_free_blocks = manager.num_free_blocks
-        # Counted only where it matters: each sequence takes one block at most.
+        # Of several, all or none. Counted only where it matters: each takes one block at most.
+        num_free_blocks = manager.num_free_blocks if len(sequences) > 1 else 1
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
         for sequence in sequences:
-            pair = manager.append(sequence)
+            try:
+                pair = manager.append(sequence)
+            except OutOfBlocksError:
+                return False
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
         return True
@@ -296,16 +300,17 @@ class Scheduler:
         return budget
 
     def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, num_new_tokens: int) -> None:
-        num_left = sequence.num_uncomputed_tokens
-        assert num_left > 0, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
-        num_samples = int(num_new_tokens == num_left)
+        begin = sequence.num_computed_tokens
+        end = begin + num_new_tokens
+        num_tokens = sequence.num_tokens
+        assert begin < num_tokens, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
+        num_samples = int(end == num_tokens)
         if num_samples and not sequence.output_token_ids and not sequence.sampling_params.use_beam_search:
             num_samples = sequence.sampling_params.num_sequences
         manager = self.block_manager
         table = manager.block_table(sequence)
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
-        first = sequence.num_computed_tokens // manager.block_size
-        last = (sequence.num_computed_tokens + num_new_tokens) // manager.block_size
+        first, last = begin // manager.block_size, end // manager.block_size
         if first < last and manager.prefix_caching:
             manager.publish(sequence, first, last)
 
@@ -318,7 +323,7 @@ class Scheduler:
             drafts = proposer.propose(sequence, num_tokens) if num_tokens > 0 else []
             if drafts:
                 num_tokens = self.block_manager.append_drafts(sequence, len(drafts))
-                scheduled.draft_token_ids = drafts[:num_tokens]
+                scheduled.draft_token_ids = tuple(drafts[:num_tokens])
                 scheduled.block_table = self.block_manager.block_table(sequence)
                 self.num_proposed_tokens += num_tokens
                 budget -= num_tokens

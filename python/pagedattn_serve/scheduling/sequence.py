@@ -27,7 +27,7 @@ class SequenceStatus(Enum):
     @property
     def finish_reason(self) -> str | None:
         """The reason in a word, "stop", "length", "abort" or "error"; None while not finished."""
-        return self.value if self.is_finished else None
+        return None if self in _UNFINISHED else self.value
 
 
 _UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)

@@ -40,9 +40,10 @@ class SequenceGroup:
     @property
     def in_prefill(self) -> bool:
         """Whether a sequence has more to compute than its last token."""
-        if len(self.sequences) == 1:
-            return self.sequences[0].num_uncomputed_tokens > 1
-        return any(sequence.num_uncomputed_tokens > 1 for sequence in self.sequences)
+        for sequence in self.sequences:  # not any(...), which takes twice as long for the one that most have
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                return True
+        return False
 
     @property
     def has_forked(self) -> bool:

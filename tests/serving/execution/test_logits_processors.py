@@ -31,7 +31,7 @@ def process(
     logits: Tensor, params: SamplingParams, rules: TokenRules = NO_RULES, outputs: list[list[int]] = OUTPUTS
 ) -> Tensor:
     """All rows under the same parameters, with PROMPTS before them."""
-    rows = [SamplingRow(params, *tokens, rules=rules) for tokens in zip(PROMPTS, outputs, strict=True)]
+    rows = [SamplingRow(params, *tokens, token_rules=rules) for tokens in zip(PROMPTS, outputs, strict=True)]
     processed = logits.clone()
     assert process_logits(processed, rows, list(range(len(rows)))) == {}
     return processed
@@ -65,7 +65,7 @@ def test_a_bad_word_that_begins_in_the_prompt() -> None:
     """With its last token the first or a later one of the output; a word as long as prompt and output, and a longer."""
     words = ((3, 3, 7, 1), (3, 3, 3, 7, 2), (3, 7, 9), (7, 9, 4))
     for output, expected in (([], {1, 9}), ([9], {4}), ([9, 4], set()), ([3, 7], {9})):
-        row = SamplingRow(SamplingParams(), [3, 3, 7], output, rules=TokenRules(bad_words=words))
+        row = SamplingRow(SamplingParams(), [3, 3, 7], output, token_rules=TokenRules(bad_words=words))
         logits = torch.zeros(1, VOCAB_SIZE)
         process_logits(logits, [row], [0])
         assert set((logits[0] == -torch.inf).nonzero()[:, 0].tolist()) == expected
@@ -168,10 +168,10 @@ ANY_RULES = st.builds(
 ANY_ROWS = st.lists(
     st.builds(
         SamplingRow,
-        params=ANY_PARAMS | st.just(SamplingParams()),
+        sampling_params=ANY_PARAMS | st.just(SamplingParams()),
         prompt_token_ids=ANY_TOKENS.filter(bool),
         output_token_ids=ANY_TOKENS,
-        rules=ANY_RULES,
+        token_rules=ANY_RULES,
     ),
     min_size=1,
     max_size=6,

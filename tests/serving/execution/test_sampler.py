@@ -286,7 +286,7 @@ def test_all_of_a_row_s_output_is_its_own(
     rows = [row_of(param, position) for param in params]
     together = Sampler(0).sample(logits, rows)
     for i, row in enumerate(rows):
-        if row.params.greedy or row.params.seed is not None:
+        if row.sampling_params.greedy or row.sampling_params.seed is not None:
             alone = Sampler(1).sample(logits[i : i + 1], [row])
             assert alone == SamplerOutput(
                 together.token_ids[i : i + 1], together.logprobs[i : i + 1], together.top_logprobs[i : i + 1], [None]
@@ -564,7 +564,7 @@ def test_masks_that_leave_no_token() -> None:
         SamplingParams(allowed_token_ids=[2], temperature=0),
         SamplingParams(temperature=0, logits_processors=[lambda output_token_ids, logits: logits * math.nan]),
     ]
-    output = Sampler(0).sample(logits, [row_of(param, rules=TokenRules(end_token_ids=(2,))) for param in params])
+    output = Sampler(0).sample(logits, [row_of(param, token_rules=TokenRules(end_token_ids=(2,))) for param in params])
     assert [math.isnan(logprob) for logprob in output.logprobs] == [True, True, False, True, True]
     assert list(output.errors) == [0, 1, 4] and output.token_ids[2] == 2
     assert set(output.errors.values()) == {"sampling_params: expected a token to choose, got masks that leave none"}
@@ -675,7 +675,7 @@ def test_candidates_of_beam_search() -> None:
 def test_candidates_are_of_logprobs_changed_as_transformers_does() -> None:
     """log_softmax first, then the processors."""
     params = SamplingParams(temperature=0, n=2, use_beam_search=True, repetition_penalty=1.7, logit_bias={0: 1.0})
-    row = SamplingRow(params, [1, 2], [3], rules=TokenRules(bad_words=((5,),)), num_candidates=6)
+    row = SamplingRow(params, [1, 2], [3], token_rules=TokenRules(bad_words=((5,),)), num_candidates=6)
     logits = LOGITS.repeat(2, 1)
     plain = row_of(SamplingParams(temperature=0, n=2, use_beam_search=True), num_candidates=6)
     [changed, unchanged] = candidates(logits, [row, plain])
@@ -736,7 +736,7 @@ def test_rows_that_do_not_ask_are_not_touched_by_those_that_do() -> None:
     asking = SamplingParams(
         temperature=0, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.5, logit_bias={7: 3.0}
     )
-    row = SamplingRow(asking, [1, 2], [3, 4], rules=TokenRules(bad_words=((8,),)))
+    row = SamplingRow(asking, [1, 2], [3, 4], token_rules=TokenRules(bad_words=((8,),)))
     sizes = []
 
     class Sizes(TorchDispatchMode):

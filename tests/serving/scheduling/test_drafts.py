@@ -225,7 +225,10 @@ class FakeEngine:
         """But for drafts, and which free block is whose."""
         for name in ("sequences", "preempted"):
             ids = [
-                [(getattr(each, "sequence", each).request_id, getattr(each, "num_new_tokens", 0)) for each in getattr(b, name)]
+                [
+                    (getattr(each, "sequence", each).request_id, getattr(each, "num_new_tokens", 0))
+                    for each in getattr(b, name)
+                ]
                 for b in (batch, expected)
             ]
             assert ids[0] == ids[1], name
@@ -255,4 +258,6 @@ def test_any_load(seed: int) -> None:
     assert scheduler.num_recomputes + scheduler.num_swaps > 0 and engine.num_found > 0
     manager = scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks and manager.num_used_host_blocks == 0
-    assert not scheduler._proposer._positions and not scheduler._proposer._num_indexed  # nothing is kept of the finished
+    assert (
+        not scheduler._proposer._positions and not scheduler._proposer._num_indexed
+    )  # nothing is kept of the finished
