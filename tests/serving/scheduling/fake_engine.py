@@ -137,8 +137,9 @@ class FakeEngine:
     def values(self, sequence: Sequence) -> list[int]:
         """What the cache is to hold for each of its tokens."""
         values = self._values.setdefault(sequence, [])
-        for token in sequence.tokens(len(values), sequence.num_tokens):
-            values.append(hash((values[-1] if values else 0, token)))
+        if len(values) < sequence.num_tokens:
+            for token in sequence.tokens(len(values), sequence.num_tokens):
+                values.append(hash((values[-1] if values else 0, token)))
         return values
 
     def _run(self, batch: ScheduledBatch) -> None:
