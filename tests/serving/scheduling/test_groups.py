@@ -273,6 +273,23 @@ def test_nobody_who_came_later_is_admitted_while_a_group_is_swapped_out() -> Non
     engine.drain()
 
 
+def test_who_could_not_run_yet_stays_swapped_out() -> None:
+    """There is room on the device, but others decode with all of the budget."""
+    engine = make_engine(max_num_batched_tokens=2, policy="priority", preemption_mode="swap", num_host_blocks=8)
+    worse = engine.add(30, priority=1)
+    engine.step()
+    large, first, second = engine.add(34, max_tokens=2), engine.add(1, max_tokens=9), engine.add(1, max_tokens=20)
+    assert engine.step().preempted == [worse]
+    while large.sequences or second.sequences[0].status is SequenceStatus.WAITING:
+        engine.step()
+    while first.sequences:
+        assert engine.manager.num_free_blocks >= 6 and engine.scheduler.swapped == [worse]
+        engine.step()
+    batch = engine.step()
+    assert ran(batch) == [(second.sequences[0], 1), (worse.sequences[0], 1)] and len(batch.blocks_to_swap_in) == 4
+    engine.drain()
+
+
 def test_without_room_on_the_host_all_is_computed_again() -> None:
     for num_host_blocks in (0, 3):
         engine, _, group = make_swapping(num_host_blocks=num_host_blocks, preemption_mode="swap")
