@@ -5,17 +5,26 @@ depend on. So a slot with another history is seen even if its token is the same 
 """
 
 import itertools
+import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
+from types import FrameType
+from typing import Any
 
 from fake_cache import FakeCache
 
+from pagedattn_serve import scheduling
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+
+SCHEDULING = os.path.dirname(scheduling.__file__)
 
 
 class FakeEngine:
@@ -40,6 +49,7 @@ class FakeEngine:
         self.cache = FakeCache(cache_config)
         self.groups: list[SequenceGroup] = []  # all that were ever added, in the order of their arrival
         self.num_times: Counter[str] = Counter()
+        self._num_miscounted = 0
         self._random = Random(seed)
         self._vocab_size = vocab_size
         self._stop_rate = stop_rate
@@ -93,14 +103,20 @@ class FakeEngine:
         self.check()
         return batch
 
-    def interrupt(self) -> None:
-        """A step that does not come to its end, after which the engine makes all anew."""
-        batch = self.scheduler.schedule()
-        self._run(batch)
-        if self._random.random() < 0.5:
-            self.scheduler.mark_computed(batch)
+    def interrupt(self, num_lines: int) -> None:
+        """A step that ends after so many lines of the scheduler's, or before its tokens are sampled if that is earlier.
+        After it the engine makes all anew."""
+        try:
+            with interrupted_after(num_lines):
+                batch = self.scheduler.schedule()
+                self._run(batch)
+                self.scheduler.mark_computed(batch)
+        except KeyboardInterrupt:
+            self.num_times["interrupted"] += 1
         self.scheduler.restart(self.unfinished)
         self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
+        # An interrupt may come between the two counts of one preemption.
+        self._num_miscounted = self._num_preemptions() - self.scheduler.num_recomputes - self.scheduler.num_swaps
 
     def drain(self) -> None:
         """Until all is finished.
@@ -122,6 +138,9 @@ class FakeEngine:
     def num_pinned_blocks(self) -> int:
         """Blocks that nobody owns and that are kept all the same."""
         return self.manager.num_blocks - self.manager.num_used_blocks - self.manager.num_free_blocks
+
+    def _num_preemptions(self) -> int:
+        return sum(group.num_preemptions for group in self.groups)
 
     # ---- what the runner and the sampler do -------------------------------------------------------------------------
 
@@ -316,7 +335,8 @@ class FakeEngine:
         later = [*scheduler.swapped, *(scheduler.waiting if scheduler.config.policy == "fcfs" else [])]
         assert all(group.order < other.order for group in scheduler.running[-1:] for other in later)
         assert sum(group.max_num_sequences for group in scheduler.running) <= scheduler.config.max_num_seqs
-        assert scheduler.num_recomputes + scheduler.num_swaps == sum(group.num_preemptions for group in self.groups)
+        num_preemptions = scheduler.num_recomputes + scheduler.num_swaps + self._num_miscounted
+        assert num_preemptions == self._num_preemptions()
         assert all(
             0 <= sequence.num_computed_tokens < sequence.num_tokens for g in everyone for sequence in g.sequences
         )
@@ -349,6 +369,29 @@ class FakeEngine:
         for key, block in published.items():
             if key in self._content_of:
                 assert self.cache.blocks[block] == self._content_of[key]
+
+
+@contextmanager
+def interrupted_after(num_lines: int) -> Iterator[None]:
+    """Ctrl-C after so many lines of the scheduling modules."""
+    num_left = num_lines
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal num_left
+        if not frame.f_code.co_filename.startswith(SCHEDULING):
+            return None
+        if event == "line":
+            num_left -= 1
+            if num_left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
 
 
 def make_engine(

@@ -213,7 +213,7 @@ def test_an_abort_leaves_what_was_computed_and_a_restart_nothing() -> None:
     engine.scheduler.abort("request 0")
     assert engine.manager.num_cached_blocks == 2
     assert ran_after(engine, prompt) == 14
-    engine.interrupt()
+    engine.interrupt(num_lines=0)
     assert engine.manager.num_cached_blocks == 0
     engine.drain()
 
@@ -242,7 +242,7 @@ def test_a_pin_survives_an_interrupt() -> None:
         add(engine, engine.new_tokens(31), max_tokens=1)
         engine.drain()
         assert engine.num_pinned_blocks() == 2
-        engine.interrupt()
+        engine.interrupt(num_lines=0)
         assert engine.num_pinned_blocks() == 0
 
 

@@ -143,9 +143,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pin(self, beginning: int, num_tokens: int) -> None:
         self.load.pin(beginning, num_tokens)
 
-    @rule()
-    def interrupt(self) -> None:
-        self.load.engine.interrupt()
+    @rule(num_lines=st.integers(0, 1000))
+    def interrupt(self, num_lines: int) -> None:
+        self.load.engine.interrupt(num_lines)
 
     @invariant()
     def consistent(self) -> None:
@@ -198,7 +198,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
             case "pin":
                 load.pin(random.randint(0, 1), random.randint(0, 60))
             case "interrupt":
-                load.engine.interrupt()
+                load.engine.interrupt(random.choice([random.randint(0, 100), 1000]))
         if action != "step":  # which checks for itself
             load.engine.check()
     load.engine.drain()
@@ -220,6 +220,7 @@ def test_random_load_meets_everything() -> None:
         "swapped in",
         "outgrown",
         "pinned",
+        "interrupted",
         "prompt logprobs",
     ):
         assert num_times[what] > 0, what
