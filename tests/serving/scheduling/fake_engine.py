@@ -113,10 +113,14 @@ class FakeEngine:
                 self.scheduler.mark_computed(batch)
         except KeyboardInterrupt:
             self.num_times["interrupted"] += 1
-        self.scheduler.restart(self.unfinished)
-        self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
+        self.restart(self.unfinished)
         # An interrupt may come between the two counts of one preemption.
         self._num_miscounted = self._num_preemptions() - self.scheduler.num_recomputes - self.scheduler.num_swaps
+
+    def restart(self, groups: list[SequenceGroup]) -> None:
+        self.scheduler.restart(groups)
+        self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
+        self._sealed = {}
 
     def drain(self) -> None:
         """Until all is finished.

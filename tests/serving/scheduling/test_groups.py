@@ -81,7 +81,7 @@ def test_shared_blocks_are_freed_once(how: str) -> None:
     if how == "abort":
         engine.scheduler.abort(group.request_id)
     elif how == "restart":
-        engine.scheduler.restart([group])
+        engine.restart([group])
     else:
         engine.add(62, max_tokens=1, priority=-1)
         assert engine.step().preempted == [group]

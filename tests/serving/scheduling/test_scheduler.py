@@ -188,7 +188,7 @@ def test_restart() -> None:
     engine.step()
     engine.step()
     scheduler, kept = engine.scheduler, [groups[3], groups[0], groups[2]]
-    scheduler.restart(kept)
+    engine.restart(kept)
     assert scheduler.waiting == [groups[0], *groups[2:]] and scheduler.running == scheduler.swapped == []
     assert (engine.manager.num_used_blocks, engine.manager.num_cached_blocks) == (0, 0)
     assert {(s.status, s.num_computed_tokens) for s in sequences_of(kept)} == {(SequenceStatus.WAITING, 0)}
@@ -208,7 +208,7 @@ def test_restart_of_swapped_out_groups_gives_the_host_blocks_back() -> None:
     while not engine.step().preempted:
         pass
     assert engine.manager.num_used_host_blocks == 2
-    engine.scheduler.restart(engine.unfinished)
+    engine.restart(engine.unfinished)
     assert engine.manager.num_used_host_blocks == 0
     engine.drain()
 
