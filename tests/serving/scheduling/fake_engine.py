@@ -19,7 +19,7 @@ from fake_cache import FakeCache
 from pagedattn_serve import scheduling
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -169,16 +169,25 @@ class FakeEngine:
         self.cache.swap_out(batch.blocks_to_swap_out)
         self.cache.swap_in(batch.blocks_to_swap_in)
         self.cache.copy(batch.blocks_to_copy)
-        ends = [each.sequence.num_computed_tokens + each.num_new_tokens for each in batch.sequences]
-        for scheduled, end in zip(batch.sequences, ends, strict=True):
+        histories = [self._history(scheduled) for scheduled in batch.sequences]
+        for scheduled, history in zip(batch.sequences, histories, strict=True):
             start = scheduled.sequence.num_computed_tokens
-            for block in scheduled.block_table[start // self.cache.block_size : -(-end // self.cache.block_size)]:
+            for block in scheduled.block_table[
+                start // self.cache.block_size : -(-len(history) // self.cache.block_size)
+            ]:
                 key = self.manager._allocator._key_of.get(block)
                 assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
-            self.cache.write(scheduled.block_table, start, self.values(scheduled.sequence)[start:end])
-        for scheduled, end in zip(batch.sequences, ends, strict=True):  # after all writes, as in each layer of a model
-            assert self.cache.read(scheduled.block_table, end) == self.values(scheduled.sequence)[:end]
-            self._add_prompt_logprobs(scheduled.sequence, end)
+            self.cache.write(scheduled.block_table, start, history[start:])
+        for scheduled, history in zip(batch.sequences, histories, strict=True):  # after all writes, as in each layer
+            assert self.cache.read(scheduled.block_table, len(history)) == history
+            self._add_prompt_logprobs(scheduled.sequence, len(history))
+
+    def _history(self, scheduled: ScheduledSequence) -> list[int]:
+        """What the cache is to hold for a sequence when its rows of the step are written, drafts included."""
+        history = self.values(scheduled.sequence)[: scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens]
+        for token in scheduled.draft_token_ids:
+            history.append(hash((history[-1], token)))
+        return history
 
     def _add_prompt_logprobs(self, sequence: Sequence, end: int) -> None:
         """Each row says how likely the prompt's next token was; no row may be left out where that is asked for."""
@@ -190,13 +199,18 @@ class FakeEngine:
 
     def _sample(self, batch: ScheduledBatch) -> None:
         num_samples: Counter[str] = Counter()
+        drafts: dict[Sequence, list[int]] = {}
         for scheduled in batch.sequences:
             num_samples[scheduled.sequence.request_id] += scheduled.num_samples
+            if scheduled.draft_token_ids:
+                drafts[scheduled.sequence] = scheduled.draft_token_ids
         for group in self.unfinished:
             if group in batch.outgrown:
                 self._finish(group, group.sequences, SequenceStatus.FINISHED_ERROR)
             elif num_samples[group.request_id]:
-                if group.sampling_params.use_beam_search:
+                if group.sequences[0] in drafts:
+                    self._verify(group.sequences[0], drafts[group.sequences[0]])
+                elif group.sampling_params.use_beam_search:
                     self._continue_beams(group)
                 else:
                     parent = group.sequences[0]
@@ -205,6 +219,18 @@ class FakeEngine:
                     for sequence in group.sequences:
                         sequence.output_token_ids.append(self._next_token(sequence))
                 self._finish_those_at_their_end(group)
+
+    def _verify(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Tokens are drawn as without drafts, and as long as these are right."""
+        num_accepted = 0
+        for draft in [*drafts, None]:
+            sequence.output_token_ids.append(self._next_token(sequence))
+            if sequence.output_token_ids[-1] != draft:
+                break
+            num_accepted += 1
+        self.scheduler.mark_verified(sequence, num_accepted)
+        self.num_times["accepted"] += num_accepted
+        self.num_times["rejected"] += len(drafts) - num_accepted
 
     def _continue_beams(self, group: SequenceGroup) -> None:
         """Some beams are forked, some dropped, some go on, in any order of these and of the beams."""
@@ -260,7 +286,12 @@ class FakeEngine:
         assert len(set(sequences)) == len(sequences) <= config.max_num_seqs
         for scheduled in batch.sequences:
             assert scheduled.block_table is self.manager.block_table(scheduled.sequence)
-            assert len(scheduled.block_table) == -(-scheduled.sequence.num_tokens // self.manager.block_size)
+            num_slots = len(scheduled.block_table) * self.manager.block_size
+            num_tokens = scheduled.sequence.num_tokens + len(scheduled.draft_token_ids)
+            assert num_tokens <= num_slots < num_tokens + self.manager.block_size
+            assert not scheduled.draft_token_ids or (
+                group_of[scheduled.sequence].max_num_sequences == 1 == scheduled.num_samples
+            )
             assert 0 < scheduled.num_new_tokens <= scheduled.sequence.num_uncomputed_tokens
         for group, members in itertools.groupby(batch.sequences, lambda scheduled: group_of[scheduled.sequence]):
             # One after the other, and either all of them come to their ends or none.

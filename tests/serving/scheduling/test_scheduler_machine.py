@@ -1,4 +1,5 @@
-"""Random load on tiny caches: groups, beams, swaps, prefix hits, pins, priorities, aborts and interrupts at any moment.
+"""Random load on tiny caches: groups, beams, swaps, prefix hits, pins, priorities, drafts, aborts and interrupts at any
+moment.
 
 FakeEngine checks each step. A small vocabulary and few beginnings of prompts make equal tokens, and so hits, frequent.
 """
@@ -31,6 +32,7 @@ class RandomLoad:
         num_host_blocks: int,
         policy: str,
         preemption_mode: str,
+        speculation: str | None,
         enable_prefix_caching: bool,
         watermark: float,
         stop_rate: float,
@@ -42,6 +44,7 @@ class RandomLoad:
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
             preemption_mode=preemption_mode,
+            speculation=speculation,
         )
         cache_config = CacheConfig(
             num_blocks=num_blocks,
@@ -109,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 8, 20]),
         policy=st.sampled_from(["fcfs", "priority"]),
         preemption_mode=st.sampled_from(["auto", "recompute", "swap"]),
+        speculation=st.sampled_from([None, "ngram"]),
         enable_prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         stop_rate=st.sampled_from([0.0, 0.05]),
@@ -171,6 +175,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         num_host_blocks=random.choice([0, 3, 8, 30]),
         policy=random.choice(["fcfs", "priority"]),
         preemption_mode=random.choice(["auto", "recompute", "swap"]),
+        speculation=random.choice([None, "ngram"]),
         enable_prefix_caching=random.random() < 0.7,
         watermark=random.choice([0.0, 0.01, 0.3]),
         stop_rate=random.choice([0.0, 0.05]),
@@ -221,6 +226,8 @@ def test_random_load_meets_everything() -> None:
         "outgrown",
         "pinned",
         "interrupted",
+        "accepted",
+        "rejected",
         "prompt logprobs",
     ):
         assert num_times[what] > 0, what
