@@ -334,9 +334,12 @@ class FakeEngine:
             assert not (has_place and self.manager.can_allocate(queue[0].sequences, keep_watermark=True))
 
     def _check_let_in(self, groups: list[SequenceGroup], batch: ScheduledBatch) -> None:
-        """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though."""
+        """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though; until
+        they run, nobody is let in."""
         ran = {scheduled.sequence for scheduled in batch.sequences}
-        assert all(ran.intersection(group.sequences) or len(group.sequences) > 1 for group in groups)
+        waits = {group for group in self.scheduler.running if not ran.intersection(group.sequences)}
+        assert all(len(group.sequences) > 1 for group in waits.intersection(groups))
+        assert not groups or not any(group not in groups and not group.in_prefill for group in waits)
 
     def _check_copies(self, batch: ScheduledBatch) -> None:
         """Each target is written once, and is no source of what is copied at the same time or later."""

@@ -147,7 +147,7 @@ def test_blocks_for_drafts() -> None:
 
 
 class FakeEngine:
-    """A scheduler with a cache of tokens for a model, and tokens drawn from few. What it checks, it checks each step."""
+    """A scheduler with a cache of tokens for a model, and tokens drawn from few. All that it checks, at each step."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.scheduler = scheduler

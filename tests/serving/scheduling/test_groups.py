@@ -170,9 +170,11 @@ def test_a_group_decodes_as_a_whole_or_not_at_all() -> None:
     engine = make_engine(max_num_batched_tokens=4)
     first, second = engine.add(1, n=3, max_tokens=4), engine.add(1, n=2, max_tokens=4)
     engine.step()
-    for _ in range(3):  # one token of the budget is left, which is too little for two
+    late = engine.add(1)
+    for _ in range(3):  # one token of the budget is left, which is too little for two, and not for who came later
         members = list(first.sequences)
         assert ran(engine.step()) == [(sequence, 1) for sequence in members]
+        assert engine.scheduler.waiting == [late]
     assert not first.sequences and len(second.sequences[0].output_token_ids) == 1
     engine.drain()
 
