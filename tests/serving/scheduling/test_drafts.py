@@ -38,7 +38,7 @@ def decoding(scheduler: Scheduler, prompt: list[int], output: int, **params: int
 
 
 def drafts(batch: ScheduledBatch) -> list[list[int]]:
-    return [scheduled.draft_token_ids for scheduled in batch.sequences]
+    return [list(scheduled.draft_token_ids) for scheduled in batch.sequences]
 
 
 # ---- how many ------------------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class FakeEngine:
         self.cache.copy(batch.blocks_to_copy)
         for scheduled in batch.sequences:
             sequence, start = scheduled.sequence, scheduled.sequence.num_computed_tokens
-            tokens = sequence.tokens(start, start + scheduled.num_new_tokens) + scheduled.draft_token_ids
+            tokens = sequence.tokens(start, start + scheduled.num_new_tokens) + list(scheduled.draft_token_ids)
             self.cache.write(scheduled.block_table, start, tokens)
         for scheduled in batch.sequences:  # after all writes, so that none went to another's slot
             sequence, end = scheduled.sequence, scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens
-            expected_tokens = sequence.tokens(0, end) + scheduled.draft_token_ids
+            expected_tokens = sequence.tokens(0, end) + list(scheduled.draft_token_ids)
             assert self.cache.read(scheduled.block_table, len(expected_tokens)) == expected_tokens
             self.num_found += sequence.num_computed_tokens and not sequence.output_token_ids
         scheduler.mark_computed(batch)
@@ -197,7 +197,7 @@ class FakeEngine:
                 assert self.cache.read(table, num_computed) == sequence.tokens(0, num_computed)
                 assert len(table) <= -(-sequence.num_tokens // manager.block_size)  # nothing is kept for drafts
 
-    def append(self, sequence: Sequence, num_samples: int, draft_token_ids: list[int]) -> None:
+    def append(self, sequence: Sequence, num_samples: int, draft_token_ids: tuple[int, ...]) -> None:
         [group] = [each for each in self.groups if each.request_id == sequence.request_id]
         sequences = [sequence] + [self.scheduler.fork(group, sequence, i) for i in range(1, num_samples)]
         for each in sequences:
