@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cuda_timing
 import torch
@@ -52,13 +53,18 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command and raw times")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the share of the probe (needs matplotlib)")
     args = parser.parse_args()
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+    check_plot(parser, args.plot)
     check_device(parser, args.device)
     default = ["bfloat16"] if args.device == "cuda" else ["float32", "bfloat16"]
     args.dtypes = [getattr(torch, name) for name in args.dtype or default]
     prepare(args.threads)
     return args
+
+
+def check_plot(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """Ends the process with status 2 if a plot is asked for and cannot be drawn."""
+    if path and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
@@ -355,9 +361,14 @@ def print_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
         ratios, duration = row.ratios(), f"{median(row.seconds['ours']) * per_second:.{digits}f}"
         cells = [f"{ratios[name]:.{ratio_digits}f}x" if name in ratios else "-" for name in peers]
         table.append([row.label(), duration, f"{row.rate():.1f}", f"{row.share():.0%}", *cells])
+    print_table(table, notes or [row.note for row in rows])
+
+
+def print_table(table: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """A header and rows, each row with its note behind it if there are any."""
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     print()
-    for (first, *rest), note in zip(table, ["", *(notes or [row.note for row in rows])], strict=True):
+    for (first, *rest), note in zip(table, ["", *(notes or [""] * (len(table) - 1))], strict=True):
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         print("  ".join([first.ljust(widths[0]), *cells, note]).rstrip(), flush=True)
 
@@ -394,37 +405,58 @@ def ratio_target(
 
 def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:
     """Writes the files that were asked for."""
+    write_files(args, facts, partial(plot, rows=rows), {**extra, "rows": [row.as_dict() for row in rows]})
+
+
+def write_files(
+    args: argparse.Namespace,
+    facts: dict[str, object],
+    draw: Callable[[Path, str], None],
+    report: Mapping[str, object],
+) -> None:
+    """What --json and --plot ask for, both with the command and the hardware. `draw` takes the path and the title."""
     command = shlex.join(["python", *sys.argv])
     if args.json:
-        report = {"command": command, "hardware": facts, **extra, "rows": [row.as_dict() for row in rows]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps({"command": command, "hardware": facts, **report}, indent=1) + "\n")
     if args.plot:
-        plot(args.plot, f"{command}\n{facts['gpu'] or facts['cpu']}, threads: {facts['threads']}", rows)
+        draw(args.plot, f"{command}\n{facts['gpu'] or facts['cpu']}, threads: {facts['threads']}")
 
 
-def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Bars of the share of the probe, a place for each case and a colour for each dtype."""
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, for files only."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    cases = list(dict.fromkeys((row.group, row.case) for row in rows))
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    height = 0.8 / len(dtypes)
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.35 * len(cases)), layout="constrained")
-    for i, dtype in enumerate(dtypes):
-        of_dtype = [row for row in rows if row.dtype == dtype]
-        places = [cases.index((row.group, row.case)) + (i - (len(dtypes) - 1) / 2) * height for row in of_dtype]
-        bars = axes.barh(places, [row.share() for row in of_dtype], height, label=dtype_name(dtype))
-        axes.bar_label(bars, fmt="{:.0%}", padding=2, fontsize=7)
-    probes = {row.group: row.probe.name for row in rows}
-    axes.set_yticks(range(len(cases)), [f"{group}: {case} (of {probes[group]})" for group, case in cases], fontsize=8)
-    axes.invert_yaxis()
+    return pyplot
+
+
+def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Bars of the share of the probe, a place for each case and a colour for each dtype."""
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        place = f"{row.group}: {row.case} (of {row.probe.name})"
+        bars.setdefault(dtype_name(row.dtype), {})[place] = row.share()
+    figure, axes = draw_bars(bars, "{:.0%}")
     axes.axvline(1, color="black", linewidth=1)
-    axes.margins(x=0.1)
     axes.set_xlabel("share of the probe in the same run")
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.set_title(title, fontsize=8)
-    axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_bars(bars: Mapping[str, Mapping[str, float]], form: str) -> tuple[Any, Any]:
+    """Figure and axes with bars[colour][place], each with its number. A place needs no bar of every colour."""
+    places = list(dict.fromkeys(place for of_colour in bars.values() for place in of_colour))
+    height = 0.8 / len(bars)
+    figure, axes = load_pyplot().subplots(figsize=(9, 1.5 + 0.35 * len(places)), layout="constrained")
+    for i, (colour, of_colour) in enumerate(bars.items()):
+        ys = [places.index(place) + (i - (len(bars) - 1) / 2) * height for place in of_colour]
+        drawn = axes.barh(ys, list(of_colour.values()), height, label=colour)
+        axes.bar_label(drawn, fmt=form, padding=2, fontsize=7)
+    axes.set_yticks(range(len(places)), places, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.legend()
+    return figure, axes

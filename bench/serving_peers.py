@@ -1,14 +1,17 @@
-"""What bench/serving.py compares the engine with: four ways to generate in transformers, on the same requests."""
+"""The engine beside four ways to generate in transformers, in turns, on the same requests."""
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
+from statistics import mean, median
 from typing import Any
 
 import torch
 import transformers
+from harness import print_table
+from serving_requests import Request
+from serving_run import Run
 
 STATIC_BATCH_SIZE = 16
 # Without flash attention, continuous batching in transformers computes each query against the keys of the whole batch
@@ -16,22 +19,6 @@ STATIC_BATCH_SIZE = 16
 # of 4 to 64 and 128 to 1024; torch.compile made it slower.
 PEER_BATCH_SIZE, PEER_BATCH_TOKENS, PEER_PAGE_SIZE = 16, 1024, 256
 PAGED_BATCH_SIZE, PAGED_PAGE_SIZE = 256, 16  # on the paged ops, as in the engine
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt_token_ids: list[int]
-    max_tokens: int
-    arrival: float = 0.0  # seconds after the start
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a system took for a list of requests, and the output of each."""
-
-    seconds: float
-    cpu_seconds: float
-    token_ids: list[list[int]]
 
 
 System = Callable[[list[Request]], Run]
@@ -119,3 +106,55 @@ def load_peers(model: str, dtype: str) -> dict[str, System]:
         "transformers continuous batching": partial(serve_continuous, hf_model, PEER_BATCH_SIZE, PEER_PAGE_SIZE),
         "the same on the paged ops": paged,
     }
+
+
+def run_in_turns(systems: dict[str, System], requests: list[Request], num_rounds: int) -> dict[str, list[Run]]:
+    """Each system's peer_runs; a peer that does not run is left out, with a line that says why."""
+    warm_up = [Request(request.prompt_token_ids, 2) for request in requests[:2]]
+    num_tokens = [request.max_tokens for request in requests]
+    runs: dict[str, list[Run]] = {name: [] for name in systems}
+    for _ in range(num_rounds):
+        for name in list(runs):
+            try:
+                systems[name](warm_up)
+                run = systems[name](requests)
+                if [*map(len, run.token_ids)] != num_tokens:
+                    raise RuntimeError(f"{sum(map(len, run.token_ids))} tokens instead of {sum(num_tokens)}")
+                runs[name].append(run)
+            except Exception as error:  # whatever another library raises on this machine
+                if name == "engine":
+                    raise
+                print(f"{name}: left out, {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                del runs[name]
+    return runs
+
+
+def compare(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
+    ours = runs["engine"]
+    num_tokens = sum(map(len, ours[0].token_ids))
+    comparison: dict[str, dict[str, Any]] = {}
+    for name, peer_runs in runs.items():
+        pairs = zip(ours[0].token_ids, peer_runs[0].token_ids, strict=True)
+        seconds = [run.seconds for run in peer_runs]
+        cpu_seconds = [run.cpu_seconds for run in peer_runs]
+        comparison[name] = {
+            "tokens_per_s": num_tokens / median(seconds),
+            "tokens_per_cpu_s": num_tokens / median(cpu_seconds),
+            "ratio": median(seconds) / median(run.seconds for run in ours),
+            "cpu_ratio": median(cpu_seconds) / median(run.cpu_seconds for run in ours),
+            "identical": mean(mine == theirs for mine, theirs in pairs),
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+        }
+    return comparison
+
+
+def print_comparison(comparison: dict[str, dict[str, Any]], num_requests: int, num_rounds: int) -> None:
+    rounds = f"median of {num_rounds} rounds" if num_rounds > 1 else "one round"
+    title = f"first {num_requests} requests, at once; {rounds}"
+    table = [[title, "tokens/s", "ours is", "tokens/CPU-s", "ours is", "same output"]]
+    for name, row in comparison.items():
+        rates = [f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}x"]
+        cpu_rates = [f"{row['tokens_per_cpu_s']:.0f}", f"{row['cpu_ratio']:.2f}x"]
+        table.append([name, *rates, *cpu_rates, f"{row['identical']:.0%}"])
+    print_table(table)

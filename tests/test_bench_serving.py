@@ -5,10 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
+import numpy
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[1] / "bench" / "serving.py"
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+PROGRAM = BENCH / "serving.py"
 SHORT = ["--requests", "6", "--mean-input", "8", "--mean-output", "6"]
 
 
@@ -39,6 +42,51 @@ def check(report: dict) -> None:
         assert 1 <= step["batch_size"] <= 6
         assert step["num_used_slots"] <= 16 * step["num_used_blocks"] <= 16 * summary["num_blocks"]
     assert steps[-1]["num_waiting"] == steps[-1]["num_used_blocks"] == 0
+
+
+@pytest.fixture
+def draw_requests(monkeypatch):
+    """make_requests without the tokens, which take the time: lengths of prompts and outputs."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from serving_requests import make_requests
+
+    def draw(*args, **kwargs) -> tuple[list[int], list[int]]:
+        requests = make_requests(*args, vocab_size=2, seed=0, **kwargs)
+        return [len(request.prompt_token_ids) for request in requests], [request.max_tokens for request in requests]
+
+    return draw
+
+
+def test_sharegpt_lengths(draw_requests):
+    prompts, outputs = draw_requests("sharegpt", 100_000, 2048)
+    ranks = [10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99]
+    of_prompts = [9, 13, 18, 24, 35, 55, 94, 203, 507, 864, 1464]
+    of_outputs = [45, 101, 157, 216, 271, 330, 405, 525, 754, 899, 1280]
+    assert numpy.percentile(prompts, ranks) == pytest.approx(of_prompts, rel=0.03, abs=0.5)
+    assert numpy.percentile(outputs, ranks) == pytest.approx(of_outputs, rel=0.03, abs=0.5)
+    assert mean(prompts) == pytest.approx(161, rel=0.06)  # lines lie above convex quantiles
+    assert mean(outputs) == pytest.approx(338, rel=0.02)
+    assert numpy.log(prompts).std() == pytest.approx(1.52, rel=0.05)
+    assert numpy.log(outputs).std() == pytest.approx(1.14, rel=0.05)
+    assert abs(numpy.corrcoef(prompts, outputs)[0, 1]) < 0.05
+    assert max(map(sum, zip(prompts, outputs, strict=True))) <= 2048
+
+
+def test_alpaca_lengths(draw_requests):
+    prompts, outputs = draw_requests("alpaca", 100_000, 2048)
+    assert (mean(prompts), mean(outputs)) == pytest.approx((19.31, 58.45), rel=0.02)
+
+
+def test_scaled_lengths(draw_requests):
+    prompts, outputs = draw_requests("sharegpt", 20_000, 4096, mean_input=80, mean_output=100)
+    assert numpy.percentile(prompts, [50, 90]) == pytest.approx([35 * 80 / 161.31, 507 * 80 / 161.31], rel=0.05)
+    assert numpy.percentile(outputs, [50, 90]) == pytest.approx([271 * 100 / 337.99, 754 * 100 / 337.99], rel=0.05)
+
+
+def test_lengths_fit_in_a_short_model(draw_requests):
+    prompts, outputs = draw_requests("sharegpt", 1000, 64)
+    assert min(prompts) >= 1 and min(outputs) >= 2
+    assert max(map(sum, zip(prompts, outputs, strict=True))) == 64
 
 
 def test_with_peers(tmp_path):

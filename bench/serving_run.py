@@ -1,0 +1,198 @@
+"""A timed run of the engine: its steps, the times of its requests, and their summary."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy
+from harness import load_pyplot
+from serving_requests import Request
+
+from pagedattn_serve import LLMEngine, RequestOutput, SamplingParams
+
+FULL = 0.9  # a step with this share of the largest batch counts as full
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a system took for a list of requests, and the output of each."""
+
+    seconds: float
+    cpu_seconds: float
+    token_ids: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Step:
+    end: float  # seconds after the start
+    seconds: float
+    host_seconds: float
+    batch_size: int
+    num_waiting: int
+    num_used_blocks: int
+    num_used_slots: int
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Seconds after the start of the run."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrival: float
+    first_token: float
+    finished: float
+
+
+@dataclass(frozen=True)
+class ServedRun(Run):
+    steps: list[Step]
+    requests: list[RequestTimes]
+
+
+class ModelTimer:
+    """Adds up the seconds that an engine spends in the model and the sampler."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.seconds = 0.0
+        runner = engine.model_runner
+        for owner, name in ((runner.model, "forward"), (runner.sampler, "sample")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.monotonic()
+            result = function(*args, **kwargs)
+            self.seconds += time.monotonic() - started
+            return result
+
+        return timed
+
+
+def serve(engine: LLMEngine, timer: ModelTimer, requests: list[Request]) -> ServedRun:
+    outputs: dict[int, RequestOutput] = {}
+    steps = []
+    arriving = deque(enumerate(requests))
+    cpu_started, started = time.process_time(), time.monotonic()
+    while arriving or engine.has_unfinished_requests():
+        now = time.monotonic() - started
+        while arriving and arriving[0][1].arrival <= now:
+            i, request = arriving.popleft()
+            params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            engine.add_request(str(i), None, params, request.prompt_token_ids, started + request.arrival)
+        if not engine.has_unfinished_requests():
+            time.sleep(arriving[0][1].arrival - now)
+            continue
+        step_started, timer.seconds = time.monotonic(), 0.0
+        finished = [output for output in engine.step() if output.finished]
+        ended = time.monotonic()
+        outputs |= {int(output.request_id): output for output in finished}
+        stats = engine.stats()
+        steps.append(
+            Step(
+                end=ended - started,
+                seconds=ended - step_started,
+                host_seconds=ended - step_started - timer.seconds,
+                batch_size=stats.num_running + len(finished),
+                num_waiting=stats.num_waiting,
+                num_used_blocks=stats.num_used_blocks,
+                num_used_slots=stats.num_used_slots,
+            )
+        )
+    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
+
+    times = []
+    for i in range(len(requests)):
+        metrics = outputs[i].metrics
+        moments = (metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
+        lengths = (len(outputs[i].prompt_token_ids), len(outputs[i].outputs[0].token_ids))
+        times.append(RequestTimes(*lengths, *(moment - started for moment in moments)))
+    return ServedRun(
+        seconds, cpu_seconds, [outputs[i].outputs[0].token_ids for i in range(len(requests))], steps, times
+    )
+
+
+def percentiles(values: list[float], *ranks: int) -> dict[str, float]:
+    return {f"p{rank}": float(value) for rank, value in zip(ranks, numpy.percentile(values, ranks), strict=True)}
+
+
+def host_time(steps: list[Step]) -> dict[str, Any]:
+    micros = [step.host_seconds * 1e6 for step in steps]
+    per_sequence = [us / step.batch_size for us, step in zip(micros, steps, strict=True)]
+    return {
+        "num_steps": len(steps),
+        "mean_batch_size": mean(step.batch_size for step in steps),
+        "us": percentiles(micros, 50, 99),
+        "us_per_sequence": percentiles(per_sequence, 50, 99),
+    }
+
+
+def summarize(run: ServedRun, engine: LLMEngine) -> dict[str, Any]:
+    num_tokens = sum(times.num_output_tokens for times in run.requests)
+    normalized = [(times.finished - times.arrival) / times.num_output_tokens for times in run.requests]
+    to_first = [times.first_token - times.arrival for times in run.requests]
+    between = [(times.finished - times.first_token) / (times.num_output_tokens - 1) for times in run.requests]
+    full = [step for step in run.steps if step.batch_size >= FULL * max(step.batch_size for step in run.steps)]
+    num_slots = sum(step.num_used_blocks for step in run.steps) * engine.scheduler.block_manager.block_size
+    return {
+        "num_requests": len(run.requests),
+        "num_output_tokens": num_tokens,
+        "seconds": run.seconds,
+        "tokens_per_s": num_tokens / run.seconds,
+        "requests_per_s": len(run.requests) / run.seconds,
+        "tokens_per_cpu_s": num_tokens / run.cpu_seconds,
+        "normalized_latency_s": {"mean": mean(normalized), **percentiles(normalized, 50, 99)},
+        "ttft_s": percentiles(to_first, 50, 90, 99),
+        "tpot_s": percentiles(between, 50, 90, 99),
+        "host": {"all steps": host_time(run.steps), "full steps": host_time(full)},
+        "peak_used_blocks": max(step.num_used_blocks for step in run.steps),
+        "num_blocks": engine.stats().num_blocks,
+        "wasted_slots": 1 - sum(step.num_used_slots for step in run.steps) / num_slots,
+        "num_preemptions": engine.stats().num_preemptions,
+    }
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    def show(values: dict[str, float], scale: int, digits: int) -> str:
+        return ", ".join(f"{name} {value * scale:.{digits}f}" for name, value in values.items())
+
+    lines = {
+        "throughput": f"{summary['tokens_per_s']:.0f} tokens/s, {summary['requests_per_s']:.2f} requests/s, "
+        f"{summary['tokens_per_cpu_s']:.0f} tokens per CPU-second; {summary['seconds']:.1f} s",
+        "normalized latency": f"{show(summary['normalized_latency_s'], 1, 4)} s per output token",
+        "first token": f"{show(summary['ttft_s'], 1000, 0)} ms",
+        "each later token": f"{show(summary['tpot_s'], 1000, 2)} ms",
+    }
+    for name, host in summary["host"].items():
+        lines[f"host, {name}"] = (
+            f"{show(host['us'], 1, 0)} us a step; {show(host['us_per_sequence'], 1, 1)} us a sequence; "
+            f"{host['num_steps']} steps, mean batch {host['mean_batch_size']:.1f}"
+        )
+    lines["cache"] = (
+        f"peak {summary['peak_used_blocks']} of {summary['num_blocks']} blocks; of the slots in used blocks "
+        f"{summary['wasted_slots']:.1%} wasted; {summary['num_preemptions']} preemptions"
+    )
+    print()
+    for name, text in lines.items():
+        print(f"{name:20}{text}")
+
+
+def plot_run(path: Path, title: str, run: ServedRun, num_blocks: int) -> None:
+    """Batch, queue and cache over time."""
+    panels = {
+        "sequences in the step": [step.batch_size for step in run.steps],
+        "requests waiting": [step.num_waiting for step in run.steps],
+        "blocks in use, %": [100 * step.num_used_blocks / num_blocks for step in run.steps],
+    }
+    figure, rows = load_pyplot().subplots(len(panels), sharex=True, figsize=(9, 7), layout="constrained")
+    for axes, (label, values) in zip(rows, panels.items(), strict=True):
+        axes.plot([step.end for step in run.steps], values)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    rows[0].set_title(title, fontsize=8)
+    rows[-1].set_xlabel("seconds")
+    figure.savefig(path, dpi=120)
