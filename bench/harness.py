@@ -449,8 +449,8 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
 def draw_bars(bars: Mapping[str, Mapping[str, float]], form: str) -> tuple[Any, Any]:
     """Figure and axes with bars[colour][place], each with its number. A place needs no bar of every colour."""
     places = list(dict.fromkeys(place for of_colour in bars.values() for place in of_colour))
-    height = 0.8 / len(bars)
-    figure, axes = load_pyplot().subplots(figsize=(9, 1.5 + 0.35 * len(places)), layout="constrained")
+    height, num_bars = 0.8 / len(bars), len(bars) * len(places)
+    figure, axes = load_pyplot().subplots(figsize=(9, 1.5 + 0.18 * num_bars), layout="constrained")
     for i, (colour, of_colour) in enumerate(bars.items()):
         ys = [places.index(place) + (i - (len(bars) - 1) / 2) * height for place in of_colour]
         drawn = axes.barh(ys, list(of_colour.values()), height, label=colour)
@@ -458,5 +458,5 @@ def draw_bars(bars: Mapping[str, Mapping[str, float]], form: str) -> tuple[Any, 
     axes.set_yticks(range(len(places)), places, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure, axes

@@ -1,16 +1,22 @@
-"""The engine under synthetic requests, beside other ways to generate the same tokens.
+"""The engine under synthetic requests, beside other ways to generate the same tokens; and experiments with it.
 
-Usage: python bench/serving.py [--quick] [--workload alpaca] [--requests N] [--rate R] [--json FILE] [--plot FILE.png]
+Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
+       python bench/serving.py sharing|samples|prefix|preemption|block-size [--quick] [--json F] [--plot F]
 
-Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, decoding is greedy and never
-stops early. First the engine serves all requests: throughput, latencies, cache. A step's host time is what it spends
+Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
+
+report, greedy: first the engine serves all requests: throughput, latencies, cache. A step's host time is what it spends
 outside of the model and the sampler: scheduling, inputs, outputs. Then engine and peers take turns at the first
 requests, all there at once, with the same weights and threads. Peers, all of transformers: `generate` with one request
 at a time; with padded batches of 16 in order of arrival, each as long as its longest output; its own continuous
 batching over a paged cache; and the same on our ops (use_paged_attention).
+
+Experiments (serving_experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
+separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks.
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,9 +28,10 @@ from typing import Any
 import torch
 import transformers
 from harness import check_plot, hardware, keep_freed_memory, write_files
+from serving_experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
 from serving_peers import System, compare, load_peers, print_comparison, run_in_turns
 from serving_requests import SHAPES, WORKLOADS, Request, make_model, make_requests
-from serving_run import ModelTimer, plot_run, print_summary, serve, summarize
+from serving_run import plot_run, print_summary, summarize, warm_server
 
 from pagedattn_serve import LLMEngine
 
@@ -39,97 +46,143 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
-def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def add_options(
+    parser: argparse.ArgumentParser, shape: str, num_requests: int, num_quick_requests: int, num_rounds: int, plot: str
+) -> None:
+    """What the report and the experiments have in common, with their defaults."""
     add, positive, count = parser.add_argument, at_least(1), at_least(0)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
-    add("--shape", choices=list(SHAPES), default="tiny", help="of the model made (default: %(default)s)")
+    add("--shape", choices=list(SHAPES), default=shape, help="of the model made (default: %(default)s)")
     add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="default: %(default)s")
+    add("--requests", type=positive, metavar="N", help=f"default: {num_requests}; {num_quick_requests} with --quick")
+    add("--rounds", type=positive, metavar="N", help=f"in which what is compared takes turns (default: {num_rounds}; "
+        "1 with --quick); medians are shown")  # fmt: skip
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")
+    add("--seed", type=count, default=0, help="of weights, lengths, tokens and arrivals (default: %(default)s)")
+    add("--quick", action="store_true", help="fewer requests and rounds, under a minute")
+    add("--json", type=Path, metavar="FILE", help="write hardware, command and all numbers")
+    add("--plot", type=Path, metavar="FILE.png", help=f"draw {plot} (needs matplotlib)")
+    parser.set_defaults(
+        parser=parser, default_requests=(num_requests, num_quick_requests), default_rounds=(num_rounds, 1)
+    )
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    add, positive, count = parser.add_argument, at_least(1), at_least(0)
     add("--workload", choices=list(WORKLOADS), help="whose lengths (default: sharegpt; alpaca with --quick)")
     add("--mean-input", type=positive, metavar="N", help="prompts scaled to a mean of N tokens")
     add("--mean-output", type=positive, metavar="N", help="outputs scaled to a mean of N tokens")
-    add("--requests", type=positive, metavar="N", help="default: 64; 16 with --quick")
-    add("--rate", type=float, metavar="R", help="requests per second, with Poisson arrivals (default: all at once); "
-        "for the engine's own report: peers are offline and are compared with all requests there at once")  # fmt: skip
+    add("--rate", type=positive_float, metavar="R", help="requests per second, with Poisson arrivals (default: all at "
+        "once); for the engine's own report: peers are compared with all requests there at once")  # fmt: skip
     add("--peer-requests", type=count, metavar="N", help="requests for the comparison (default: 16; 6 with --quick; "
         "0: no comparison)")  # fmt: skip
-    add(
-        "--rounds",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="of the comparison; medians are shown (default: %(default)s)",
-    )
     add("--max-num-seqs", type=positive, default=256, metavar="N", help="default: %(default)s")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-cache-memory", type=positive, metavar="BYTES", help="default: the engine's")
     memory.add_argument("--num-blocks", type=positive, metavar="N", help="the cache's size in blocks of 16 tokens")
-    add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")
-    add("--seed", type=count, default=0, help="of weights, lengths, tokens and arrivals (default: %(default)s)")
-    add("--quick", action="store_true", help="fewer and shorter requests, under a minute")
-    add("--json", type=Path, metavar="FILE", help="write hardware, command, steps, requests, summary and peers")
-    add("--plot", type=Path, metavar="FILE.png", help="draw batch, queue and cache over time (needs matplotlib)")
-    args = parser.parse_args()
-    if args.rate is not None and not args.rate > 0:
-        parser.error(f"argument --rate: expected a number above 0, got {args.rate}")
-    check_plot(parser, args.plot)
-    args.requests = args.requests or (16 if args.quick else 64)
-    if args.peer_requests is None:
-        args.peer_requests = 6 if args.quick else 16
-    args.workload = args.workload or ("alpaca" if args.quick else "sharegpt")
-    return parser, args
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Without a command: report.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    of_report = commands.add_parser("report", help="throughput, latencies and cache, beside other systems")
+    add_options(of_report, "tiny", 64, 16, 1, "batch, queue and cache over time")
+    add_report_options(of_report)
+    for name, experiment in EXPERIMENTS.items():
+        command = commands.add_parser(name, help=f"experiment: {experiment.title}")
+        plot = f"bars of {next(iter(experiment.columns))}"
+        add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
+    arguments = sys.argv[1:]
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["report", *arguments]
+    args = parser.parse_args(arguments)
+    check_plot(args.parser, args.plot)
+    args.requests = args.requests or args.default_requests[args.quick]
+    args.rounds = args.rounds or args.default_rounds[args.quick]
+    if args.command == "report":
+        args.workload = args.workload or ("alpaca" if args.quick else "sharegpt")
+        if args.peer_requests is None:
+            args.peer_requests = 6 if args.quick else 16
+    return args
 
 
 def describe(args: argparse.Namespace, requests: list[Request], max_model_len: int) -> str:
-    weights = args.model or f"LLaMA of shape {args.shape} with random weights"
     arrivals = f"{args.rate:g} a second" if args.rate else "all at once"
     means = (mean(len(r.prompt_token_ids) for r in requests), mean(r.max_tokens for r in requests))
     scaled = " and scaled" if args.mean_input or args.mean_output else ""
     return (
-        f"{weights}, {args.dtype}; {len(requests)} requests, {arrivals}\n"
-        f"mean tokens in and out: {means[0]:.0f} and {means[1]:.0f}, drawn as of {args.workload}{scaled}, clipped to "
-        f"{max_model_len} together"
+        f"{len(requests)} requests, {arrivals}; mean tokens in and out: {means[0]:.0f} and {means[1]:.0f}, drawn as of "
+        f"{args.workload}{scaled}, clipped to {max_model_len} together"
     )
 
 
+def report(
+    args: argparse.Namespace, facts: dict[str, object], start: Callable[..., LLMEngine], engine: LLMEngine
+) -> None:
+    requests = make_requests(
+        args.workload, args.requests, engine.max_model_len, args.vocab_size, args.seed,
+        rate=args.rate, mean_input=args.mean_input, mean_output=args.mean_output,
+    )  # fmt: skip
+    print(describe(args, requests, engine.max_model_len))
+    run = warm_server(engine)(requests)
+    summary = summarize(run)
+    print_summary(summary)
+    comparison: dict[str, dict[str, Any]] = {}
+    if args.peer_requests:
+        # The same requests come several times: no system is to find them in its cache.
+        ours = warm_server(start(enable_prefix_caching=False))
+        systems: dict[str, System] = {"engine": ours, **load_peers(args.model, args.dtype)}
+        offline = [replace(request, arrival=0.0) for request in requests[: args.peer_requests]]
+        comparison = compare(run_in_turns(systems, offline, args.rounds))
+        print_comparison(comparison, len(offline), args.rounds)
+    raw = {"requests": [*map(asdict, run.requests)], "steps": [*map(asdict, run.steps)]}
+    write_files(args, facts, partial(plot_run, run=run), {"summary": summary, "peers": comparison, **raw})
+
+
+def run_experiment(
+    args: argparse.Namespace, facts: dict[str, object], start: Callable[..., LLMEngine], engine: LLMEngine
+) -> None:
+    experiment, max_model_len = EXPERIMENTS[args.command], min(engine.max_model_len, MAX_LEN)
+    print(f"{args.requests} requests at once, clipped to {max_model_len} tokens; rounds: {args.rounds}")
+    setting = Setting(start, max_model_len, args.vocab_size, args.requests, args.rounds, args.seed)
+    rows = [*experiment.measure(setting)]
+    print_rows(experiment, rows)
+    raw = {"experiment": args.command, "rows": [row.as_dict() for row in rows]}
+    write_files(args, facts, partial(plot_rows, experiment=experiment, rows=rows), raw)
+
+
 def main() -> None:
-    parser, args = parse_args()
+    args = parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     facts = hardware("cpu")
+    print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.dtype}")
     with tempfile.TemporaryDirectory() as made:
-        model = args.model or made
         if not args.model:
+            args.model = made
             make_model(args.shape, args.seed, made)
+        start = partial(LLMEngine, args.model, dtype=args.dtype, device="cpu")
+        run = run_experiment
+        if args.command == "report":
+            run = report
+            start = partial(
+                start, max_num_seqs=args.max_num_seqs, num_blocks=args.num_blocks, kv_cache_memory=args.kv_cache_memory
+            )
         try:
-            engine = LLMEngine(
-                model, dtype=args.dtype, device="cpu", max_num_seqs=args.max_num_seqs,
-                num_blocks=args.num_blocks, kv_cache_memory=args.kv_cache_memory,
-            )  # fmt: skip
+            engine = start()
         except (FileNotFoundError, ValueError) as error:
-            parser.error(str(error))
-        requests = make_requests(
-            args.workload, args.requests, engine.max_model_len,
-            transformers.AutoConfig.from_pretrained(model).vocab_size, args.seed,
-            rate=args.rate, mean_input=args.mean_input, mean_output=args.mean_output,
-        )  # fmt: skip
-        print(describe(args, requests, engine.max_model_len))
-        timer = ModelTimer(engine)
-        offline = [replace(request, arrival=0.0) for request in requests]
-        serve(engine, timer, offline[:1])  # warm-up
-        run = serve(engine, timer, requests)
-        summary = summarize(run, engine)
-        print_summary(summary)
-        comparison: dict[str, dict[str, Any]] = {}
-        if args.peer_requests:
-            systems: dict[str, System] = {"engine": partial(serve, engine, timer), **load_peers(model, args.dtype)}
-            comparison = compare(run_in_turns(systems, offline[: args.peer_requests], args.rounds))
-            print_comparison(comparison, min(args.peer_requests, args.requests), args.rounds)
-    report = {"summary": summary, "peers": comparison, "requests": [*map(asdict, run.requests)]}
-    report["steps"] = [*map(asdict, run.steps)]
-    write_files(args, facts, partial(plot_run, run=run, num_blocks=summary["num_blocks"]), report)
+            args.parser.error(str(error))
+        args.vocab_size = transformers.AutoConfig.from_pretrained(args.model).vocab_size
+        run(args, facts, start, engine)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def run_in_turns(systems: dict[str, System], requests: list[Request], num_rounds
                 systems[name](warm_up)
                 run = systems[name](requests)
                 if [*map(len, run.token_ids)] != num_tokens:
-                    raise RuntimeError(f"{sum(map(len, run.token_ids))} tokens instead of {sum(num_tokens)}")
+                    raise RuntimeError(f"{run.num_output_tokens} tokens instead of {sum(num_tokens)}")
                 runs[name].append(run)
             except Exception as error:  # whatever another library raises on this machine
                 if name == "engine":
@@ -131,7 +131,7 @@ def run_in_turns(systems: dict[str, System], requests: list[Request], num_rounds
 
 def compare(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
     ours = runs["engine"]
-    num_tokens = sum(map(len, ours[0].token_ids))
+    num_tokens = ours[0].num_output_tokens
     comparison: dict[str, dict[str, Any]] = {}
     for name, peer_runs in runs.items():
         pairs = zip(ours[0].token_ids, peer_runs[0].token_ids, strict=True)

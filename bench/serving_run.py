@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,18 +13,22 @@ import numpy
 from harness import load_pyplot
 from serving_requests import Request
 
-from pagedattn_serve import LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, SamplingParams
 
 FULL = 0.9  # a step with this share of the largest batch counts as full
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a system took for a list of requests, and the output of each."""
+    """What a system took for a list of requests, and the outputs of each, one after the other."""
 
     seconds: float
     cpu_seconds: float
     token_ids: list[list[int]]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Step:
     batch_size: int
     num_waiting: int
     num_used_blocks: int
+    num_unshared_blocks: int  # that the same sequences would hold if they shared none
     num_used_slots: int
 
 
@@ -52,6 +58,45 @@ class RequestTimes:
 class ServedRun(Run):
     steps: list[Step]
     requests: list[RequestTimes]
+    block_size: int
+    before: EngineStats
+    after: EngineStats
+
+    @property
+    def peak_used_blocks(self) -> int:
+        return max(step.num_used_blocks for step in self.steps)
+
+    @property
+    def shared_blocks(self) -> float:
+        """Blocks saved by sharing, of those without it, over all steps."""
+        return 1 - sum(s.num_used_blocks for s in self.steps) / sum(s.num_unshared_blocks for s in self.steps)
+
+    @property
+    def wasted_slots(self) -> float:
+        """Share of the slots in used blocks, over all steps."""
+        num_slots = sum(step.num_used_blocks for step in self.steps) * self.block_size
+        return 1 - sum(step.num_used_slots for step in self.steps) / num_slots
+
+    @property
+    def mean_batch_size(self) -> float:
+        return mean(step.batch_size for step in self.steps)
+
+    @property
+    def num_recomputes(self) -> int:
+        return self.after.num_recomputes - self.before.num_recomputes
+
+    @property
+    def num_swaps(self) -> int:
+        return self.after.num_swaps - self.before.num_swaps
+
+    @property
+    def prefix_hits(self) -> float:
+        """Share of the prompt tokens that were found in the cache."""
+        num_found = self.after.num_found_tokens - self.before.num_found_tokens
+        return num_found / (self.after.num_prompt_tokens - self.before.num_prompt_tokens)
+
+
+Server = Callable[..., ServedRun]  # takes requests and, by name, more of SamplingParams
 
 
 class ModelTimer:
@@ -73,16 +118,20 @@ class ModelTimer:
         return timed
 
 
-def serve(engine: LLMEngine, timer: ModelTimer, requests: list[Request]) -> ServedRun:
+def serve(
+    engine: LLMEngine, timer: ModelTimer, requests: list[Request], *, temperature: float = 0, **sampling: Any
+) -> ServedRun:
+    """`sampling`: more of SamplingParams, the same for all requests."""
     outputs: dict[int, RequestOutput] = {}
     steps = []
     arriving = deque(enumerate(requests))
+    before = engine.stats()
     cpu_started, started = time.process_time(), time.monotonic()
     while arriving or engine.has_unfinished_requests():
         now = time.monotonic() - started
         while arriving and arriving[0][1].arrival <= now:
             i, request = arriving.popleft()
-            params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            params = SamplingParams(temperature=temperature, max_tokens=request.max_tokens, ignore_eos=True, **sampling)
             engine.add_request(str(i), None, params, request.prompt_token_ids, started + request.arrival)
         if not engine.has_unfinished_requests():
             time.sleep(arriving[0][1].arrival - now)
@@ -97,23 +146,30 @@ def serve(engine: LLMEngine, timer: ModelTimer, requests: list[Request]) -> Serv
                 end=ended - started,
                 seconds=ended - step_started,
                 host_seconds=ended - step_started - timer.seconds,
-                batch_size=stats.num_running + len(finished),
+                batch_size=stats.num_running_sequences + sum(len(output.outputs) for output in finished),
                 num_waiting=stats.num_waiting,
                 num_used_blocks=stats.num_used_blocks,
+                num_unshared_blocks=stats.num_blocks_without_sharing,
                 num_used_slots=stats.num_used_slots,
             )
         )
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
 
-    times = []
+    times, token_ids = [], []
     for i in range(len(requests)):
         metrics = outputs[i].metrics
         moments = (metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
-        lengths = (len(outputs[i].prompt_token_ids), len(outputs[i].outputs[0].token_ids))
+        token_ids += [output.token_ids for output in outputs[i].outputs]
+        lengths = (len(outputs[i].prompt_token_ids), len(token_ids[-1]))
         times.append(RequestTimes(*lengths, *(moment - started for moment in moments)))
-    return ServedRun(
-        seconds, cpu_seconds, [outputs[i].outputs[0].token_ids for i in range(len(requests))], steps, times
-    )
+    block_size = engine.scheduler.block_manager.block_size
+    return ServedRun(seconds, cpu_seconds, token_ids, steps, times, block_size, before, engine.stats())
+
+
+def warm_server(engine: LLMEngine) -> Server:
+    server = partial(serve, engine, ModelTimer(engine))
+    server([Request([0, 1, 2], 2)] * 2)
+    return server
 
 
 def percentiles(values: list[float], *ranks: int) -> dict[str, float]:
@@ -131,28 +187,26 @@ def host_time(steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def summarize(run: ServedRun, engine: LLMEngine) -> dict[str, Any]:
-    num_tokens = sum(times.num_output_tokens for times in run.requests)
+def summarize(run: ServedRun) -> dict[str, Any]:
     normalized = [(times.finished - times.arrival) / times.num_output_tokens for times in run.requests]
     to_first = [times.first_token - times.arrival for times in run.requests]
     between = [(times.finished - times.first_token) / (times.num_output_tokens - 1) for times in run.requests]
     full = [step for step in run.steps if step.batch_size >= FULL * max(step.batch_size for step in run.steps)]
-    num_slots = sum(step.num_used_blocks for step in run.steps) * engine.scheduler.block_manager.block_size
     return {
         "num_requests": len(run.requests),
-        "num_output_tokens": num_tokens,
+        "num_output_tokens": run.num_output_tokens,
         "seconds": run.seconds,
-        "tokens_per_s": num_tokens / run.seconds,
+        "tokens_per_s": run.num_output_tokens / run.seconds,
         "requests_per_s": len(run.requests) / run.seconds,
-        "tokens_per_cpu_s": num_tokens / run.cpu_seconds,
+        "tokens_per_cpu_s": run.num_output_tokens / run.cpu_seconds,
         "normalized_latency_s": {"mean": mean(normalized), **percentiles(normalized, 50, 99)},
         "ttft_s": percentiles(to_first, 50, 90, 99),
         "tpot_s": percentiles(between, 50, 90, 99),
         "host": {"all steps": host_time(run.steps), "full steps": host_time(full)},
-        "peak_used_blocks": max(step.num_used_blocks for step in run.steps),
-        "num_blocks": engine.stats().num_blocks,
-        "wasted_slots": 1 - sum(step.num_used_slots for step in run.steps) / num_slots,
-        "num_preemptions": engine.stats().num_preemptions,
+        "peak_used_blocks": run.peak_used_blocks,
+        "num_blocks": run.after.num_blocks,
+        "wasted_slots": run.wasted_slots,
+        "num_preemptions": run.num_recomputes + run.num_swaps,
     }
 
 
@@ -181,12 +235,12 @@ def print_summary(summary: dict[str, Any]) -> None:
         print(f"{name:20}{text}")
 
 
-def plot_run(path: Path, title: str, run: ServedRun, num_blocks: int) -> None:
+def plot_run(path: Path, title: str, run: ServedRun) -> None:
     """Batch, queue and cache over time."""
     panels = {
         "sequences in the step": [step.batch_size for step in run.steps],
         "requests waiting": [step.num_waiting for step in run.steps],
-        "blocks in use, %": [100 * step.num_used_blocks / num_blocks for step in run.steps],
+        "blocks in use, %": [100 * step.num_used_blocks / run.after.num_blocks for step in run.steps],
     }
     figure, rows = load_pyplot().subplots(len(panels), sharex=True, figsize=(9, 7), layout="constrained")
     for axes, (label, values) in zip(rows, panels.items(), strict=True):

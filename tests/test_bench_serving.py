@@ -111,15 +111,90 @@ def test_poisson_arrivals(tmp_path):
     assert report["summary"]["seconds"] > arrivals[-1]
 
 
+@pytest.fixture
+def experiment(tmp_path):
+    """Runs one on a model that takes no time; its numbers by place and by what is compared there."""
+
+    def run_it(name: str, *arguments: str) -> dict[tuple[str, str], dict]:
+        path, plot = tmp_path / "report.json", tmp_path / "plot.png"
+        plotting = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
+        result = run(name, "--quick", "--shape", "micro", "--json", str(path), *plotting, *arguments)
+        assert result.returncode == 0, result.stderr
+        assert plot.exists() == bool(plotting)
+        report = json.loads(path.read_text())
+        assert report["experiment"] == name and report["hardware"]["cpu"]
+        rows = {(row["place"], row["series"]): row for row in report["rows"]}
+        assert len(rows) == len(report["rows"])
+        for (place, series), row in rows.items():
+            assert place in result.stdout and series in result.stdout
+            assert all(seconds > 0 for seconds in row["seconds"] + row["cpu_seconds"])
+        return rows
+
+    return run_it
+
+
+def test_sharing(experiment):
+    saved = {place: row["saved"] for place, row in experiment("sharing").items()}
+    assert len(saved) == 12
+    for workload in ("sharegpt", "alpaca"):
+        for n in (2, 4, 6):
+            samples, beams = saved[f"{n} samples", workload], saved[f"{n} beams", workload]
+            assert 0 < samples < beams < 1 - 1 / n
+        assert saved["2 samples", workload] < saved["4 samples", workload] < saved["6 samples", workload]
+
+
+def test_samples(experiment):
+    rows = experiment("samples")
+    for place in {place for place, _ in rows}:
+        separate, caching, together = (
+            rows[place, series] for series in ("6 requests", "6 requests, prefix caching", "one request")
+        )
+        assert separate["ratio"] == 1
+        assert together["ratio"] == together["tokens/CPU-s"] / separate["tokens/CPU-s"] > 0
+        assert together["peak blocks"] < separate["peak blocks"] >= caching["peak blocks"]
+    assert len(rows) == 12
+
+
+def test_prefix(experiment):
+    rows = experiment("prefix")
+    for place in ("80 shared tokens", "341 shared tokens"):
+        without, caching = rows[place, "no caching"], rows[place, "prefix caching"]
+        assert without["ratio"] == 1 and without["prompt tokens hit"] == 0
+        assert 0.4 < caching["prompt tokens hit"] < 1
+        assert caching["peak blocks"] < without["peak blocks"]
+    assert len(rows) == 4
+
+
+def test_preemption(experiment):
+    rows = experiment("preemption")
+    for size in (8, 16, 32, 64, 128):
+        recompute, swap = (rows[f"block size {size}", mode] for mode in ("recompute", "swap"))
+        assert recompute["recomputes"] > recompute["swaps"] == 0
+        assert swap["swaps"] > swap["recomputes"] == 0
+    assert len(rows) == 10
+
+
+def test_block_sizes(experiment):
+    rows = experiment("block-size")
+    for workload in ("sharegpt", "alpaca"):
+        wasted = [rows[workload, f"block size {size}"]["wasted slots"] for size in (8, 16, 32, 64, 128)]
+        assert wasted[0] > 0 and wasted == sorted(wasted) and wasted[-1] < 1
+        assert rows[workload, "block size 16"]["ratio"] == 1
+    assert len(rows) == 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--requests", "0"], "argument --requests: expected at least 1, got 0"),
-        (["--rate", "0"], "argument --rate: expected a number above 0, got 0.0"),
+        (["--rate", "0"], "argument --rate: expected a number above 0, got 0"),
+        (["sharing", "--rounds", "0"], "argument --rounds: expected at least 1, got 0"),
+        (["prefix", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
     ],
 )
 def test_bad_option(arguments, message):
     result = run(*arguments)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"serving.py: error: {message}"
+    command = arguments[0] if not arguments[0].startswith("-") else "report"
+    assert result.stderr.splitlines()[-1] == f"serving.py {command}: error: {message}"

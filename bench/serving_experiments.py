@@ -1,0 +1,256 @@
+"""What sharing, preemption and the size of blocks mean for the engine: experiments of Kwon et al. (SOSP 2023) on it.
+
+All requests are there at once and stop at their length alone. What is compared takes turns in each round, rounds draw
+other requests, and numbers are medians of the rounds. Throughput is that of a CPU-second, which other processes disturb
+less than the clock on the wall.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy
+from harness import draw_bars, print_table
+from serving_requests import WORKLOADS, Request, make_requests
+from serving_run import ServedRun, Server, warm_server
+
+from pagedattn_serve import LLMEngine
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "samples": {"temperature": 1.0},
+    "beams": {"temperature": 0.0, "use_beam_search": True},
+}
+NUM_SEQUENCES = (2, 4, 6)  # samples or beams of a request
+SAVED_IN_PAPER = {  # for each of NUM_SEQUENCES, from figure 15; of ShareGPT the text has the ends of the range
+    ("samples", "alpaca"): ("6.1%", "8.5%", "9.8%"),
+    ("samples", "sharegpt"): ("16.2%", "", "30.5%"),
+    ("beams", "alpaca"): ("37.6%", "53.1%", "55.2%"),
+    ("beams", "sharegpt"): ("44.3%", "", "66.3%"),
+}
+PREFIXES = {80: "1.67x", 341: "3.58x"}  # tokens that all prompts begin with; the paper's gain, over Orca (Oracle)
+MAX_LEN = 2048  # tokens of prompt and output, as in the paper
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+CACHE, SMALL_CACHE = 8192, 2048  # slots; ShareGPT's requests fill the first and overflow the second
+SWAP_SPACE = 0.125  # GiB; more than they need of it
+
+
+@dataclass(frozen=True)
+class Setting:
+    make_engine: Callable[..., LLMEngine]  # takes more arguments of LLMEngine by name
+    max_model_len: int
+    vocab_size: int
+    num_requests: int
+    num_rounds: int
+    seed: int
+
+    def start(self, **arguments: Any) -> Server:
+        return warm_server(self.make_engine(max_model_len=self.max_model_len, **arguments))
+
+    def draw(self, workload: str, round_idx: int) -> list[Request]:
+        seed = self.seed + round_idx
+        return make_requests(workload, self.num_requests, self.max_model_len, self.vocab_size, seed)
+
+
+@dataclass(frozen=True)
+class Row:
+    place: str  # what varies
+    series: str  # what is compared there
+    numbers: dict[str, float]  # by title of their column
+    runs: list[ServedRun]
+    note: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        raw = {
+            name: [getattr(run, name) for run in self.runs] for name in ("num_output_tokens", "seconds", "cpu_seconds")
+        }
+        return {"place": self.place, "series": self.series, **self.numbers, **raw, "note": self.note}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    title: str
+    measure: Callable[[Setting], Iterator[Row]]
+    columns: dict[str, str]  # title of each number, and its format; the first is drawn
+    num_requests: tuple[int, int]  # and with --quick
+    num_rounds: int = 3
+    shape: str = "tiny"
+
+
+# ---- what they have in common ---------------------------------------------------------------------------------------
+
+
+def take_turns(
+    contenders: Mapping[str, Server], draw: Callable[[int], list[Request]], num_rounds: int
+) -> dict[str, list[ServedRun]]:
+    """`draw` takes the round and gives the requests, the same for all."""
+    runs: dict[str, list[ServedRun]] = {name: [] for name in contenders}
+    for round_idx in range(num_rounds):
+        requests = draw(round_idx)
+        for name, contender in contenders.items():
+            runs[name].append(contender(requests))
+    return runs
+
+
+def compare(
+    place: str,
+    runs: Mapping[str, list[ServedRun]],
+    baseline: str,
+    numbers: Mapping[str, str],
+    notes: Mapping[str, str] | None = None,
+) -> Iterator[Row]:
+    """A row for each contender: its throughput, also as a ratio to the baseline's, and other properties of its runs."""
+    rates = {
+        contender: median(run.num_output_tokens / run.cpu_seconds for run in of_contender)
+        for contender, of_contender in runs.items()
+    }
+    for contender, of_contender in runs.items():
+        rate = {"tokens/CPU-s": rates[contender], "ratio": rates[contender] / rates[baseline]}
+        others = {title: median(getattr(run, name) for run in of_contender) for title, name in numbers.items()}
+        yield Row(place, contender, {**rate, **others}, of_contender, (notes or {}).get(contender, ""))
+
+
+def print_rows(experiment: Experiment, rows: Sequence[Row]) -> None:
+    table = [[experiment.title, "", *experiment.columns]]
+    for row in rows:
+        cells = [form.format(row.numbers[title]) for title, form in experiment.columns.items()]
+        table.append([row.place, row.series, *cells])
+    print_table(table, [row.note for row in rows])
+
+
+def plot_rows(path: Path, title: str, experiment: Experiment, rows: Sequence[Row]) -> None:
+    """Bars of the first number, at the places of the rows, a colour for each series."""
+    column, form = next(iter(experiment.columns.items()))
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        bars.setdefault(row.series, {})[row.place] = row.numbers[column]
+    figure, axes = draw_bars(bars, form)
+    axes.set_xlabel(column)
+    axes.set_title(f"{experiment.title}\n{title}", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+# ---- experiments ----------------------------------------------------------------------------------------------------
+
+
+def measure_sharing(setting: Setting) -> Iterator[Row]:
+    """Shares of the blocks of all steps.
+
+    What samples share follows from lengths alone, whatever the model. What beams share depends on which parents
+    survive: random weights give flat distributions, in which beams part and die early.
+    """
+    server = setting.start(enable_prefix_caching=False)
+    for method, sampling in SAMPLING.items():
+        for i, n in enumerate(NUM_SEQUENCES):
+            for workload in WORKLOADS:
+                run = server(setting.draw(workload, 0), n=n, **sampling)
+                numbers = {"saved": run.shared_blocks, "peak blocks": run.peak_used_blocks}
+                in_paper = SAVED_IN_PAPER[method, workload][i]
+                yield Row(f"{n} {method}", workload, numbers, [run], in_paper and f"(paper: {in_paper})")
+
+
+def measure_samples(setting: Setting) -> Iterator[Row]:
+    """Separate requests with beams in place of samples are greedy ones."""
+    n = NUM_SEQUENCES[-1]
+    server, caching_server = setting.start(enable_prefix_caching=False), setting.start(enable_prefix_caching=True)
+
+    def separate(requests: list[Request], server: Server, temperature: float) -> ServedRun:
+        return server([request for request in requests for _ in range(n)], temperature=temperature)
+
+    for workload in WORKLOADS:
+        for method, sampling in SAMPLING.items():
+            contenders: dict[str, Server] = {
+                f"{n} requests": partial(separate, server=server, temperature=sampling["temperature"]),
+                f"{n} requests, prefix caching": partial(
+                    separate, server=caching_server, temperature=sampling["temperature"]
+                ),
+                "one request": partial(server, n=n, **sampling),
+            }
+            runs = take_turns(contenders, partial(setting.draw, workload), setting.num_rounds)
+            place = f"{n} {method}, {workload}"
+            yield from compare(place, runs, f"{n} requests", {"peak blocks": "peak_used_blocks"})
+
+
+def measure_prefix(setting: Setting) -> Iterator[Row]:
+    """Behind the prefix the lengths of Alpaca; the paper translates sentences. The baseline is this engine."""
+    servers = {
+        "no caching": setting.start(enable_prefix_caching=False),
+        "prefix caching": setting.start(enable_prefix_caching=True),
+    }
+    for num_tokens, in_paper in PREFIXES.items():
+
+        def draw(round_idx: int, num_tokens: int = num_tokens) -> list[Request]:
+            rng = numpy.random.default_rng([setting.seed, round_idx, num_tokens])
+            prefix = rng.integers(setting.vocab_size, size=num_tokens).tolist()
+            requests = setting.draw("alpaca", round_idx)
+            return [replace(each, prompt_token_ids=prefix + each.prompt_token_ids) for each in requests]
+
+        runs = take_turns(servers, draw, setting.num_rounds)
+        numbers = {"prompt tokens hit": "prefix_hits", "peak blocks": "peak_used_blocks"}
+        notes = {"prefix caching": f"(paper: {in_paper} of Orca)"}
+        yield from compare(f"{num_tokens} shared tokens", runs, "no caching", numbers, notes)
+
+
+def measure_preemption(setting: Setting) -> Iterator[Row]:
+    for block_size in BLOCK_SIZES:
+        servers = {
+            mode: setting.start(
+                block_size=block_size, num_blocks=SMALL_CACHE // block_size, preemption_mode=mode,
+                swap_space=SWAP_SPACE, enable_prefix_caching=False,
+            )
+            for mode in ("recompute", "swap")
+        }  # fmt: skip
+        runs = take_turns(servers, partial(setting.draw, "sharegpt"), setting.num_rounds)
+        numbers = {"recomputes": "num_recomputes", "swaps": "num_swaps"}
+        yield from compare(f"block size {block_size}", runs, "recompute", numbers)
+
+
+def measure_block_sizes(setting: Setting) -> Iterator[Row]:
+    servers = {
+        f"block size {size}": setting.start(block_size=size, num_blocks=CACHE // size, enable_prefix_caching=False)
+        for size in BLOCK_SIZES
+    }
+    for workload in WORKLOADS:
+        runs = take_turns(servers, partial(setting.draw, workload), setting.num_rounds)
+        numbers = {
+            "wasted slots": "wasted_slots",
+            "mean batch": "mean_batch_size",
+            "recomputes": "num_recomputes",
+        }
+        yield from compare(workload, runs, "block size 16", numbers)
+
+
+RATES = {"tokens/CPU-s": "{:.0f}", "ratio": "{:.2f}x"}
+EXPERIMENTS = {
+    "sharing": Experiment(
+        "blocks saved by sharing",
+        measure_sharing,
+        {"saved": "{:.1%}", "peak blocks": "{:.0f}"},
+        num_requests=(64, 4),
+        num_rounds=1,
+        shape="micro",
+    ),
+    "samples": Experiment(
+        "several sequences of a prompt", measure_samples, {**RATES, "peak blocks": "{:.0f}"}, num_requests=(4, 2)
+    ),
+    "prefix": Experiment(
+        "a prefix shared by all prompts",
+        measure_prefix,
+        {**RATES, "prompt tokens hit": "{:.1%}", "peak blocks": "{:.0f}"},
+        num_requests=(64, 4),
+    ),
+    "preemption": Experiment(
+        f"preemption, {SMALL_CACHE} slots",
+        measure_preemption,
+        {**RATES, "recomputes": "{:.0f}", "swaps": "{:.0f}"},
+        num_requests=(8, 8),
+    ),
+    "block-size": Experiment(
+        f"block sizes, {CACHE} slots",
+        measure_block_sizes,
+        {**RATES, "wasted slots": "{:.1%}", "mean batch": "{:.0f}", "recomputes": "{:.0f}"},
+        num_requests=(32, 4),
+    ),
+}
