@@ -5,8 +5,8 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
 
 Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
 
-report, greedy: first the engine serves all requests: throughput, latencies, cache. A step's host time is what it spends
-outside of the model and the sampler: scheduling, inputs, outputs. Then engine and peers take turns at the first
+report, greedy: first the engine serves all requests: throughput, latencies, cache. A step's host time is the
+CPU's, outside of the model and the sampler: scheduling, inputs, outputs. Then engine and peers take turns at the first
 requests, all there at once, with the same weights and threads. Peers, all of transformers: `generate` with one request
 at a time; with padded batches of 16 in order of arrival, each as long as its longest output; its own continuous
 batching over a paged cache; and the same on our ops (use_paged_attention).

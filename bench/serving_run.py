@@ -35,7 +35,7 @@ class Run:
 class Step:
     end: float  # seconds after the start
     seconds: float
-    host_seconds: float
+    host_seconds: float  # of the CPU, as other processes disturb the clock on the wall more
     batch_size: int
     num_waiting: int
     num_used_blocks: int
@@ -100,7 +100,7 @@ Server = Callable[..., ServedRun]  # takes requests and, by name, more of Sampli
 
 
 class ModelTimer:
-    """Adds up the seconds that an engine spends in the model and the sampler."""
+    """Adds up the CPU-seconds of this thread that an engine spends in the model and the sampler."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.seconds = 0.0
@@ -110,9 +110,9 @@ class ModelTimer:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.monotonic()
+            started = time.thread_time()
             result = function(*args, **kwargs)
-            self.seconds += time.monotonic() - started
+            self.seconds += time.thread_time() - started
             return result
 
         return timed
@@ -136,16 +136,16 @@ def serve(
         if not engine.has_unfinished_requests():
             time.sleep(arriving[0][1].arrival - now)
             continue
-        step_started, timer.seconds = time.monotonic(), 0.0
+        timer.seconds, thread_started, step_started = 0.0, time.thread_time(), time.monotonic()
         finished = [output for output in engine.step() if output.finished]
-        ended = time.monotonic()
+        ended, thread_seconds = time.monotonic(), time.thread_time() - thread_started
         outputs |= {int(output.request_id): output for output in finished}
         stats = engine.stats()
         steps.append(
             Step(
                 end=ended - started,
                 seconds=ended - step_started,
-                host_seconds=ended - step_started - timer.seconds,
+                host_seconds=thread_seconds - timer.seconds,
                 batch_size=stats.num_running_sequences + sum(len(output.outputs) for output in finished),
                 num_waiting=stats.num_waiting,
                 num_used_blocks=stats.num_used_blocks,

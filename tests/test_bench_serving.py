@@ -151,7 +151,9 @@ def test_samples(experiment):
         )
         assert separate["ratio"] == 1
         assert together["ratio"] == together["tokens/CPU-s"] / separate["tokens/CPU-s"] > 0
-        assert together["peak blocks"] < separate["peak blocks"] >= caching["peak blocks"]
+        assert together["peak blocks"] <= separate["peak blocks"] >= caching["peak blocks"]
+        if place.endswith("sharegpt"):  # some of Alpaca's prompts fill no block
+            assert together["peak blocks"] < separate["peak blocks"] > caching["peak blocks"]
     assert len(rows) == 12
 
 
@@ -189,7 +191,6 @@ def test_block_sizes(experiment):
         (["--requests", "0"], "argument --requests: expected at least 1, got 0"),
         (["--rate", "0"], "argument --rate: expected a number above 0, got 0"),
         (["sharing", "--rounds", "0"], "argument --rounds: expected at least 1, got 0"),
-        (["prefix", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
     ],
 )
