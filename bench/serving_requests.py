@@ -7,7 +7,6 @@ is 0.04). Straight lines lie above the data's quantiles, which are convex: the m
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy
 import torch
@@ -21,18 +20,10 @@ SHAPES = {  # hidden, layers, heads, KV heads, vocabulary
 }
 
 
-class Lengths(Protocol):
-    """A distribution of lengths in tokens; `mean` is that of the data."""
-
-    mean: float
-
-    def draw(self, rng: numpy.random.Generator, count: int) -> numpy.ndarray: ...
-
-
 @dataclass(frozen=True)
 class FromQuantiles:
     quantiles: tuple[int, ...]  # tokens, at QUANTILE_RANKS
-    mean: float
+    mean: float  # of the data
 
     def draw(self, rng: numpy.random.Generator, count: int) -> numpy.ndarray:
         return numpy.interp(rng.uniform(0, 100, count), QUANTILE_RANKS, self.quantiles)
@@ -47,6 +38,7 @@ class LogNormal:
         return rng.lognormal(numpy.log(self.mean) - self.sigma**2 / 2, self.sigma, count)
 
 
+Lengths = FromQuantiles | LogNormal
 WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {  # of prompt and output
     "sharegpt": (
         FromQuantiles((1, 9, 13, 18, 24, 35, 55, 94, 203, 507, 864, 1464, 2028), mean=161.31),
