@@ -33,8 +33,8 @@ SAVED_IN_PAPER = {  # for each of NUM_SEQUENCES, from figure 15; of ShareGPT the
 PREFIXES = {80: "1.67x", 341: "3.58x"}  # tokens that all prompts begin with; the paper's gain, over Orca (Oracle)
 MAX_LEN = 2048  # tokens of prompt and output, as in the paper
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-CACHE, SMALL_CACHE = 8192, 2048  # slots; ShareGPT's requests fill the first and overflow the second
-SWAP_SPACE = 0.125  # GiB; more than they need of it
+CACHE, SMALL_CACHE = 8192, 1024  # slots
+SWAP_SPACE = 0.125  # GiB; more than is needed
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Setting:
     def start(self, **arguments: Any) -> Server:
         return warm_server(self.make_engine(max_model_len=self.max_model_len, **arguments))
 
-    def draw(self, workload: str, round_idx: int) -> list[Request]:
+    def draw(self, workload: str, round_idx: int, **means: float) -> list[Request]:
         seed = self.seed + round_idx
-        return make_requests(workload, self.num_requests, self.max_model_len, self.vocab_size, seed)
+        return make_requests(workload, self.num_requests, self.max_model_len, self.vocab_size, seed, **means)
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,10 @@ def measure_prefix(setting: Setting) -> Iterator[Row]:
 
 
 def measure_preemption(setting: Setting) -> Iterator[Row]:
+    """Lengths are half of ShareGPT's, which makes as many preemptions of half as many tokens, in a cache that holds one
+    sequence of the longest."""
+    setting = replace(setting, max_model_len=min(setting.max_model_len, SMALL_CACHE))
+    draw = partial(setting.draw, "sharegpt", mean_input=80, mean_output=169)
     for block_size in BLOCK_SIZES:
         servers = {
             mode: setting.start(
@@ -202,7 +206,7 @@ def measure_preemption(setting: Setting) -> Iterator[Row]:
             )
             for mode in ("recompute", "swap")
         }  # fmt: skip
-        runs = take_turns(servers, partial(setting.draw, "sharegpt"), setting.num_rounds)
+        runs = take_turns(servers, draw, setting.num_rounds)
         numbers = {"recomputes": "num_recomputes", "swaps": "num_swaps"}
         yield from compare(f"block size {block_size}", runs, "recompute", numbers)
 
@@ -245,7 +249,7 @@ EXPERIMENTS = {
         f"preemption, {SMALL_CACHE} slots",
         measure_preemption,
         {**RATES, "recomputes": "{:.0f}", "swaps": "{:.0f}"},
-        num_requests=(8, 8),
+        num_requests=(12, 8),
     ),
     "block-size": Experiment(
         f"block sizes, {CACHE} slots",

@@ -7,6 +7,7 @@ is 0.04). Straight lines lie above the data's quantiles, which are convex: the m
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy
 import torch
@@ -25,8 +26,9 @@ class FromQuantiles:
     quantiles: tuple[int, ...]  # tokens, at QUANTILE_RANKS
     mean: float  # of the data
 
-    def draw(self, rng: numpy.random.Generator, count: int) -> numpy.ndarray:
-        return numpy.interp(rng.uniform(0, 100, count), QUANTILE_RANKS, self.quantiles)
+    def at(self, ranks: numpy.ndarray) -> numpy.ndarray:
+        """Lengths at ranks in (0, 1)."""
+        return numpy.interp(ranks * 100, QUANTILE_RANKS, self.quantiles)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,10 @@ class LogNormal:
     mean: float
     sigma: float  # of the logarithms; at 1.0 the median is 0.6 of the mean, one in a hundred is six times the mean
 
-    def draw(self, rng: numpy.random.Generator, count: int) -> numpy.ndarray:
-        return rng.lognormal(numpy.log(self.mean) - self.sigma**2 / 2, self.sigma, count)
+    def at(self, ranks: numpy.ndarray) -> numpy.ndarray:
+        """Lengths at ranks in (0, 1)."""
+        logarithms = NormalDist(numpy.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return numpy.exp([logarithms.inv_cdf(rank) for rank in ranks])
 
 
 Lengths = FromQuantiles | LogNormal
@@ -68,14 +72,16 @@ def make_requests(
 ) -> list[Request]:
     """Random tokens, in the lengths of a workload, scaled to other means if any are given.
 
+    Of N ranks, one lies in each Nth of a distribution (stratified sampling): a few requests are like many.
     Lengths are clipped so that prompt and output fit in max_model_len together; outputs have at least 2 tokens, so that
     each has a time between them. Arrivals are Poisson with `rate` requests a second, without a rate all at once.
     """
     rng = numpy.random.default_rng(seed)
 
     def lengths(of_workload: Lengths, mean: float | None) -> numpy.ndarray:
+        ranks = (rng.permutation(num_requests) + rng.uniform(size=num_requests)) / num_requests
         scale = 1 if mean is None else mean / of_workload.mean
-        return (of_workload.draw(rng, num_requests) * scale).round().astype(int)
+        return (of_workload.at(ranks) * scale).round().astype(int)
 
     of_prompts, of_outputs = WORKLOADS[workload]
     prompts = lengths(of_prompts, mean_input).clip(1, max_model_len - 2)

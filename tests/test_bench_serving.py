@@ -72,6 +72,13 @@ def test_sharegpt_lengths(draw_requests):
     assert max(map(sum, zip(prompts, outputs, strict=True))) <= 2048
 
 
+@pytest.mark.parametrize("workload", ["sharegpt", "alpaca"])
+def test_few_requests_are_like_many(draw_requests, workload):
+    for few, many in zip(draw_requests(workload, 64, 4096), draw_requests(workload, 20_000, 4096), strict=True):
+        assert mean(few) == pytest.approx(mean(many), rel=0.05)
+        assert numpy.median(few) == pytest.approx(numpy.median(many), rel=0.08)
+
+
 def test_alpaca_lengths(draw_requests):
     prompts, outputs = draw_requests("alpaca", 100_000, 2048)
     assert (mean(prompts), mean(outputs)) == pytest.approx((19.31, 58.45), rel=0.02)
