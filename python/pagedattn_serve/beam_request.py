@@ -39,9 +39,9 @@ class BeamRequest(Request):
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.
 
-        Returns how many beams got a token. Raises FloatingPointError for logits that are no numbers, ValueError if no token is left to choose.
+        Returns how many beams these were for. Raises FloatingPointError for logits that are no numbers, ValueError if
+        no token is left to choose.
         """
-        self._decode_prompt()
         beams = self.completions
         for beam, (_, logprob, _, _) in zip(beams, tokens, strict=True):
             beam.require_number(logprob)

@@ -70,10 +70,11 @@ class Request:
         Returns how many were appended before one ended the output. Raises what `Completion.add_token` does.
         """
         [completion] = self.completions
-        for num_added, token in enumerate(tokens, 1):
-            status = completion.add_token(token)
-            if status is not None:
-                break
+        num_added = 0
+        status = None
+        while status is None and num_added < len(tokens):
+            status = completion.add_token(tokens[num_added])
+            num_added += 1
         scheduler.mark_verified(completion.sequence, num_added - 1)
         if status is not None:
             scheduler.finish(self.group, completion.sequence, status)
