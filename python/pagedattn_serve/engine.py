@@ -76,7 +76,7 @@ class LLMEngine:
             each layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else
             1.
         speculation: "ngram" guesses that a sequence that repeats its last few tokens goes on as it did before, and lets
-            the model verify all guesses in one step: the same tokens, in fewer steps where text recurs. None: no guess.
+            the model verify the guesses in one step: the same tokens, in fewer steps where text recurs. None: off.
         num_speculative_tokens: most tokens guessed for a sequence in a step.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.

@@ -80,6 +80,7 @@ def test_text_appears_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
         (["--prompts-file", os.devnull], f"prompts-file: expected a prompt a line in {os.devnull}, got none"),
         (["--prompt", "x", "--num-blocks", "0"], "num_blocks: expected an int >= 1, got 0"),
         (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs: expected an int >= 1, got 0"),
+        (["--prompt", "x", "--speculation", "eagle"], "speculation: expected None or \"ngram\", got 'eagle'"),
         (["--prompt", "x", "--max-model-len", "513"], "max_model_len: expected an int in [2, 512], got 513"),
         (["--prompt", "x", "--kv-cache-memory", "1KiB"], "kv_cache_memory: expected at least one block"),
         (["--prompt", "x", "--tokenizer", "no/such/dir"], "tokenizer: expected a directory with one of"),
@@ -190,6 +191,7 @@ def test_engine_options(capsys: pytest.CaptureFixture[str], speaker_path: str, t
         (["--num-blocks", "7"], "stop", None),
         (["--ignore-eos", "--max-model-len", "100", "--max-num-seqs", "1"], "length", 98),
         (["--ignore-eos", "--num-blocks", "4"], "length", 62),  # all that the cache holds
+        (["--ignore-eos", "--num-blocks", "4", "--speculation", "ngram"], "length", 62),
         (["--ignore-eos", "--kv-cache-memory", f"{4 * 16 * 2 * 128 * 4 / 1024}KiB"], "length", 62),
         (["--ignore-eos", "--kv-cache-memory", f"{4 * 16 * 2 * 128 / 1024}KiB", *fp8], "length", 62),
     ]:

@@ -28,6 +28,7 @@ FILES = {
         "scheduling/scheduler.py",
         "scheduling/block_manager.py",
         "scheduling/block_allocator.py",
+        "scheduling/prompt_lookup.py",
         "execution/block_tables.py",
         "execution/model_runner.py",
         "text/detokenizer.py",
@@ -37,6 +38,10 @@ FILES = {
 SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=13)
 PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
 PARAMS = [SamplingParams(temperature=0, max_tokens=n, logprobs=n % 2, ignore_eos=True) for n in (5, 3, 3)]
+
+
+# With speculation: the few tokens of a repeater.
+REPETITIONS = [[0, 1] * 7, [1, 2, 3] * 5, [3] * 8]
 
 
 class Places:
@@ -79,8 +84,8 @@ def llm(text_model: str) -> LLM:
     return LLM(text_model, **SMALL)
 
 
-def generate(llm: LLM) -> list[RequestOutput]:
-    return llm.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS, use_tqdm=False)
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
+    return llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS, use_tqdm=False)
 
 
 def results(outputs: list[RequestOutput]) -> list[Any]:
@@ -98,21 +103,28 @@ def expect_nothing_left(llm: LLM) -> None:
     engine.scheduler.block_manager.check_integrity()
 
 
-def test_an_interrupt_at_any_line(llm: LLM) -> None:
-    expected = results(generate(llm))
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_an_interrupt_at_any_line(text_model: str, repeater: Checkpoint, speculation: str | None) -> None:
+    llm = LLM(repeater.path if speculation else text_model, speculation=speculation, **SMALL)
+    prompts = REPETITIONS if speculation else PROMPTS
+    expected = results(generate(llm, prompts))
+    llm.llm_engine._settled = False  # as after an interrupt: without cached prefixes, which would change the places
     with Places() as places:
-        assert results(generate(llm)) == expected
-    assert llm.llm_engine.stats().num_preemptions > 0
+        assert results(generate(llm, prompts)) == expected
+    stats = llm.llm_engine.stats()
+    assert stats.num_preemptions > 0
+    assert (0 < stats.num_accepted_tokens < stats.num_proposed_tokens) == (speculation is not None)
     numbers = chosen(places.seen)
     assert len(numbers) > 300
     for at in numbers:
         with Places(at), pytest.raises(KeyboardInterrupt) as interrupt:
-            generate(llm)
+            llm.llm_engine._settled = False
+            generate(llm, prompts)
         in_clean_up = any("self._abort_all()" in str(entry.statement) for entry in interrupt.traceback)
         if in_clean_up or at % 5 == 0:
-            assert results(generate(llm)) == expected, places.seen[at - 1]
+            assert results(generate(llm, prompts)) == expected, places.seen[at - 1]
         expect_nothing_left(llm)
-    assert results(generate(llm)) == expected
+    assert results(generate(llm, prompts)) == expected
 
 
 def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +162,15 @@ def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert results(generate(llm)) == expected
 
 
-def test_an_interrupted_engine_goes_on(llama: Checkpoint) -> None:
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_an_interrupted_engine_goes_on(
+    llama: Checkpoint, get_repeater: Callable[[str], Checkpoint], speculation: str | None
+) -> None:
     """Without an abort: at whatever place a step or a call was interrupted, every output is as if it had not been."""
-    llm = LLM(llama.path, **SMALL)
+    checkpoint = get_repeater("qwen3") if speculation else llama
+    llm = LLM(checkpoint.path, speculation=speculation, **SMALL)
     engine = llm.llm_engine
-    prompts, lengths = llama.prompts[:4], (7, 3, 5, 4)
+    prompts, lengths = checkpoint.prompts[:4], (9, 6, 8, 7) if speculation else (7, 3, 5, 4)
 
     def run(places: Places) -> dict[str, list[int]]:
         finished: dict[str, list[int]] = {}
@@ -179,14 +195,15 @@ def test_an_interrupted_engine_goes_on(llama: Checkpoint) -> None:
                     # The outputs of a step are lost if the interrupt comes when it is all over but for their return.
                     for i in range(added):
                         if str(i) not in unfinished and str(i) not in finished:
-                            finished[str(i)] = llama.expected[i][: lengths[i]]
+                            finished[str(i)] = checkpoint.expected[i][: lengths[i]]
         assert not engine.has_unfinished_requests()
         expect_nothing_left(llm)
         return finished
 
     places = Places()
-    expected = {str(i): llama.expected[i][:length] for i, length in enumerate(lengths)}
+    expected = {str(i): checkpoint.expected[i][:length] for i, length in enumerate(lengths)}
     assert run(places) == expected
+    assert (engine.stats().num_accepted_tokens > 0) == (speculation is not None)
     for at in chosen(places.seen):
         assert run(Places(at)) == expected
 

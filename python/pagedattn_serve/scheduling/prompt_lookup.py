@@ -2,8 +2,7 @@
 
 Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; "ngram" in vLLM), which looks for
 the last tokens of prompt and output earlier in both; LLMA (Yang et al. 2023, "Inference with Reference: Lossless
-Acceleration of Large Language Models") does so in texts beside the prompt. The model verifies a guess (Leviathan et
-al., ICML 2023).
+Acceleration of Large Language Models") looks in given texts. The model verifies (Leviathan et al., ICML 2023).
 """
 
 from pagedattn_serve.scheduling.sequence import Sequence

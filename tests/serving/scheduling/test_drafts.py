@@ -147,7 +147,7 @@ def test_blocks_for_drafts() -> None:
 
 
 class FakeEngine:
-    """A scheduler with a cache of tokens for a model, and tokens drawn from few. All that it checks, at each step."""
+    """A scheduler with a cache of tokens for a model, and tokens drawn from few. It checks each step."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.scheduler = scheduler
@@ -258,6 +258,5 @@ def test_any_load(seed: int) -> None:
     assert scheduler.num_recomputes + scheduler.num_swaps > 0 and engine.num_found > 0
     manager = scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks and manager.num_used_host_blocks == 0
-    assert (
-        not scheduler._proposer._positions and not scheduler._proposer._num_indexed
-    )  # nothing is kept of the finished
+    assert scheduler._proposer is not None  # and nothing is kept of the finished
+    assert not scheduler._proposer._positions and not scheduler._proposer._num_indexed
