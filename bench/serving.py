@@ -150,7 +150,7 @@ def run_experiment(
     args: argparse.Namespace, facts: dict[str, object], start: Callable[..., LLMEngine], engine: LLMEngine
 ) -> None:
     experiment, max_model_len = EXPERIMENTS[args.command], min(engine.max_model_len, MAX_LEN)
-    print(f"{args.requests} requests at once, clipped to {max_model_len} tokens; rounds: {args.rounds}")
+    print(f"{args.requests} requests at once; rounds: {args.rounds}")
     setting = Setting(start, max_model_len, args.vocab_size, args.requests, args.rounds, args.seed)
     rows = [*experiment.measure(setting)]
     print_rows(experiment, rows)

@@ -139,7 +139,8 @@ def measure_sharing(setting: Setting) -> Iterator[Row]:
     """Shares of the blocks of all steps.
 
     What samples share follows from lengths alone, whatever the model. What beams share depends on which parents
-    survive: random weights give flat distributions, in which beams part and die early.
+    survive: with random weights their last common ancestor is a few tokens back, and little but the last block is
+    their own.
     """
     server = setting.start(enable_prefix_caching=False)
     for method, sampling in SAMPLING.items():
@@ -249,7 +250,7 @@ EXPERIMENTS = {
         f"preemption, {SMALL_CACHE} slots",
         measure_preemption,
         {**RATES, "recomputes": "{:.0f}", "swaps": "{:.0f}"},
-        num_requests=(12, 8),
+        num_requests=(16, 8),
     ),
     "block-size": Experiment(
         f"block sizes, {CACHE} slots",
