@@ -25,11 +25,16 @@ FILES = {
         "llm.py",
         "engine.py",
         "request.py",
+        "beam_request.py",
+        "completion.py",
+        "scheduling/beam_search.py",
+        "scheduling/sequence.py",
         "scheduling/scheduler.py",
         "scheduling/block_manager.py",
         "scheduling/block_allocator.py",
         "scheduling/prompt_lookup.py",
         "execution/block_tables.py",
+        "execution/cache_engine.py",
         "execution/model_runner.py",
         "text/detokenizer.py",
     )
@@ -38,10 +43,15 @@ FILES = {
 SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=13)
 PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
 PARAMS = [SamplingParams(temperature=0, max_tokens=n, logprobs=n % 2, ignore_eos=True) for n in (5, 3, 3)]
-
-
 # With speculation: the few tokens of a repeater.
 REPETITIONS = [[0, 1] * 7, [1, 2, 3] * 5, [3] * 8]
+# Groups, of which one is swapped out.
+GROUPS = [
+    SamplingParams(n=2, best_of=3, seed=1, max_tokens=5, logprobs=1, ignore_eos=True),
+    SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=4, logprobs=1, ignore_eos=True),
+    SamplingParams(n=2, seed=2, max_tokens=3, ignore_eos=True),
+]
+OF_GROUPS: dict[str, Any] = SMALL | dict(num_blocks=8, max_num_seqs=7, preemption_mode="swap")
 
 
 class Places:
@@ -84,14 +94,17 @@ def llm(text_model: str) -> LLM:
     return LLM(text_model, **SMALL)
 
 
-def generate(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
-    return llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS, use_tqdm=False)
+def generate(
+    llm: LLM, prompts: list[list[int]] = PROMPTS, params: list[SamplingParams] = PARAMS
+) -> list[RequestOutput]:
+    return llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
 
 
 def results(outputs: list[RequestOutput]) -> list[Any]:
     return [
-        (output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids, output.outputs[0].finish_reason)
+        (output.prompt_token_ids, each.text, each.token_ids, each.finish_reason)
         for output in outputs
+        for each in output.outputs
     ]
 
 
@@ -99,32 +112,38 @@ def expect_nothing_left(llm: LLM) -> None:
     engine = llm.llm_engine
     stats = engine.stats()
     assert (stats.num_waiting, stats.num_running, stats.num_used_blocks, stats.num_used_slots) == (0, 0, 0, 0)
+    assert (stats.num_swapped, stats.num_used_host_blocks) == (0, 0)
     assert not engine.has_unfinished_requests()
     engine.scheduler.block_manager.check_integrity()
 
 
-@pytest.mark.parametrize("speculation", [None, "ngram"])
-def test_an_interrupt_at_any_line(text_model: str, repeater: Checkpoint, speculation: str | None) -> None:
-    llm = LLM(repeater.path if speculation else text_model, speculation=speculation, **SMALL)
-    prompts = REPETITIONS if speculation else PROMPTS
-    expected = results(generate(llm, prompts))
+@pytest.mark.parametrize("case", ["single", "speculation", "groups"])
+def test_an_interrupt_at_any_line(text_model: str, repeater: Checkpoint, case: str) -> None:
+    prompts, params = PROMPTS, PARAMS
+    if case == "speculation":
+        llm, prompts = LLM(repeater.path, speculation="ngram", **SMALL), REPETITIONS
+    elif case == "groups":
+        llm, params = LLM(text_model, **OF_GROUPS), GROUPS
+    else:
+        llm = LLM(text_model, **SMALL)
+    expected = results(generate(llm, prompts, params))
     llm.llm_engine._settled = False  # as after an interrupt: without cached prefixes, which would change the places
     with Places() as places:
-        assert results(generate(llm, prompts)) == expected
+        assert results(generate(llm, prompts, params)) == expected
     stats = llm.llm_engine.stats()
-    assert stats.num_preemptions > 0
-    assert (0 < stats.num_accepted_tokens < stats.num_proposed_tokens) == (speculation is not None)
+    assert (stats.num_swaps > 0) == (case == "groups") and (stats.num_recomputes > 0) == (case != "groups")
+    assert (0 < stats.num_accepted_tokens < stats.num_proposed_tokens) == (case == "speculation")
     numbers = chosen(places.seen)
     assert len(numbers) > 300
     for at in numbers:
         with Places(at), pytest.raises(KeyboardInterrupt) as interrupt:
             llm.llm_engine._settled = False
-            generate(llm, prompts)
-        in_clean_up = any("self._abort_all()" in str(entry.statement) for entry in interrupt.traceback)
+            generate(llm, prompts, params)
+        in_clean_up = any(entry.name == "_abort_all" for entry in interrupt.traceback)
         if in_clean_up or at % 5 == 0:
-            assert results(generate(llm, prompts)) == expected, places.seen[at - 1]
+            assert results(generate(llm, prompts, params)) == expected, places.seen[at - 1]
         expect_nothing_left(llm)
-    assert results(generate(llm, prompts)) == expected
+    assert results(generate(llm, prompts, params)) == expected
 
 
 def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
