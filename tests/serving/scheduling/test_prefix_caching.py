@@ -205,6 +205,16 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     assert (engine.scheduler.num_looked_up_tokens, engine.manager.num_cached_blocks) == (0, 0)
 
 
+def test_nothing_is_found_for_a_prompt_whose_logprobs_are_asked_for() -> None:
+    engine = make_engine()
+    prompt = engine.new_tokens(12)
+    add(engine, prompt, max_tokens=1)
+    engine.drain()
+    asking, other = add(engine, prompt, prompt_logprobs=0), add(engine, prompt)
+    assert ran(engine.step()) == [(asking, 12), (other, 4)]
+    engine.drain()
+
+
 def test_an_abort_leaves_what_was_computed_and_a_restart_nothing() -> None:
     engine = make_engine(max_num_batched_tokens=16)
     prompt = engine.new_tokens(30)
