@@ -151,7 +151,8 @@ void run_on_cpu(const PagedAttentionParams& params) {
   if (num_items == 0) return;
   const int64_t num_workers =
       std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, std::min(num_items, num_threads));
-  const auto partials = std::make_unique_for_overwrite<float[]>(plan.num_partials * plan.partial_stride);
+  const auto partials = std::make_unique_for_overwrite<float[]>(
+      plan.num_partials * partial_floats(params.num_heads, params.head_size));
   const int64_t scratch_lines = (plan.scratch_floats + 15) / 16;
   const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
   const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
@@ -160,12 +161,12 @@ void run_on_cpu(const PagedAttentionParams& params) {
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
     // As a rule, the workers take turns.
     const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
-    attend(params, plan.items[i], next_item, scratch_of(worker), partials.get(), plan.partial_stride);
+    attend(params, plan.rows.data(), plan.items[i], next_item, scratch_of(worker), partials.get());
   });
   const auto merge_partials = PAGEDATTN_CPU_KERNEL(merge_partials);
   const auto num_merges = static_cast<int64_t>(plan.merges.size());
   parallel_for_items(num_merges, std::min(num_merges, num_workers), [&](int64_t i, int64_t worker) {
-    merge_partials(params, plan.merges[i], partials.get(), plan.partial_stride, scratch_of(worker));
+    merge_partials(params, plan.merges[i], partials.get(), scratch_of(worker));
   });
 }
 

@@ -59,19 +59,26 @@ struct PagedAttentionParams {
 constexpr int64_t PARTITION_TOKENS = 512;
 constexpr int64_t TILE_TOKENS = 128;
 
-// Some rows of one sequence, some KV heads, some partitions.
-struct AttentionItem {
+// A query row at work.
+struct AttentionRow {
   int32_t seq;
-  int64_t row_begin, row_end;
-  int64_t head_begin, head_end;  // KV heads
-  int64_t partition_begin, partition_end;
-  int64_t partial;  // index of the partial result to write; negative: writes `out`
+  int64_t row;            // of query and out
+  int64_t position;       // of its token
+  int64_t first_partial;  // plus a partition: the index of its partial result
 };
 
-// Rows whose partitions were computed one by one, over all heads.
+// Some rows, some KV heads, some partitions. The rows of a sequence are adjacent; those of several sequences lie in one
+// item where they share blocks.
+struct AttentionItem {
+  int64_t row_begin, row_end;    // of the plan's rows
+  int64_t head_begin, head_end;  // KV heads
+  int64_t partition_begin, partition_end;
+  bool is_partial;  // writes a partial result for each row and partition, instead of `out`
+};
+
+// A row whose partitions were computed one by one, over all heads.
 struct MergeItem {
-  int32_t seq;
-  int64_t row_begin, row_end;
+  int64_t row;
   int64_t first_partial, num_partials;
 };
 
@@ -81,12 +88,14 @@ constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { retur
 // Floats that the queries of as many pairs take at most, in the order in which keys are multiplied with them.
 constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
 
-// `partials` holds one set of partial results every `partial_stride` floats. `scratch` has room for the queries and for
-// two sets. The start of what `next_item` (may be nullptr) reads is fetched towards the end.
-PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionItem& item,
-                             const AttentionItem* next_item, float* scratch, float* partials, int64_t partial_stride)
+// `rows` are those that the items count. `partials` holds one set of partial results, of a row's heads, after the other.
+// `scratch` has room for the queries and for two sets. The start of what `next_item` (may be nullptr) reads is fetched
+// towards the end.
+PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionRow* rows,
+                             const AttentionItem& item, const AttentionItem* next_item, float* scratch,
+                             float* partials)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
-                             const float* partials, int64_t partial_stride, float* scratch)
+                             const float* partials, float* scratch)
 
 namespace cuda {
 // Bytes of scratch that paged_attention needs: a function of shapes alone.

@@ -8,15 +8,16 @@
 namespace pagedattn {
 
 struct AttentionPlan {
+  std::vector<AttentionRow> rows;
   std::vector<AttentionItem> items;
   std::vector<MergeItem> merges;
   int64_t num_partials = 0;
-  int64_t partial_stride = 0;  // floats
   int64_t scratch_floats = 0;  // of each thread
   int64_t multiply_adds = 0;   // of the whole batch, about
 };
 
-// Needs the lengths of `params`, no tensor data. The results do not depend on the number of threads.
+// Needs the lengths and the block tables of `params`, no other tensor data. The results depend neither on the number of
+// threads nor on which sequences share blocks.
 AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads);
 
 }  // namespace pagedattn

@@ -9,7 +9,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// One result for each (row, head) of an item, in memory that the caller owns.
+// One result for each (row, head) pair, in memory that the caller owns.
 struct Results {
   float* max;     // [num_results]
   float* sum;     // [num_results]
@@ -23,6 +23,15 @@ inline void clear(const Results& results, int64_t num_results, int64_t head_size
   for (int64_t i = 0; i < num_results; ++i) results.max[i] = -__builtin_inff();
   __builtin_memset(results.sum, 0, num_results * sizeof(float));
   __builtin_memset(results.values, 0, num_results * head_size * sizeof(float));
+}
+
+// Copies `count` results from `from_index` on to `index` on.
+inline void copy(const Results& results, int64_t index, const Results& from, int64_t from_index, int64_t count,
+                 int64_t head_size) {
+  __builtin_memcpy(results.max + index, from.max + from_index, count * sizeof(float));
+  __builtin_memcpy(results.sum + index, from.sum + from_index, count * sizeof(float));
+  __builtin_memcpy(results.values + index * head_size, from.values + from_index * head_size,
+                   count * head_size * sizeof(float));
 }
 
 // Merges result `from_index` of `from` into result `index`.

@@ -16,18 +16,29 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// One item at work. Its results are ordered by head, then by row, so those of one KV head are adjacent.
+// Where a (row, head) pair lies among those of `num_rows` rows and some KV heads: by KV head, then by row, so that the
+// query heads of adjacent rows that share a KV head are adjacent.
+struct ResultIndex {
+  int64_t num_rows;
+  int64_t group_size;
+
+  int64_t of(int64_t kv_head, int64_t row) const { return (kv_head * num_rows + row) * group_size; }
+  int64_t row(int64_t i) const { return i / group_size % num_rows; }
+  int64_t head(int64_t i) const { return i / (group_size * num_rows) * group_size + i % group_size; }
+};
+
+// One item at work.
 template <typename T, typename Arithmetic>
 class ItemWalk {
  public:
-  ItemWalk(const PagedAttentionParams& params, const AttentionItem& item, const AttentionItem* next_item,
-           float* queries)
+  ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+           const AttentionItem* next_item, float* queries)
       : p_(params),
+        rows_(rows),
         item_(item),
         next_item_(next_item),
         queries_(queries),
-        group_size_(params.num_heads / params.num_kv_heads),
-        num_rows_(item.row_end - item.row_begin),
+        index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
     const int64_t num_heads = item.head_end - item.head_begin;
@@ -35,30 +46,32 @@ class ItemWalk {
     const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
     heads_fetched_ = (num_heads + num_parts - 1) / num_parts;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
-      const QueryT* rows = static_cast<const QueryT*>(p_.query);
+      const QueryT* query_rows = static_cast<const QueryT*>(p_.query);
       for (int64_t i = 0; i < num_results(); ++i) {
-        const QueryT* query = rows + row_of(i) * p_.query_stride + head_of(i) * p_.head_size;
+        const QueryT* query = query_rows + row_of(i).row * p_.query_stride + head_of(i) * p_.head_size;
         Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * row_floats_);
       }
     });
   }
 
-  int64_t num_results() const { return (item_.head_end - item_.head_begin) * group_size_ * num_rows_; }
-  int64_t row_of(int64_t i) const { return item_.row_begin + i % num_rows_; }
-  int64_t head_of(int64_t i) const { return item_.head_begin * group_size_ + i / num_rows_; }
+  const ResultIndex& index() const { return index_; }
+  int64_t num_results() const { return index_.of(item_.head_end - item_.head_begin, 0); }
+  const AttentionRow& row_of(int64_t i) const { return rows_[item_.row_begin + index_.row(i)]; }
+  int64_t head_of(int64_t i) const { return item_.head_begin * index_.group_size + index_.head(i); }
 
   void attend_partition(int64_t partition, const Results& results) const {
     clear(results, num_results(), p_.head_size);
     Prefetcher<T> prefetcher;
-    const TokenRange visible = visible_tokens(p_, item_, partition);
-    Tile<T> tile = locate_first_tile<T>(p_, item_, partition);
-    while (tile.end > 0) {
-      const Tile<T> next = locate_tile<T>(p_, item_.seq, visible, tile.token + TILE_TOKENS);
+    TileRows<T> at = find_first_tile_rows<T>(p_, rows_, item_, partition);
+    while (at.tile.end > 0) {
+      const TileRows<T> next = find_next_tile_rows<T>(p_, rows_, item_, partition, at);
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
-        if ((head - item_.head_begin) % heads_fetched_ == 0) fetch_next_of(tile, head, next, partition, prefetcher);
-        attend_head(tile, head, prefetcher, results);
+        if ((head - item_.head_begin) % heads_fetched_ == 0) {
+          fetch_next_of(at.tile, head, next.tile, partition, prefetcher);
+        }
+        attend_head(at, head, prefetcher, results);
       }
-      tile = next;
+      at = next;
     }
   }
 
@@ -71,23 +84,26 @@ class ItemWalk {
       const int64_t heads_left = item.head_end - first_head;
       prefetcher.start(p_, from, first_head, heads_left < heads_fetched_ ? heads_left : heads_fetched_);
     };
+    const auto fetch_first = [&](const AttentionItem& item, int64_t of_partition) {
+      fetch(item, find_first_tile_rows<T>(p_, rows_, item, of_partition).tile, item.head_begin);
+    };
     if (head + heads_fetched_ < item_.head_end) {
       fetch(item_, tile, head + heads_fetched_);
     } else if (next_tile.end > 0) {
       fetch(item_, next_tile, item_.head_begin);
     } else if (partition + 1 < item_.partition_end) {
-      fetch(item_, locate_first_tile<T>(p_, item_, partition + 1), item_.head_begin);
+      fetch_first(item_, partition + 1);
     } else if (next_item_ != nullptr) {
-      fetch(*next_item_, locate_first_tile<T>(p_, *next_item_, next_item_->partition_begin), next_item_->head_begin);
+      fetch_first(*next_item_, next_item_->partition_begin);
     }
   }
 
-  void attend_head(const Tile<T>& tile, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
+  void attend_head(const TileRows<T>& at, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
     const int64_t first_element = kv_head * p_.head_size * p_.block_size;
-    HeadTile<T> head_tile{p_, tile, static_cast<const T*>(p_.key_cache) + first_element,
+    HeadTile<T> head_tile{p_, at.tile, static_cast<const T*>(p_.key_cache) + first_element,
                           static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
-    int64_t i = (kv_head - item_.head_begin) * group_size_ * num_rows_;
-    const int64_t end = i + group_size_ * num_rows_;
+    int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
+    const int64_t end = i + index_.group_size * (at.end - at.begin);
     for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
       attend_results<MAX_ROWS>(head_tile, i, results);
       head_tile.prefetcher = nullptr;
@@ -106,7 +122,7 @@ class ItemWalk {
     Row rows[NUM_ROWS];
     for (int r = 0; r < NUM_ROWS; ++r) {
       const int64_t i = first + r;
-      rows[r].position = p_.position(item_.seq, row_of(i));
+      rows[r].position = row_of(i).position;
       rows[r].alibi_slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(i)];
       rows[r].query = queries_ + i * row_floats_;
       rows[r].max = results.max + i;
@@ -117,26 +133,42 @@ class ItemWalk {
   }
 
   const PagedAttentionParams& p_;
+  const AttentionRow* rows_;
   const AttentionItem& item_;
   const AttentionItem* next_item_;
   float* queries_;  // [num_results, row_floats], unpacked
-  int64_t group_size_;
-  int64_t num_rows_;
+  ResultIndex index_;
   int64_t row_floats_;
   int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
 };
 
-template <typename T, typename Arithmetic>
-void attend_item(const PagedAttentionParams& p, const AttentionItem& item, const AttentionItem* next_item,
-                 float* scratch, float* partials, int64_t partial_stride) {
-  const ItemWalk<T, Arithmetic> walk(p, item, next_item, scratch);
-  const int64_t num_results = walk.num_results();
-  if (item.partial >= 0) {
-    walk.attend_partition(item.partition_begin, Results(partials + item.partial * partial_stride, num_results));
-    return;
+// Each row's results of a partition to its own place.
+void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                    int64_t partition, const ResultIndex& index, const Results& results, float* partials) {
+  for (int64_t kv_head = item.head_begin; kv_head < item.head_end; ++kv_head) {
+    for (int64_t row = 0; row < index.num_rows; ++row) {
+      const int64_t partial = rows[item.row_begin + row].first_partial + partition;
+      const Results to(partials + partial * partial_floats(p.num_heads, p.head_size), p.num_heads);
+      copy(to, kv_head * index.group_size, results, index.of(kv_head - item.head_begin, row), index.group_size,
+           p.head_size);
+    }
   }
+}
+
+template <typename T, typename Arithmetic>
+void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                 const AttentionItem* next_item, float* scratch, float* partials) {
+  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch);
+  const int64_t num_results = walk.num_results();
   float* const memory = scratch + query_floats(num_results, p.head_size);
   const Results partition_results(memory, num_results);
+  if (item.is_partial) {
+    for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
+      walk.attend_partition(partition, partition_results);
+      store_partials(p, rows, item, partition, walk.index(), partition_results, partials);
+    }
+    return;
+  }
   const Results results(memory + partial_floats(num_results, p.head_size), num_results);
   clear(results, num_results, p.head_size);
   for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
@@ -144,40 +176,36 @@ void attend_item(const PagedAttentionParams& p, const AttentionItem& item, const
     for (int64_t i = 0; i < num_results; ++i) merge(results, i, partition_results, i, p.head_size);
   }
   dispatch_dtype(p.dtype, [&]<typename OutT>() {
-    for (int64_t i = 0; i < num_results; ++i) write_out<OutT>(p, walk.row_of(i), walk.head_of(i), results, i);
+    for (int64_t i = 0; i < num_results; ++i) write_out<OutT>(p, walk.row_of(i).row, walk.head_of(i), results, i);
   });
 }
 
 }  // namespace
 
-void attend(const PagedAttentionParams& params, const AttentionItem& item, const AttentionItem* next_item,
-            float* scratch, float* partials, int64_t partial_stride) {
+void attend(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+            const AttentionItem* next_item, float* scratch, float* partials) {
   dispatch_cache_dtype(params.cache_dtype, [&]<typename T>() {
 #if defined(__AVX512BF16__)
     if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
       if (params.dtype == DType::BFLOAT16) {
-        return attend_item<T, PairArithmetic<T>>(params, item, next_item, scratch, partials, partial_stride);
+        return attend_item<T, PairArithmetic<T>>(params, rows, item, next_item, scratch, partials);
       }
     }
 #endif
-    attend_item<T, FloatArithmetic<T>>(params, item, next_item, scratch, partials, partial_stride);
+    attend_item<T, FloatArithmetic<T>>(params, rows, item, next_item, scratch, partials);
   });
 }
 
-void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials,
-                    int64_t partial_stride, float* scratch) {
-  const int64_t num_rows = item.row_end - item.row_begin;
-  const int64_t num_results = num_rows * params.num_heads;
-  const Results results(scratch, num_results);
-  clear(results, num_results, params.head_size);
+void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials, float* scratch) {
+  const Results results(scratch, params.num_heads);
+  clear(results, params.num_heads, params.head_size);
   for (int64_t partial = item.first_partial; partial < item.first_partial + item.num_partials; ++partial) {
-    const Results from(const_cast<float*>(partials) + partial * partial_stride, num_results);
-    for (int64_t i = 0; i < num_results; ++i) merge(results, i, from, i, params.head_size);
+    const Results from(const_cast<float*>(partials) + partial * partial_floats(params.num_heads, params.head_size),
+                       params.num_heads);
+    for (int64_t head = 0; head < params.num_heads; ++head) merge(results, head, from, head, params.head_size);
   }
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    for (int64_t i = 0; i < num_results; ++i) {
-      write_out<T>(params, item.row_begin + i % num_rows, i / num_rows, results, i);
-    }
+    for (int64_t head = 0; head < params.num_heads; ++head) write_out<T>(params, item.row, head, results, head);
   });
 }
 

@@ -30,6 +30,13 @@ struct Tile {
   bool all_visible(int first, int count) const { return begin <= first && first + count <= end; }
 };
 
+template <typename T>
+bool is_same(const Tile<T>& a, const Tile<T>& b) {
+  return a.token == b.token && a.begin == b.begin && a.end == b.end && a.end > 0 &&
+         __builtin_memcmp(a.key_offset, b.key_offset, sizeof a.key_offset) == 0 &&
+         __builtin_memcmp(a.value_offset, b.value_offset, sizeof a.value_offset) == 0;
+}
+
 // The first token of the first vector that has a visible one.
 template <typename T>
 PAGEDATTN_INLINE int first_vec_token(const Tile<T>& tile) {
@@ -40,11 +47,12 @@ struct TokenRange {
   int64_t begin, end;
 };
 
-// What the rows of an item see of a partition.
-inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionItem& item, int64_t partition) {
+// What adjacent rows of one sequence see of a partition.
+inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionRow& first_row,
+                                 const AttentionRow& last_row, int64_t partition) {
   const int64_t begin = partition * PARTITION_TOKENS;
-  const int64_t visible_begin = p.first_visible(p.position(item.seq, item.row_begin));
-  const int64_t visible_end = p.position(item.seq, item.row_end - 1) + 1;
+  const int64_t visible_begin = p.first_visible(first_row.position);
+  const int64_t visible_end = last_row.position + 1;
   return {visible_begin > begin ? visible_begin : begin,
           visible_end < begin + PARTITION_TOKENS ? visible_end : begin + PARTITION_TOKENS};
 }
@@ -55,7 +63,7 @@ Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visib
   Tile<T> tile;
   tile.token = token;
   tile.begin = tile.end = 0;
-  if (token >= visible.end || visible.begin >= visible.end) return tile;
+  if (token >= visible.end || token + TILE_TOKENS <= visible.begin || visible.begin >= visible.end) return tile;
   if (visible.begin > token) tile.begin = static_cast<int32_t>(visible.begin - token);
   tile.end = static_cast<int32_t>(visible.end - token < TILE_TOKENS ? visible.end - token : TILE_TOKENS);
   const int32_t* block_table = p.block_tables + seq * p.block_table_stride;
@@ -74,10 +82,58 @@ Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visib
   return tile;
 }
 
+// Some rows of an item that see the same of a tile, in the same blocks; none: the end of a partition.
 template <typename T>
-Tile<T> locate_first_tile(const PagedAttentionParams& p, const AttentionItem& item, int64_t partition) {
-  const TokenRange visible = visible_tokens(p, item, partition);
-  return locate_tile<T>(p, item.seq, visible, visible.begin / TILE_TOKENS * TILE_TOKENS);
+struct TileRows {
+  Tile<T> tile;
+  int64_t begin, end;  // of the plan's rows
+};
+
+// The first rows from `row` on that see some of the tile at `token` or of a later one in the partition. Rows of several
+// sequences go together only where all of them see the same: what one does not see may be NaN to the others.
+template <typename T>
+TileRows<T> find_tile_rows(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                           int64_t partition, int64_t token, int64_t row) {
+  const auto end_of_sequence = [&](int64_t begin) {
+    int64_t end = begin + 1;
+    while (end < item.row_end && rows[end].seq == rows[begin].seq) ++end;
+    return end;
+  };
+  const auto locate = [&](int64_t begin, int64_t end) {
+    return locate_tile<T>(p, rows[begin].seq, visible_tokens(p, rows[begin], rows[end - 1], partition), token);
+  };
+  for (; token < (partition + 1) * PARTITION_TOKENS; token += TILE_TOKENS, row = item.row_begin) {
+    while (row < item.row_end) {
+      TileRows<T> found;
+      found.begin = row;
+      found.end = end_of_sequence(row);
+      found.tile = locate(found.begin, found.end);
+      row = found.end;
+      if (found.tile.end == 0) continue;
+      while (found.end < item.row_end) {
+        const int64_t end = end_of_sequence(found.end);
+        if (!is_same(locate(found.end, end), found.tile)) break;
+        found.end = end;
+      }
+      return found;
+    }
+  }
+  TileRows<T> none;
+  none.tile.end = 0;
+  none.begin = none.end = item.row_end;
+  return none;
+}
+
+template <typename T>
+TileRows<T> find_first_tile_rows(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                                 int64_t partition) {
+  return find_tile_rows<T>(p, rows, item, partition, partition * PARTITION_TOKENS, item.row_begin);
+}
+
+template <typename T>
+TileRows<T> find_next_tile_rows(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                                int64_t partition, const TileRows<T>& last) {
+  return find_tile_rows<T>(p, rows, item, partition, last.tile.token, last.end);
 }
 
 // Fetches a part of a tile into the second-level cache, while the part before it is computed: the hardware does not
