@@ -7,7 +7,8 @@ the pairs of tokens that causality leaves, and the share is of a matrix product.
 Caches, SDPA's keys and values, and what torch.sum reads lie in huge pages where the system grants them.
 Peers: SDPA on contiguous keys and values (a call for each sequence where lengths differ); gathering these from
 the cache for it; a loop over the sequences in plain torch; for an fp8 cache, the same tokens in a bf16 cache.
-Last, the latency of single small calls, on a quiet machine and beside busy processes.
+Shared: sequences with a common prefix, beside as long ones without; GFLOP/s counts every row's pairs, and the share is
+of a matrix product in float32. Last, the latency of single small calls, on a quiet machine and beside busy processes.
 
 On a GPU (how it is timed: cuda_timing.py) the peers are the fastest backend of SDPA for the shape, named beside the
 row, for prefill its flash backend; and FlashInfer, where it is installed, with the same block tables in its own layout.
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 import cuda_timing
 import torch
-from attn_inputs import Attention, Fp8Decode, Mixed, Model
+from attn_inputs import Attention, Fp8Decode, Mixed, Model, SharedDecode
 from attn_peers import fastest_sdpa, flash, flashinfer_decode
 from harness import (
     Probe,
@@ -40,6 +41,7 @@ from harness import (
     print_probes,
     print_rows,
     read_probe,
+    time_interleaved,
     tolerance,
 )
 from torch import Tensor
@@ -66,6 +68,8 @@ QUICK_DECODES = [(model, "8 x 2048", EIGHT) for model in (MHA, GQA8, GQA4, SMALL
 QUICK_DECODES += [(GQA8, "1 x 1024", ONE), (GQA8, "4 ragged", RAGGED)]
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 FP8_DECODES = [(model, "8 x 2048", EIGHT, dtype) for dtype in FP8_DTYPES for model in (MHA, GQA8)]
+
+SHARED, NUM_SHARED = [2112] * 8, 2048
 
 PREFILLS = [(model, *tokens) for model in (MHA, GQA8) for tokens in ((512, 0), (2048, 0), (256, 1024))]
 QUICK_PREFILLS = [(GQA8, 512, 0), (GQA8, 256, 1024)]
@@ -138,6 +142,18 @@ def bench_fp8_decode(
     functions: Functions[Fp8Decode] = {"ours": Fp8Decode.decode, "bf16 cache": Fp8Decode.decode_bf16}
     seconds = check_and_time(functions, inputs, tolerance(torch.bfloat16), num_rounds, probe)
     return Row("decode, fp8 cache", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
+
+
+def bench_shared_decode(
+    model: Model, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe, seq_lens: list[int] = SHARED
+) -> Row:
+    num_bytes = kv_bytes(model, seq_lens, dtype)
+    inputs = make_inputs(partial(SharedDecode, model, seq_lens, NUM_SHARED, dtype), num_bytes, device)
+    functions: Functions[SharedDecode] = {"ours": SharedDecode.decode, "unshared": SharedDecode.decode_unshared}
+    seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
+    work = sum(num_operations(model, 1, seq_len - 1) for seq_len in seq_lens)
+    name = f"{model.name}, {len(seq_lens)} x {seq_lens[0]} sharing {NUM_SHARED}"
+    return Row("decode, shared", name, dtype, work, probe, seconds)
 
 
 def bench_prefill(
@@ -227,6 +243,11 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
     if torch.bfloat16 in args.dtypes:
         rows += (table := [bench_fp8_decode(*case, *options, reading) for case in FP8_DECODES])
         print_rows(table)
+    dtypes_shared = args.dtypes + ([FP8_DTYPES[0]] if torch.bfloat16 in args.dtypes else [])
+    matmul = matmul_probe(torch.float32)
+    shared = [(model, dtype) for dtype in dtypes_shared for model in (MHA, GQA8)]
+    rows += (table := [bench_shared_decode(*case, *options, matmul) for case in shared])
+    print_rows(table)
     prefills = QUICK_PREFILLS if args.quick else PREFILLS
     dtypes = zip(args.dtypes, matmuls, strict=True)
     rows += (table := [bench_prefill(*case, dtype, *options, probe) for dtype, probe in dtypes for case in prefills])

@@ -1,6 +1,6 @@
 """What bench/attn.py times: the same sequences in a paged cache and as SDPA takes them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,12 @@ class Paged:
 
     def decode(self) -> Tensor:
         return ops.paged_attention_v1(self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens)
+
+    def share(self, num_tokens: int) -> "Paged":
+        """The same call with the first blocks of the first sequence in every table."""
+        block_tables = self.block_tables.clone()
+        block_tables[:, : num_tokens // BLOCK_SIZE] = block_tables[0, : num_tokens // BLOCK_SIZE]
+        return replace(self, block_tables=block_tables)
 
     def attend(self, query_start_loc: Tensor) -> Tensor:
         caches = self.key_cache, self.value_cache
@@ -123,6 +129,23 @@ class Attention:
 
     def naive(self) -> Tensor:
         return self.paged.decode_naive()
+
+
+class SharedDecode:
+    """Sequences that share their first tokens, and the same lengths with nothing shared; in 8 bits exact ones, too."""
+
+    def __init__(self, model: Model, seq_lens: list[int], num_shared: int, dtype: torch.dtype) -> None:
+        of_query = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        query = torch.randn(len(seq_lens), model.num_heads, model.head_size, dtype=of_query)
+        key, value = (t.to(dtype).to(of_query) for t in random_kv(model, seq_lens, of_query))
+        self.unshared = Paged.make(query, key, value, seq_lens, dtype)
+        self.shared = self.unshared.share(num_shared)
+
+    def decode(self) -> Tensor:
+        return self.shared.decode()
+
+    def decode_unshared(self) -> Tensor:
+        return self.unshared.decode()
 
 
 class Fp8Decode:

@@ -23,7 +23,18 @@ from multiprocessing import get_context
 
 import targets_cuda
 import torch
-from attn import EIGHT, FP8_DTYPES, GQA8, MHA, Attention, Model, bench_decode, bench_fp8_decode, bench_prefill
+from attn import (
+    EIGHT,
+    FP8_DTYPES,
+    GQA8,
+    MHA,
+    Attention,
+    Model,
+    bench_decode,
+    bench_fp8_decode,
+    bench_prefill,
+    bench_shared_decode,
+)
 from cache import bench as bench_cache
 from elementwise import CASES
 from elementwise import bench as bench_elementwise
@@ -74,6 +85,11 @@ def decode_beside_gather(model: Model, dtype: torch.dtype) -> Row:
 @cache
 def fp8_decode(model: Model, dtype: torch.dtype) -> Row:
     return bench_fp8_decode(model, "8 x 2048", EIGHT, dtype, "cpu", NUM_ROUNDS, get_read_probe())
+
+
+@cache
+def shared_decode(model: Model, dtype: torch.dtype) -> Row:
+    return bench_shared_decode(model, dtype, "cpu", NUM_ROUNDS, get_matmul_probe(FP32))
 
 
 def use_avx2() -> None:
@@ -141,6 +157,9 @@ def attention_targets() -> Iterator[Target]:
         for dtype in FP8_DTYPES:
             name = f"decode, {model.name}, {dtype_name(dtype)}"
             yield ratio_target(name, "bf16 cache", 1.3, partial(fp8_decode, model, dtype))
+    for dtype in (FP32, BF16):
+        row = partial(shared_decode, GQA8, dtype)
+        yield ratio_target(f"decode, 8 x 2112 sharing 2048, {GQA8.name}, {dtype_name(dtype)}", "unshared", 4, row)
     if pagedattn_ext.cpu_capability().startswith("avx512"):
         for model in (MHA, GQA8):
             for dtype in (FP32, BF16):

@@ -74,11 +74,13 @@ PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf index_of) {
   return shuffle(a, b, index_of, std::make_integer_sequence<int, VEC_SIZE>{});
 }
 
-// N floats, 4 or 8, repeated. Intrinsics: GCC 12 would go through memory, and stall on it.
+// N floats, 1, 4 or 8, repeated. Intrinsics: GCC 12 would go through memory, and stall on it.
 template <int N>
 PAGEDATTN_INLINE Vec load_repeated(const float* source) {
   if constexpr (N == VEC_SIZE) {
     return load_as<Vec>(source);
+  } else if constexpr (N == 1) {
+    return shuffle(Vec{*source}, Vec{}, [](int) { return 0; });
 #if defined(__AVX512F__)
   } else if constexpr (N == 8) {
     return (Vec)_mm512_maskz_broadcast_f32x8(0xffff, _mm256_loadu_ps(source));

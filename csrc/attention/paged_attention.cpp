@@ -151,8 +151,8 @@ void run_on_cpu(const PagedAttentionParams& params) {
   if (num_items == 0) return;
   const int64_t num_workers =
       std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, std::min(num_items, num_threads));
-  const auto partials = std::make_unique_for_overwrite<float[]>(
-      plan.num_partials * partial_floats(params.num_heads, params.head_size));
+  const auto partials =
+      std::make_unique_for_overwrite<float[]>(plan.num_partials * partial_floats(params.num_heads, params.head_size));
   const int64_t scratch_lines = (plan.scratch_floats + 15) / 16;
   const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
   const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };

@@ -63,6 +63,11 @@ struct Row {
   float* values;  // [head_size]
 };
 
+// Of a vector that has in 128-bit lane l, element j: token j * NUM_LANES + l.
+PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
+  return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
+}
+
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
 PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
@@ -118,11 +123,9 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   };
   for (int r = 0; r < NUM_ROWS; ++r) {
     for (int v = 0; v < NUM_VECS; ++v) {
-      // In 128-bit lane l, element j: token j * NUM_LANES + l.
       Vec by_lane = sum_keys(sums[r][0] + v);
       if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
-      const Vec by_token = shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
-      store(logits[r].at + first_token + v * VEC_SIZE, by_token * h.params.logit_scale);
+      store(logits[r].at + first_token + v * VEC_SIZE, in_token_order(by_lane) * h.params.logit_scale);
     }
   }
 }

@@ -9,6 +9,7 @@
 
 #include "attention/cpu/attend_rows.h"
 #include "attention/cpu/attention_results.h"
+#include "attention/cpu/many_rows.h"
 #include "attention/cpu/tile.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
@@ -23,8 +24,6 @@ struct ResultIndex {
   int64_t group_size;
 
   int64_t of(int64_t kv_head, int64_t row) const { return (kv_head * num_rows + row) * group_size; }
-  int64_t row(int64_t i) const { return i / group_size % num_rows; }
-  int64_t head(int64_t i) const { return i / (group_size * num_rows) * group_size + i % group_size; }
 };
 
 // One item at work.
@@ -32,12 +31,13 @@ template <typename T, typename Arithmetic>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
-           const AttentionItem* next_item, float* queries)
+           const AttentionItem* next_item, float* queries, float* turned_tile)
       : p_(params),
         rows_(rows),
         item_(item),
         next_item_(next_item),
         queries_(queries),
+        turned_(turned_tile, params.head_size),
         index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
@@ -47,17 +47,26 @@ class ItemWalk {
     heads_fetched_ = (num_heads + num_parts - 1) / num_parts;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
       const QueryT* query_rows = static_cast<const QueryT*>(p_.query);
-      for (int64_t i = 0; i < num_results(); ++i) {
-        const QueryT* query = query_rows + row_of(i).row * p_.query_stride + head_of(i) * p_.head_size;
+      for_each_result([&](int64_t i, int64_t row, int64_t head) {
+        const QueryT* query = query_rows + row * p_.query_stride + head * p_.head_size;
         Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * row_floats_);
-      }
+      });
     });
   }
 
   const ResultIndex& index() const { return index_; }
   int64_t num_results() const { return index_.of(item_.head_end - item_.head_begin, 0); }
-  const AttentionRow& row_of(int64_t i) const { return rows_[item_.row_begin + index_.row(i)]; }
-  int64_t head_of(int64_t i) const { return item_.head_begin * index_.group_size + index_.head(i); }
+
+  // Calls function(i, row, head), with the row and the head of query and out.
+  template <typename Function>
+  void for_each_result(const Function& function) const {
+    int64_t i = 0;
+    for (int64_t kv_head = item_.head_begin; kv_head < item_.head_end; ++kv_head) {
+      for (int64_t row = item_.row_begin; row < item_.row_end; ++row) {
+        for (int64_t g = 0; g < index_.group_size; ++g) function(i++, rows_[row].row, kv_head * index_.group_size + g);
+      }
+    }
+  }
 
   void attend_partition(int64_t partition, const Results& results) const {
     clear(results, num_results(), p_.head_size);
@@ -104,32 +113,64 @@ class ItemWalk {
                           static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
     int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
+    if constexpr (VEC_SIZE <= 8) {
+      if (end - i >= MANY_RESULTS && at.tile.all_visible(0, TILE_TOKENS) && can_turn<typename Arithmetic::Strip>(p_)) {
+        return attend_many(head_tile, i, end, kv_head, results);
+      }
+    }
     for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
-      attend_results<MAX_ROWS>(head_tile, i, results);
+      attend_results<MAX_ROWS>(head_tile, i, kv_head, results);
       head_tile.prefetcher = nullptr;
     }
     if constexpr (MAX_ROWS > 2) {
       for (; i + 2 <= end; i += 2) {
-        attend_results<2>(head_tile, i, results);
+        attend_results<2>(head_tile, i, kv_head, results);
         head_tile.prefetcher = nullptr;
       }
     }
-    if (i < end) attend_results<1>(head_tile, i, results);
+    if (i < end) attend_results<1>(head_tile, i, kv_head, results);
+  }
+
+  // Result i, of KV head `kv_head`.
+  Row row_at(int64_t i, int64_t kv_head, const Results& results) const {
+    const auto of_head = static_cast<uint32_t>(i - index_.of(kv_head - item_.head_begin, 0));
+    const auto group_size = static_cast<uint32_t>(index_.group_size);
+    const int64_t head = kv_head * index_.group_size + of_head % group_size;
+    return {rows_[item_.row_begin + of_head / group_size].position,
+            p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head],
+            queries_ + i * row_floats_,
+            results.max + i,
+            results.sum + i,
+            results.values + i * p_.head_size};
   }
 
   template <int NUM_ROWS>
-  void attend_results(const HeadTile<T>& head_tile, int64_t first, const Results& results) const {
+  void attend_results(const HeadTile<T>& head_tile, int64_t first, int64_t kv_head, const Results& results) const {
     Row rows[NUM_ROWS];
-    for (int r = 0; r < NUM_ROWS; ++r) {
-      const int64_t i = first + r;
-      rows[r].position = row_of(i).position;
-      rows[r].alibi_slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(i)];
-      rows[r].query = queries_ + i * row_floats_;
-      rows[r].max = results.max + i;
-      rows[r].sum = results.sum + i;
-      rows[r].values = results.values + i * p_.head_size;
-    }
+    for (int r = 0; r < NUM_ROWS; ++r) rows[r] = row_at(first + r, kv_head, results);
     attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
+  }
+
+  // Results [begin, end) of one KV head.
+  void attend_many(const HeadTile<T>& head_tile, int64_t begin, int64_t end, int64_t kv_head,
+                   const Results& results) const {
+    turn_keys<T, typename Arithmetic::Dot>(head_tile, turned_.keys);
+    turn_values<T, typename Arithmetic::Strip>(head_tile, turned_.values);
+    // What is next is fetched evenly beside the products of these heads.
+    Prefetcher<T>& prefetcher = *head_tile.prefetcher;
+    const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
+    const int64_t num_panels = (TILE_TOKENS + p_.head_size) / PANEL;
+    const int64_t num_products = num_heads * num_panels * ((end - begin) / PANEL_ROWS);
+    const int64_t num_fetches = (prefetcher.num_left() + num_products - 1) / num_products;
+    const auto fetch = [&] {
+      for (int64_t i = 0; i < num_fetches; ++i) prefetcher.template fetch<false>();
+    };
+    Row rows[MOST_ROWS];
+    for (int64_t first = begin; first < end; first += MOST_ROWS) {
+      const int64_t num_rows = end - first < MOST_ROWS ? end - first : MOST_ROWS;
+      for (int64_t r = 0; r < num_rows; ++r) rows[r] = row_at(first + r, kv_head, results);
+      attend_many_rows<T, Arithmetic>(head_tile, turned_, rows, num_rows, row_floats_, fetch);
+    }
   }
 
   const PagedAttentionParams& p_;
@@ -137,6 +178,7 @@ class ItemWalk {
   const AttentionItem& item_;
   const AttentionItem* next_item_;
   float* queries_;  // [num_results, row_floats], unpacked
+  TurnedTile turned_;
   ResultIndex index_;
   int64_t row_floats_;
   int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
@@ -158,10 +200,12 @@ void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, con
 template <typename T, typename Arithmetic>
 void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
                  const AttentionItem* next_item, float* scratch, float* partials) {
-  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch);
-  const int64_t num_results = walk.num_results();
+  const int64_t num_results =
+      (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
   float* const memory = scratch + query_floats(num_results, p.head_size);
   const Results partition_results(memory, num_results);
+  float* const turned_tile = memory + 2 * partial_floats(num_results, p.head_size);
+  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch, turned_tile);
   if (item.is_partial) {
     for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
       walk.attend_partition(partition, partition_results);
@@ -176,7 +220,7 @@ void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const 
     for (int64_t i = 0; i < num_results; ++i) merge(results, i, partition_results, i, p.head_size);
   }
   dispatch_dtype(p.dtype, [&]<typename OutT>() {
-    for (int64_t i = 0; i < num_results; ++i) write_out<OutT>(p, walk.row_of(i).row, walk.head_of(i), results, i);
+    walk.for_each_result([&](int64_t i, int64_t row, int64_t head) { write_out<OutT>(p, row, head, results, i); });
   });
 }
 
