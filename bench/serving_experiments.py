@@ -250,7 +250,7 @@ EXPERIMENTS = {
         f"preemption, {SMALL_CACHE} slots",
         measure_preemption,
         {**RATES, "recomputes": "{:.0f}", "swaps": "{:.0f}"},
-        num_requests=(16, 8),
+        num_requests=(16, 16),
     ),
     "block-size": Experiment(
         f"block sizes, {CACHE} slots",
