@@ -42,6 +42,7 @@ class BeamRequest(Request):
         Returns how many beams these were for. Raises FloatingPointError for logits that are no numbers, ValueError if
         no token is left to choose.
         """
+        self._decode_prompt()
         beams = self.completions
         for beam, (_, logprob, _, _) in zip(beams, tokens, strict=True):
             beam.require_number(logprob)

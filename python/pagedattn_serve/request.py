@@ -30,7 +30,9 @@ class Request:
     def mark(self) -> Any:
         """What `rewind` needs to come back to here."""
         completions = self.completions
-        return self.metrics.first_token_time, completions, [completion.mark() for completion in completions]
+        if len(completions) == 1:  # as most have
+            return self.metrics.first_token_time, completions, (completions[0].mark(),)
+        return self.metrics.first_token_time, completions, tuple(completion.mark() for completion in completions)
 
     def rewind(self, mark: Any) -> None:
         """As it was, unfinished, at an earlier `mark`, whatever came since then and wherever that was interrupted."""

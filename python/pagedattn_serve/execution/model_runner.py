@@ -70,8 +70,12 @@ class ModelRunner:
         """token_ids and positions, int64 [num_tokens], and the metadata of a batch."""
         token_ids: list[int] = []
         for scheduled in batch.sequences:
-            begin = scheduled.sequence.num_computed_tokens
-            token_ids += scheduled.sequence.tokens(begin, begin + scheduled.num_new_tokens)
+            sequence, num_new_tokens = scheduled.sequence, scheduled.num_new_tokens
+            if num_new_tokens == 1 and scheduled.num_samples and sequence.output_token_ids:
+                token_ids.append(sequence.output_token_ids[-1])  # as of most, and for a fifth of the time
+            else:
+                begin = sequence.num_computed_tokens
+                token_ids += sequence.tokens(begin, begin + num_new_tokens)
             token_ids += scheduled.draft_token_ids
         begins = np.array([scheduled.sequence.num_computed_tokens for scheduled in batch.sequences])
         num_drafts = np.array([len(scheduled.draft_token_ids) for scheduled in batch.sequences])

@@ -114,14 +114,14 @@ class Scheduler:
 
     def mark_computed(self, batch: ScheduledBatch) -> None:
         """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet."""
-        block_size = self.block_manager.block_size
+        manager = self.block_manager
+        block_size, merges = manager.block_size, manager.prefix_caching
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
-            first = sequence.num_computed_tokens // block_size
-            sequence.num_computed_tokens += scheduled.num_new_tokens
-            last = sequence.num_computed_tokens // block_size
-            if first < last and self.block_manager.prefix_caching:
-                self.block_manager.merge(sequence, first, last)
+            begin = sequence.num_computed_tokens
+            sequence.num_computed_tokens = end = begin + scheduled.num_new_tokens
+            if merges and begin // block_size < end // block_size:
+                manager.merge(sequence, begin // block_size, end // block_size)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
         """After `mark_computed`, with its new tokens appended: all but the last, so many, were its first drafts."""
@@ -212,9 +212,7 @@ class Scheduler:
                 prefilling.append(group)
             elif num_sequences > budget:
                 is_left_out = True
-            elif self._append(batch, group):
-                for sequence in group.sequences:
-                    self._add_to_batch(batch, sequence, 1)
+            elif self._add_decodes(batch, group):
                 budget -= num_sequences
             elif len(self.running) > 1:
                 self._preempt_last(batch)  # maybe `group` itself, and then the loop is over
@@ -243,9 +241,8 @@ class Scheduler:
             if group.in_prefill:
                 budget = self._add_prefill(batch, group, budget)
             else:
-                assert self._append(batch, group), f"{group.request_id} was swapped in without room for its next tokens"
-                for sequence in group.sequences:
-                    self._add_to_batch(batch, sequence, 1)
+                has_room = self._add_decodes(batch, group)
+                assert has_room, f"{group.request_id} was swapped in without room for its next tokens"
                 budget -= len(group.sequences)
         return budget
 
@@ -267,10 +264,10 @@ class Scheduler:
             num_places -= group.max_num_sequences
             budget = self._add_prefill(batch, group, budget)
 
-    def _append(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
-        """Make room for the last token of each sequence; False, with nothing changed, if there is none."""
+    def _add_decodes(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
+        """The last token of each sequence; False, with nothing changed, if there is no room for all of them."""
         manager, sequences = self.block_manager, group.sequences
-        # Of several, all or none. Counted only where it matters: each takes one block at most.
+        # Counted only where it matters: each takes one block at most, and where one is all, `append` tells.
         num_free_blocks = manager.num_free_blocks if len(sequences) > 1 else 1
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
@@ -281,6 +278,7 @@ class Scheduler:
                 return False
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
+            self._add_to_batch(batch, sequence, 1)
         return True
 
     def _add_prefill(self, batch: ScheduledBatch, group: SequenceGroup, budget: int) -> int:
@@ -300,14 +298,13 @@ class Scheduler:
         return budget
 
     def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, num_new_tokens: int) -> None:
-        begin = sequence.num_computed_tokens
+        manager = self.block_manager
+        begin, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
         end = begin + num_new_tokens
-        num_tokens = sequence.num_tokens
         assert begin < num_tokens, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
-        num_samples = int(end == num_tokens)
+        num_samples = 1 if end == num_tokens else 0
         if num_samples and not sequence.output_token_ids and not sequence.sampling_params.use_beam_search:
             num_samples = sequence.sampling_params.num_sequences
-        manager = self.block_manager
         table = manager.block_table(sequence)
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
         first, last = begin // manager.block_size, end // manager.block_size

@@ -85,7 +85,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to run through the model: 1 while decoding, more while in prefill."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     @property
     def needs_prompt_logits(self) -> bool:
