@@ -1,0 +1,189 @@
+"""Requests of several sequences, registered prefixes and priorities, as a caller of the engine meets them."""
+
+import re
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoint, run
+
+from pagedattn_serve import LLM
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def make_engine(llama: Checkpoint, **options: Any) -> LLMEngine:
+    return LLMEngine(llama.path, block_size=8, max_model_len=64, **options)
+
+
+def ids(output: RequestOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.outputs]
+
+
+# --- several sequences ---
+
+
+def test_best_of_returns_the_likeliest(llama: Checkpoint) -> None:
+    engine = make_engine(llama)
+    [every] = run(engine, llama.prompts[3:4], SamplingParams(n=6, seed=3, max_tokens=12))
+    [best] = run(engine, llama.prompts[3:4], SamplingParams(n=2, best_of=6, seed=3, max_tokens=12))
+    assert [completion.index for completion in every.outputs] == list(range(6))
+    ranked = sorted(every.outputs, key=lambda completion: -completion.cumulative_logprob)
+    assert ids(best) == [completion.token_ids for completion in ranked[:2]]
+    assert [completion.index for completion in best.outputs] == [0, 1]
+
+
+def test_the_sequences_of_a_request_end_one_by_one(llama: Checkpoint) -> None:
+    """At a stop token; the others go on, and the blocks of those that are over are free."""
+    engine = make_engine(llama)
+    [free] = run(engine, llama.prompts[3:4], SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True))
+    stop = ids(free)[2][5]
+    expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in ids(free)]
+    assert len({len(tokens) for tokens in expected}) > 1
+    params = SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+    engine.add_request("a", sampling_params=params, prompt_token_ids=llama.prompts[3])
+    num_sequences = []
+    while engine.has_unfinished_requests():
+        [output] = engine.step()
+        num_sequences.append(engine.stats().num_running_sequences)
+        unfinished = [completion for completion in output.outputs if completion.finish_reason is None]
+        assert len(unfinished) == num_sequences[-1] and output.finished == (not unfinished)
+    assert ids(output) == expected and num_sequences[0] == 4 and num_sequences == sorted(num_sequences, reverse=True)
+
+
+def test_blocks_are_shared(llama: Checkpoint) -> None:
+    engine = make_engine(llama)
+    params = SamplingParams(n=4, seed=1, max_tokens=4, ignore_eos=True)
+    engine.add_request("a", sampling_params=params, prompt_token_ids=llama.prompts[7])  # 40 tokens, 5 full blocks
+    engine.step()
+    assert (engine.stats().num_used_blocks, engine.stats().num_blocks_without_sharing) == (5, 20)
+    engine.step()
+    assert (engine.stats().num_used_blocks, engine.stats().num_blocks_without_sharing) == (5 + 4, 24)
+
+
+@pytest.mark.parametrize("params", [dict(n=3, seed=1), dict(n=2, best_of=4, use_beam_search=True, temperature=0)])
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_abort(llama: Checkpoint, params: dict[str, Any], num_steps: int) -> None:
+    engine = make_engine(llama)
+    engine.add_request("a", sampling_params=SamplingParams(**params), prompt_token_ids=llama.prompts[3])
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort_request("a")
+    assert output is not None and output.finished
+    assert {completion.finish_reason for completion in output.outputs} == {"abort"}
+    assert {len(tokens) for tokens in ids(output)} == {num_steps}
+    assert engine.stats().num_used_blocks == 0 and not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_request_that_outgrows_the_cache_ends_alone(llama: Checkpoint, mode: str) -> None:
+    """Its four sequences need 4 * 6 blocks of their own; the other request is served, before and after."""
+    engine = make_engine(llama, num_blocks=16, preemption_mode=mode)
+    wide = SamplingParams(n=4, seed=1, max_tokens=None, ignore_eos=True)
+    engine.add_request("wide", sampling_params=wide, prompt_token_ids=llama.prompts[3])
+    for i in range(4):
+        engine.add_request(str(i), sampling_params=GREEDY, prompt_token_ids=llama.prompts[i])
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+        engine.scheduler.block_manager.check_integrity()
+    assert outputs["wide"].error == "its sequences need more than all 16 blocks of the cache"
+    assert {completion.finish_reason for completion in outputs["wide"].outputs} == {"error"}
+    assert min(len(tokens) for tokens in ids(outputs["wide"])) > 8  # kept
+    assert [ids(outputs[str(i)]) for i in range(4)] == [[tokens] for tokens in llama.expected[:4]]
+    assert engine.stats().num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "message"),
+    [
+        (dict(max_num_seqs=3), dict(n=4), "n: expected at most 3 (max_num_seqs), got 4"),
+        (
+            dict(max_num_batched_tokens=3),
+            dict(best_of=4),
+            "best_of: expected at most 3 (max_num_batched_tokens), got 4",
+        ),
+        (dict(num_blocks=8), dict(n=9), "n: expected at most 8 (blocks of the cache beside the prompt's), got 9"),
+    ],
+)
+def test_too_many_sequences(llama: Checkpoint, options: dict[str, Any], params: dict[str, Any], message: str) -> None:
+    engine = make_engine(llama, **options)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        engine.add_request("a", sampling_params=SamplingParams(**params), prompt_token_ids=[1, 2])
+    assert not engine.has_unfinished_requests()
+
+
+# --- prefixes ---
+
+
+def test_registered_prefixes_are_kept(llama: Checkpoint) -> None:
+    llm = LLM(llama.path, block_size=8, num_blocks=20, max_model_len=64)
+    engine, prefix = llm.llm_engine, llama.prompts[5]  # 33 tokens
+    assert llm.register_prefix(prefix) == 32
+    llm.generate(llama.prompts * 2, GREEDY, use_tqdm=False)  # in which the other blocks are used again and again
+    assert engine.stats().num_cached_blocks >= 4
+    found = engine.stats().num_found_tokens
+    [output] = llm.generate(prefix, GREEDY, use_tqdm=False)
+    assert ids(output) == [llama.expected[5]] and engine.stats().num_found_tokens == found + 32
+    engine.scheduler.block_manager.check_integrity()
+    assert llm.register_prefix(prefix) == 32  # the same blocks
+    assert llm.register_prefix([1, 2, 3]) == 0
+
+
+def test_a_prefix_that_cannot_be_kept(llama: Checkpoint) -> None:
+    llm = LLM(llama.path, block_size=8, num_blocks=10, max_model_len=64)
+    with pytest.raises(ValueError, match=r"^prefix: expected registered prefixes to take at most 2 blocks, .*, got 4$"):
+        llm.register_prefix(llama.prompts[5])
+    with pytest.raises(ValueError, match=r"^prefix: expected 1 to 63 tokens, got 64$"):
+        llm.register_prefix([1] * 64)
+    with pytest.raises(ValueError, match=r"^prefix: expected 1 to 63 tokens, got 0$"):
+        llm.register_prefix([])
+    llm = LLM(llama.path, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match=r"^enable_prefix_caching: expected True for prefixes to be kept, got False$"):
+        llm.register_prefix([1] * 20)
+
+
+def test_a_whole_prompt_in_the_cache(llama: Checkpoint) -> None:
+    """Of a length that is a multiple of the block size: its last block is computed, so that there are logits."""
+    engine = make_engine(llama)
+    for _ in range(2):
+        [output] = run(engine, llama.prompts[3:4], GREEDY)  # 16 tokens
+        assert ids(output) == [llama.expected[3]]
+    assert engine.stats().num_found_tokens == 8
+
+
+# --- priorities ---
+
+
+def test_priorities(llama: Checkpoint) -> None:
+    engine = make_engine(llama, max_num_seqs=1, scheduling_policy="priority")
+    for name, priority in [("first", 0), ("later", 1), ("soon", -1), ("sooner", -2)]:
+        engine.add_request(name, sampling_params=GREEDY, prompt_token_ids=llama.prompts[3], priority=priority)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished == ["sooner", "soon", "first", "later"]
+
+
+def test_a_better_request_takes_the_place_of_one_that_runs(llama: Checkpoint) -> None:
+    engine = make_engine(llama, max_num_seqs=1, scheduling_policy="priority")
+    engine.add_request("slow", sampling_params=GREEDY, prompt_token_ids=llama.prompts[3])
+    engine.step()
+    engine.add_request("urgent", sampling_params=GREEDY, prompt_token_ids=llama.prompts[4], priority=-1)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    assert [output.request_id for output in outputs] == ["urgent", "slow"]
+    assert [ids(output) for output in outputs] == [[llama.expected[4]], [llama.expected[3]]]
+
+
+def test_priorities_are_refused_where_nobody_looks_at_them(llama: Checkpoint) -> None:
+    engine = make_engine(llama)
+    with pytest.raises(ValueError, match=r'^priority: expected 0, as the scheduling policy is "fcfs", got -1$'):
+        engine.add_request("a", prompt_token_ids=[1], priority=-1)
+    with pytest.raises(ValueError, match=r"^scheduling_policy: expected one of fcfs, priority, got 'best'$"):
+        make_engine(llama, scheduling_policy="best")
+    with pytest.raises(ValueError, match=r"^preemption_mode: expected one of auto, recompute, swap, got 'none'$"):
+        make_engine(llama, preemption_mode="none")
