@@ -222,11 +222,10 @@ class BlockManager:
         if len(blocks) > self._host_allocator.num_free_blocks:
             return None
         host_of = {block: self._host_allocator.allocate() for block in blocks}
-        self._host_tables |= self._translate(sequences, tables, host_of, self._host_allocator)
-        for sequence, table in zip(sequences, tables, strict=True):
-            del self._tables[sequence]
-            for block in reversed(table):
-                self._allocator.free(block)
+        host_tables = self._translate(sequences, tables, host_of, self._host_allocator)
+        for sequence in sequences:
+            self.free(sequence)
+        self._host_tables |= host_tables
         return list(host_of.items())
 
     def swap_in(self, sequences: list[Sequence], *, keep_watermark: bool) -> list[tuple[int, int]] | None:
@@ -256,11 +255,10 @@ class BlockManager:
         for block in found:
             self._allocator.fork(block)
         device_of.update((block, self._allocator.allocate()) for block in to_copy)
-        self._tables |= self._translate(sequences, tables, device_of, self._allocator)
-        for sequence, table in zip(sequences, tables, strict=True):
-            del self._host_tables[sequence]
-            for block in table:
-                self._host_allocator.free(block)
+        device_tables = self._translate(sequences, tables, device_of, self._allocator)
+        for sequence in sequences:
+            self.free(sequence)
+        self._tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------

@@ -41,8 +41,7 @@ class SequenceGroup:
     def in_prefill(self) -> bool:
         """Whether a sequence has more to compute than its last token."""
         if len(self.sequences) == 1:  # as most are, and this is asked of all at each step
-            sequence = self.sequences[0]
-            return sequence.num_tokens - sequence.num_computed_tokens > 1
+            return self.sequences[0].num_uncomputed_tokens > 1
         return any(sequence.num_uncomputed_tokens > 1 for sequence in self.sequences)
 
     @property
