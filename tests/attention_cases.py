@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import reference
 import torch
-from checks import DTYPES, assert_close_to_reference, filled_with_nan, with_row_gap
+from checks import DTYPES, assert_close_to_reference, assert_same_bits, filled_with_nan, with_row_gap
 from hypothesis import strategies as st
-from op_table import OPS
+from op_table import OPS, runs_cuda_kernels
 
 NO_BLOCK = 2**31 - 1  # what block_tables holds past the last block of a sequence: never looked at
 UNUSED_BLOCKS = 3
@@ -144,6 +144,27 @@ def assert_attention(arguments: dict, out: torch.Tensor, lse: torch.Tensor) -> N
     assert lse.dtype == torch.float32
     assert_close_to_reference(out, expected_out, eager_out)
     assert_close_to_reference(lse, expected_lse, eager_lse)
+
+
+def assert_as_alone(arguments: dict, device: torch.device) -> None:
+    """Each sequence of a call has the bits that it has in a call of its own; prefill of the CUDA kernels, the value."""
+    out, lse = OPS.paged_attention(**arguments)
+    starts = arguments["query_start_loc"].tolist()
+    for s in range(len(arguments["seq_lens"])):
+        rows = slice(starts[s], starts[s + 1])
+        alone = arguments | {
+            "query": arguments["query"][rows],
+            "block_tables": arguments["block_tables"][s : s + 1],
+            "seq_lens": arguments["seq_lens"][s : s + 1],
+            "query_start_loc": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device),
+        }
+        out_alone, lse_alone = OPS.paged_attention(**alone)
+        if runs_cuda_kernels(device) and rows.stop - rows.start > 1:
+            assert_attention(alone, out[rows], lse[rows])
+            assert_attention(alone, out_alone, lse_alone)
+        else:
+            assert_same_bits(out[rows], out_alone)
+            assert_same_bits(lse[rows], lse_alone)
 
 
 def assert_v1(arguments: dict, out: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from attention_cases import (
     NO_BLOCK,
     OPS,
     Case,
+    assert_as_alone,
     assert_attention,
     assert_v1,
     cases,
@@ -110,23 +111,7 @@ def test_v1_and_v2_are_paged_attention_of_one_row_each(device, case, spare_parti
 
 @given(cases())
 def test_a_batch_is_its_sequences_one_by_one(device, case):
-    arguments = make_arguments(case, device)
-    out, lse = OPS.paged_attention(**arguments)
-    starts = arguments["query_start_loc"].tolist()
-    for s in range(len(case.lens)):
-        rows = slice(starts[s], starts[s + 1])
-        alone = arguments | {
-            "query": arguments["query"][rows],
-            "block_tables": arguments["block_tables"][s : s + 1],
-            "seq_lens": arguments["seq_lens"][s : s + 1],
-            "query_start_loc": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device),
-        }
-        out_alone, lse_alone = OPS.paged_attention(**alone)
-        if runs_cuda_kernels(device) and rows.stop - rows.start > 1:
-            assert_attention(alone, out_alone, lse_alone)
-        else:
-            assert_same_bits(out_alone, out[rows])
-            assert_same_bits(lse_alone, lse[rows])
+    assert_as_alone(make_arguments(case, device), device)
 
 
 @given(cases(rows=st.integers(1, 9)), st.data())

@@ -12,6 +12,7 @@ from attention_cases import (
     OPS,
     V1_INPUTS,
     Case,
+    assert_as_alone,
     assert_attention,
     cases,
     make_arguments,
@@ -19,7 +20,6 @@ from attention_cases import (
 from checks import DTYPES, assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from op_table import runs_cuda_kernels
 
 
 def share_blocks(arguments: dict, case: Case, parents: list[tuple[int, int]]) -> dict:
@@ -34,25 +34,6 @@ def share_blocks(arguments: dict, case: Case, parents: list[tuple[int, int]]) ->
         n = min(num_blocks, covered)
         tables[s, :n] = tables[parent, :n]
     return arguments | {"block_tables": tables}
-
-
-def assert_as_alone(arguments: dict, device: torch.device) -> None:
-    out, lse = OPS.paged_attention(**arguments)
-    starts = arguments["query_start_loc"].tolist()
-    for s in range(len(arguments["seq_lens"])):
-        rows = slice(starts[s], starts[s + 1])
-        alone = arguments | {
-            "query": arguments["query"][rows],
-            "block_tables": arguments["block_tables"][s : s + 1],
-            "seq_lens": arguments["seq_lens"][s : s + 1],
-            "query_start_loc": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device),
-        }
-        out_alone, lse_alone = OPS.paged_attention(**alone)
-        if runs_cuda_kernels(device) and rows.stop - rows.start > 1:
-            assert_attention(alone, out[rows], lse[rows])
-        else:
-            assert_same_bits(out[rows], out_alone)
-            assert_same_bits(lse[rows], lse_alone)
 
 
 @st.composite
