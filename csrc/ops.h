@@ -65,4 +65,7 @@ void gelu_new(Tensor& out, const Tensor& input);
 void gelu_fast(Tensor& out, const Tensor& input);
 void gelu_quick(Tensor& out, const Tensor& input);
 
+// sampling
+void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);
+
 }  // namespace pagedattn

@@ -59,6 +59,9 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   m.def("gelu_new(Tensor(a!) out, Tensor input) -> ()");
   m.def("gelu_fast(Tensor(a!) out, Tensor input) -> ()");
   m.def("gelu_quick(Tensor(a!) out, Tensor input) -> ()");
+
+  // sampling
+  m.def("apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()");
 }
 
 namespace {
@@ -84,6 +87,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("gelu_new", TORCH_BOX(&pagedattn::gelu_new));
   m.impl("gelu_fast", TORCH_BOX(&pagedattn::gelu_fast));
   m.impl("gelu_quick", TORCH_BOX(&pagedattn::gelu_quick));
+  m.impl("apply_token_bitmask", TORCH_BOX(&pagedattn::apply_token_bitmask));
 }
 
 }  // namespace

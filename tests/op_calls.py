@@ -29,11 +29,18 @@ gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
 gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
+apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
-CALLS = [*SCHEMA_OF, *FP8_CALLS, "rotary_embedding without key", "rotary_embedding of a batch"]
+CALLS = [
+    *SCHEMA_OF,
+    *FP8_CALLS,
+    "rotary_embedding without key",
+    "rotary_embedding of a batch",
+    "apply_token_bitmask of every row",
+]
 
 
 def op_of(call: str) -> str:
@@ -111,9 +118,15 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "rotary_embedding_neox": rotary,
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
+        "apply_token_bitmask": {
+            "logits": normal(n + 1, 70),
+            "bitmask": torch.randint(-(2**31), 2**31, (n, 3), dtype=torch.int32, generator=generator),
+            "indices": torch.arange(n, 0, -1),
+        },
     }[op_of(call)]
     batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}
-    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch}
+    every_row = {"logits": normal(n, 70), "indices": None}
+    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch, "of every row": every_row}
     return arguments | changes.get(call.partition(" ")[2], {})
 
 

@@ -291,3 +291,17 @@ def gelu_quick(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """x sigmoid(1.702 x)."""
     x = input.to(dtype)
     return x * torch.sigmoid(1.702 * x)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> Tensor:
+    """-inf where bit t % 32 of bitmask[i, t // 32] is 0, for token t of row indices[i]; in the dtype of logits, as
+    nothing is computed.
+    """
+    logits, vocab_size = logits.clone(), logits.shape[1]
+    is_allowed = (bitmask.unsqueeze(-1) >> torch.arange(32, device=bitmask.device) & 1).bool()
+    rows = torch.arange(len(logits), device=logits.device) if indices is None else indices
+    logits[rows] = logits[rows].masked_fill(~is_allowed.flatten(1)[:, :vocab_size], -math.inf)
+    return logits

@@ -109,7 +109,7 @@ WALLS: dict[str, set[str]] = {
 }
 TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA
 
-ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding"}
+ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding", "sampling"}
 
 
 def reachable(module: str) -> set[str]:

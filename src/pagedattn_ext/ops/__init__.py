@@ -33,8 +33,10 @@ from .attention import merge_attn_states, paged_attention, paged_attention_v1, p
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
 from .layernorm import fused_add_rms_norm, rms_norm
 from .pos_encoding import rotary_embedding, rotary_embedding_neox
+from .sampling import apply_token_bitmask
 
 __all__ = [
+    "apply_token_bitmask",
     "copy_blocks",
     "fused_add_rms_norm",
     "gather_cached_kv",
