@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embedding, beside what torch offers for them.
+"""Norms, activations, rotary embedding and token masks, beside what torch offers for them.
 
 Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE]
        [--plot FILE.png]
@@ -8,10 +8,12 @@ just before, as a model's layers leave their activations to each other, as far a
 
 GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. Where there is an output,
 both allocate it; fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so
-can pass 100%. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch
-puts them. How it is timed on a GPU: cuda_timing.py.
+can pass 100%. apply_token_bitmask works in place, too; it counts each logit once, though it leaves many alone. The
+probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them. How it is
+timed on a GPU: cuda_timing.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +43,7 @@ NUM_TOKENS = {"cpu": (1, 32, 512), "cuda": (32, 8192)}
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 11008
 NUM_HEADS, HEAD_SIZE = 32, 128
+VOCAB_SIZE = 32000
 EPSILON = 1e-6
 
 Inputs = tuple[Tensor, ...]
@@ -67,6 +70,21 @@ def make_rotary(num_tokens: int, dtype: torch.dtype) -> Inputs:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     repeated = (torch.cat((t, t), dim=-1)[:, None] for t in (cos, sin))
     return torch.arange(num_tokens), query, key, torch.cat((cos, sin), dim=-1), *repeated
+
+
+def make_masked(num_tokens: int, dtype: torch.dtype) -> Inputs:
+    """A row of logits a token, masked as a grammar of JSON does it: one in two is at the structure of a document, where
+    20 tokens may follow, the other within a string, where all but 1% may."""
+    one_bit = 1 << torch.arange(32, dtype=torch.int32)
+    is_allowed = torch.rand(num_tokens, VOCAB_SIZE) < 0.99
+    is_allowed[::2] = torch.rand(VOCAB_SIZE).argsort() < 20
+    bitmask = (is_allowed.view(num_tokens, -1, 32) * one_bit).sum(-1, dtype=torch.int32)
+    return torch.randn(num_tokens, VOCAB_SIZE, dtype=dtype), bitmask, one_bit
+
+
+def apply_token_bitmask_eager(inputs: Inputs) -> Tensor:
+    logits, bitmask, one_bit = inputs
+    return logits.masked_fill_((bitmask.unsqueeze(-1) & one_bit).flatten(1) == 0, -math.inf)
 
 
 def fused_add_rms_norm_eager(inputs: Inputs) -> Inputs:
@@ -125,6 +143,13 @@ CASES = [
         lambda t: ops.rotary_embedding_neox(*t[:3], HEAD_SIZE, t[3]),
         rotary_eager,
         lambda num_tokens: num_tokens * (4 * NUM_HEADS + 1) * HEAD_SIZE,
+    ),
+    Case(
+        "apply_token_bitmask",
+        make_masked,
+        lambda t: ops.apply_token_bitmask(t[0], t[1]),
+        apply_token_bitmask_eager,
+        lambda num_tokens: num_tokens * VOCAB_SIZE,
     ),
 ]
 

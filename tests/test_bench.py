@@ -64,6 +64,19 @@ def test_targets():
     assert f"\n{int(verdict == 'met')} of 1 met" in result.stdout
 
 
+def test_results_that_differ_in_an_infinity_are_not_the_same():
+    from harness import assert_same
+
+    def with_element(value: float):
+        return lambda inputs: inputs.masked_fill(torch.arange(3) == 1, value)
+
+    masked, inputs = with_element(-torch.inf), torch.ones(3)
+    assert_same({"ours": masked, "peer": masked}, inputs, 1e-4)
+    for other in (1.0, torch.inf):
+        with pytest.raises(AssertionError):
+            assert_same({"ours": masked, "peer": with_element(other)}, inputs, 1e-4)
+
+
 # ---- --device cuda, without a GPU ------------------------------------------------------------------------------------
 
 
@@ -235,7 +248,7 @@ def test_cuda_targets(fake_cuda, small_shapes):
 
     targets = targets_cuda.targets("cpu")
     kinds = [target.what.split(",")[0] for target in targets]
-    assert kinds[:5] == ["decode"] * 4 + ["prefill"] and len(targets) == 5 + 5 + 4
+    assert kinds[:5] == ["decode"] * 4 + ["prefill"] and len(targets) == 5 + 6 + 4
     forms = [target.form.format(target.measure()) for target in targets]
     assert forms[0].endswith("x") and forms[-1].endswith("%") and re.fullmatch(r"\d+\.\d", forms[1])
     assert targets[1].is_met(15) and not targets[1].is_met(15.1)

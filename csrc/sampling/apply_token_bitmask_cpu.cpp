@@ -35,7 +35,8 @@ PAGEDATTN_INLINE void apply_word(uint32_t word, T* logits) {
   for (int i = 0; i < TOKENS_PER_WORD; i += VEC_SIZE) {
     BitsVec<T> bits = not_allowed;
     if (word != 0) {
-      const BitsVec<T> allowed = (BitsVec<T>{} + static_cast<uint16_t>(word >> i)) & one_bit_a_lane<T>();
+      const auto bits_of_lanes = static_cast<uint16_t>(word >> i);
+      const BitsVec<T> allowed = (BitsVec<T>{} + bits_of_lanes) & one_bit_a_lane<T>();
       bits = allowed == 0 ? not_allowed : load_as<BitsVec<T>>(logits + i);
     }
     __builtin_memcpy(logits + i, &bits, sizeof bits);
