@@ -35,6 +35,7 @@ PAGEDATTN_INLINE void apply_word(uint32_t word, T* logits) {
   for (int i = 0; i < TOKENS_PER_WORD; i += VEC_SIZE) {
     BitsVec<T> bits = not_allowed;
     if (word != 0) {
+      // A variable: GCC with sanitizers takes the cast alone for an int, and refuses to add it to 16-bit lanes.
       const auto bits_of_lanes = static_cast<uint16_t>(word >> i);
       const BitsVec<T> allowed = (BitsVec<T>{} + bits_of_lanes) & one_bit_a_lane<T>();
       bits = allowed == 0 ? not_allowed : load_as<BitsVec<T>>(logits + i);
