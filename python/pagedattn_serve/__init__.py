@@ -1,6 +1,7 @@
 """The serving loop of the PagedAttention paper on `pagedattn_ext`: scheduler, block manager, runner, engine.
 
-`LLM` for a list of prompts; `LLMEngine` for requests that come and go; `SamplingParams` for both.
+`LLM` for a list of prompts; `LLMEngine` for requests that come and go, `AsyncLLMEngine` for those of an event loop;
+`SamplingParams` for all.
 """
 
 from importlib import import_module
@@ -8,6 +9,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagedattn_serve.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from pagedattn_serve.async_engine import EngineBusyError as EngineBusyError
+    from pagedattn_serve.async_engine import EngineDeadError as EngineDeadError
     from pagedattn_serve.calibration import calibrate_kv_scales as calibrate_kv_scales
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
@@ -24,7 +28,10 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "DEMO_MODEL": "config",
     "LLM": "llm",
+    "AsyncLLMEngine": "async_engine",
     "CompletionOutput": "outputs",
+    "EngineBusyError": "async_engine",
+    "EngineDeadError": "async_engine",
     "EngineStats": "outputs",
     "LLMEngine": "engine",
     "Logprob": "outputs",
@@ -37,7 +44,7 @@ __all__ = list(_PUBLIC)
 
 # What the extra `serve` brings, and the modules here that need it.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
-_NEED_EXTRA = ("llm", "engine", "calibration")
+_NEED_EXTRA = ("llm", "engine", "async_engine", "calibration")
 
 
 def require_extra() -> None:

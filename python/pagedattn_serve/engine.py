@@ -233,6 +233,24 @@ class LLMEngine:
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, or the request id is taken. Requests that were queued before go on.
         """
+        self.queue_request(
+            self.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority)
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        prompt_token_ids: Any | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """The first half of `add_request`, which takes its time with a long prompt: a request that is not queued yet.
+
+        Any thread may call it, at any time. The arguments are those of `add_request`; so are the errors, but for those
+        of `queue_request`.
+        """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
         params = self._defaults.params if sampling_params is None else sampling_params
@@ -259,7 +277,14 @@ class LLMEngine:
         )
         group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
         group.sequences[0].token_rules = token_rules
-        request = (BeamRequest if params.use_beam_search else Request)(text, group, rules)
+        return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
+
+    def queue_request(self, request: Request) -> None:
+        """The other half of `add_request`: put what `make_request` made where its turn is.
+
+        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` finds no place for it.
+        """
+        group = request.group
         self._settle()
         self._settled = False
         try:
@@ -267,8 +292,8 @@ class LLMEngine:
         except ValueError:
             self._settled = True  # nothing was changed
             raise
-        self._requests[request_id] = request
-        self._num_prompt_tokens += len(token_ids)
+        self._requests[group.request_id] = request
+        self._num_prompt_tokens += len(group.prompt_token_ids)
         self._settled = True
 
     def register_prefix(self, prefix: Prompt) -> int:
@@ -310,6 +335,28 @@ class LLMEngine:
         self._step_seconds += time.monotonic() - started
         self._settled = True
         return outputs
+
+    def fail_batch(self, error: str) -> list[RequestOutput]:
+        """After a step that raised: end the requests of its batch with `error`; returns what they had before.
+
+        The others wait, to be computed anew, as the cache may hold anything. Where the step raised before it had a
+        batch, none is ended.
+        """
+        batch, self._settled = self._batch, False
+        self._settle()
+        if batch is None:
+            return []
+        self._settled = False
+        groups = {scheduled.sequence.request_id for scheduled in batch.sequences}
+        groups |= {group.request_id for group in batch.outgrown}
+        failed = [request for request_id, request in self._requests.items() if request_id in groups]
+        now = time.monotonic()
+        for request in failed:
+            request.fail(error, self.scheduler)
+            request.metrics.finished_time = now
+            del self._requests[request.group.request_id]
+        self._settled = True
+        return [request.output() for request in failed]
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
