@@ -337,26 +337,25 @@ class LLMEngine:
         return outputs
 
     def fail_batch(self, error: str) -> list[RequestOutput]:
-        """After a step that raised: end the requests of its batch with `error`; returns what they had before.
+        """After a step that raised: end the requests of its batch with `error`; returns what they have.
 
-        The others wait, to be computed anew, as the cache may hold anything. Where the step raised before it had a
-        batch, none is ended.
+        The others wait and are computed anew, as the cache may hold anything. If the step raised before it had a batch,
+        no request is to blame and none ends.
         """
         batch, self._settled = self._batch, False
         self._settle()
         if batch is None:
             return []
+        request_ids = {scheduled.sequence.request_id for scheduled in batch.sequences}
+        request_ids.update(group.request_id for group in batch.outgrown)
+        failed = [self._requests[request_id] for request_id in self._requests if request_id in request_ids]
         self._settled = False
-        groups = {scheduled.sequence.request_id for scheduled in batch.sequences}
-        groups |= {group.request_id for group in batch.outgrown}
-        failed = [request for request_id, request in self._requests.items() if request_id in groups]
-        now = time.monotonic()
+        self._in_step = [(request, request.mark()) for request in failed]
         for request in failed:
             request.fail(error, self.scheduler)
-            request.metrics.finished_time = now
-            del self._requests[request.group.request_id]
+        outputs = self._end_step(time.monotonic())
         self._settled = True
-        return [request.output() for request in failed]
+        return outputs
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -497,6 +496,12 @@ class LLMEngine:
         for request in outgrown:
             num_blocks = self.scheduler.block_manager.num_blocks
             request.fail(f"its sequences need more than all {num_blocks} blocks of the cache", self.scheduler)
+        outputs = self._end_step(now)
+        self._num_output_tokens += num_added
+        return outputs
+
+    def _end_step(self, now: float) -> list[RequestOutput]:
+        """What the requests of the step got; those that are finished are forgotten."""
         outputs = []
         for request, _ in self._in_step:
             if not request.group.sequences:
@@ -506,7 +511,6 @@ class LLMEngine:
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
-        self._num_output_tokens += num_added
         return outputs
 
     def _settle(self) -> None:

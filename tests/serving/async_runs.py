@@ -1,0 +1,123 @@
+"""How the tests run an `AsyncLLMEngine`: what must be left when an event loop ends, and runners that wait or fail."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+
+T = TypeVar("T")
+TIMEOUT = 60.0  # of what would hang
+FAKE_TOKEN = 7
+
+
+def play(main: Coroutine[Any, Any, T]) -> T:
+    """Run it in an event loop. At its end there is no task, no thread and no exception that nobody saw."""
+    unseen: list[dict[str, Any]] = []
+
+    async def watched() -> T:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        result = await asyncio.wait_for(main, TIMEOUT)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    before = set(threading.enumerate())
+    result = asyncio.run(watched())
+    assert set(threading.enumerate()) <= before
+    gc.collect(1)  # what was never retrieved is told when it is collected
+    assert not unseen
+    return result
+
+
+def expect_nothing_left(engine: LLMEngine) -> None:
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.num_swapped) == (0, 0, 0)
+    assert (stats.num_used_blocks, stats.num_used_host_blocks, stats.num_used_slots) == (0, 0, 0)
+    assert not engine.has_unfinished_requests()
+    manager = engine.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+    manager.check_integrity()
+
+
+async def read(engine: AsyncLLMEngine, *args: Any, **options: Any) -> RequestOutput:
+    """The last output of a request."""
+    outputs = [output async for output in engine.generate(*args, **options)]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def handed_over(serving: AsyncLLMEngine, num_requests: int) -> None:
+    """Until so many requests are prepared and on their way to the engine's thread."""
+    loop = serving._engine_loop
+    await until(lambda: loop._commands.qsize() + len(loop._streams) >= num_requests)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+class Runner:
+    """In the place of an engine's `ModelRunner.execute`: it notes the steps, holds them up, and fails.
+
+    faults: for each of the next steps what it raises after the model was run, or None. batches: the request ids of each
+    step. one_by_one: hold each step until it is released. is_held: whether one waits.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, faults: Iterable[BaseException | None] = (), one_by_one: bool = False
+    ) -> None:
+        self.faults = list(faults)
+        self.batches: list[list[str]] = []
+        self.is_held = False
+        self._execute = engine.model_runner.execute
+        self._free = threading.Event()
+        self._one_by_one = one_by_one
+        if not one_by_one:
+            self._free.set()
+        engine.model_runner.execute = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, batch: ScheduledBatch) -> SamplerOutput:
+        self.batches.append([scheduled.sequence.request_id for scheduled in batch.sequences])
+        if not self._free.is_set():
+            self.is_held = True
+            assert self._free.wait(TIMEOUT)
+            self.is_held = False
+        if self._one_by_one:
+            self.hold()
+        sampled = self._execute(batch)
+        if self.faults and (fault := self.faults.pop(0)) is not None:
+            raise fault
+        return sampled
+
+    def hold(self) -> None:
+        """Let the next step wait for `release`."""
+        self._free.clear()
+
+    def release(self) -> None:
+        self._free.set()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """In here no step ends, and one waits; there must be requests."""
+        self.hold()
+        try:
+            await until(lambda: self.is_held)
+            yield
+        finally:
+            self.release()
+
+
+def fake_execute(batch: ScheduledBatch) -> SamplerOutput:
+    """No model: one token for all."""
+    num_rows = sum(scheduled.num_samples + len(scheduled.draft_token_ids) for scheduled in batch.sequences)
+    return SamplerOutput([FAKE_TOKEN] * num_rows, [0.0] * num_rows, [None] * num_rows, [None] * num_rows)
