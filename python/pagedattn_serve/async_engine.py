@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -60,6 +61,7 @@ class AsyncLLMEngine:
         self._streams: dict[str, Stream] = {}  # of the unfinished requests
         self._in_hand: set[Stream] = set()  # of these, the ones that the engine had not got when it was last heard of
         self._calls: set[asyncio.Future[Any]] = set()
+        self._num_waiting = 0  # in the engine's queue, at that time
         self._stats = engine.stats()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the preparing thread; None ends it
         self._engine_loop = EngineLoop(engine, partial(self._tell, self._deliver))
@@ -84,7 +86,8 @@ class AsyncLLMEngine:
         return len(self._streams)
 
     def stats(self) -> EngineStats:
-        """As it was after the last step; any thread may call it, and nobody waits for the engine."""
+        """The engine after the last step, or where counting takes long, a few steps before; any thread may call it, and
+        nobody waits. `call(LLMEngine.stats)` is exact."""
         return self._stats
 
     async def start(self) -> None:
@@ -148,7 +151,8 @@ class AsyncLLMEngine:
         if stream is not None:
             stream.is_aborted = True  # for one that the engine has not got yet
             self._engine_loop.abort(stream)
-            await self.call(lambda _: None)
+            with suppress(EngineDeadError):  # which ends it as well
+                await self.call(lambda _: None)
 
     async def call(self, f: Callable[[LLMEngine], T]) -> T:
         """What `f` returns or raises, called in the engine's thread between two steps: it may look at everything, but
@@ -187,7 +191,7 @@ class AsyncLLMEngine:
             raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
         if request_id in self._streams:
             raise ValueError(f"request_id: {request_id!r} is taken by an unfinished request")
-        num_waiting = len(self._in_hand) + self._stats.num_waiting
+        num_waiting = len(self._in_hand) + self._num_waiting
         if num_waiting >= self._max_waiting:
             raise EngineBusyError(f"max_waiting: expected fewer than {self._max_waiting} requests, got {num_waiting}")
         stream = Stream(request_id)
@@ -212,6 +216,7 @@ class AsyncLLMEngine:
 
     def _deliver(self, news: News) -> None:
         self._stats = news.stats
+        self._num_waiting = news.num_waiting
         self._in_hand.difference_update(news.queued)
         for stream, error in news.refused:
             self._refuse(stream, error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from pagedattn_serve.stream import Stream
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row: then it is not the requests that are at fault
+STATS_PAUSE = 50  # times what counting them took: with many blocks it would be felt after each step
 
 
 @dataclass(slots=True)
@@ -25,10 +27,12 @@ class News:
     queued: streams whose requests the engine has got, or refused.
     refused: streams whose requests it did not take, and why.
     results: futures of `EngineLoop.call`, with what the function returned or raised.
-    stats: as they are after all that.
+    num_waiting: requests in its queue after all that.
+    stats: then, or some steps before.
     """
 
     stats: EngineStats
+    num_waiting: int = 0
     queued: list[Stream] = field(default_factory=list)
     refused: list[tuple[Stream, Exception]] = field(default_factory=list)
     outputs: list[tuple[Stream, RequestOutput]] = field(default_factory=list)
@@ -50,6 +54,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by the ids of the requests that the engine has
         self._news = News(engine.stats())
+        self._stats_due = 0.0  # of time.monotonic
         self._is_stopping = False
         self._num_failed_steps = 0
 
@@ -87,7 +92,7 @@ class EngineLoop:
             outputs = self._engine.abort_request(list(self._streams))
             if error is None:
                 self._add_outputs(outputs)
-            self._send_news()
+            self._send_news(with_stats=True)
         except BaseException:  # it is broken, as was said
             logger.exception("requests of a broken engine were not aborted")
         return error
@@ -100,7 +105,7 @@ class EngineLoop:
                 command = self._commands.get(block=False)
             except Empty:
                 if self._news.refused or self._news.outputs or self._news.results or is_idle:
-                    self._send_news()
+                    self._send_news(with_stats=True)
                 if not is_idle:
                     return True
                 command = self._commands.get()
@@ -120,7 +125,7 @@ class EngineLoop:
             logger.exception("a step failed: the requests of its batch end")
             outputs = self._engine.fail_batch(describe(error))
         self._add_outputs(outputs)
-        self._send_news()
+        self._send_news(with_stats=time.monotonic() >= self._stats_due)
 
     def _add_outputs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -130,9 +135,13 @@ class EngineLoop:
                 if output.finished:
                     del self._streams[output.request_id]
 
-    def _send_news(self) -> None:
+    def _send_news(self, with_stats: bool) -> None:
         news = self._news
-        news.stats = self._engine.stats()
+        if with_stats:
+            started = time.thread_time()
+            news.stats = self._engine.stats()
+            self._stats_due = time.monotonic() + STATS_PAUSE * (time.thread_time() - started)
+        news.num_waiting = len(self._engine.scheduler.waiting)
         self._news = News(news.stats)
         self._publish(news)
 
@@ -142,7 +151,7 @@ class EngineLoop:
             return
         try:
             self._engine.queue_request(request)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, it is this request's alone
             self._news.refused.append((stream, error))
             return
         self._streams[stream.request_id] = stream
