@@ -122,7 +122,7 @@ class RequestOutput(_CopiedWhenRead):
     outputs: as many as SamplingParams.n. Where best_of is more, or with beam search, these are the best so far, by
         cumulative logprob or by the search's score: until the request is finished, others may take their places.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
-        that the tokenizer failed to decode, or what its parameters say of the logits.
+        that the tokenizer failed to decode, or what its parameters say of the logits, or `LLMEngine.fail_batch`.
     prompt_logprobs: for each token of the prompt its logprob and those of the most likely ones, None for the first, as
         far as it is computed; None if not asked for.
     """
