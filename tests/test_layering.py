@@ -31,15 +31,9 @@ ARROWS: dict[str, set[str]] = {
     "cli.info": {"execution.cache_memory"},
     "cli.parser": {"config"},
     "llm": {"engine"},
-    "engine": {
-        "scheduling.scheduler",
-        "execution.cache_memory",
-        "models.packed_linear",
-        "text.tokenizer",
-        "generation_config",
-        "prompts",
-        "beam_request",
-    },
+    "engine": {"engine_setup", "inputs", "models.packed_linear"},
+    "engine_setup": {"execution.cache_memory"},
+    "inputs": {"beam_request", "prompts", "generation_config", "text.tokenizer"},
     "beam_request": {"request", "scheduling.beam_search"},
     "request": {"completion", "scheduling.scheduler"},
     "completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
@@ -103,7 +97,7 @@ def room(name: str) -> set[str]:
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
 PLAIN_DATA = {"config", "sampling_params", "outputs"}
-DOORS = room("cli") | {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine", "request"}
+DOORS = room("cli") | {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine", "inputs", "request"}
 WALLS: dict[str, set[str]] = {
     "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
     "execution": DOORS | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},

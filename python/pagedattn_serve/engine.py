@@ -1,43 +1,37 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
 import logging
-import re
 import secrets
 import time
-from dataclasses import replace
 from os import PathLike
 from typing import Any, overload
 
 import torch
 
-import pagedattn_ext
-from pagedattn_serve.beam_request import BeamRequest
 from pagedattn_serve.checkpoint import model_directory
-from pagedattn_serve.completion import OutputRules
-from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
-from pagedattn_serve.execution.cache_engine import choose_cache_dtype
-from pagedattn_serve.execution.cache_memory import (
-    DEFAULT_CPU_MEMORY,
-    block_bytes_of,
-    choose_num_blocks,
-    choose_num_host_blocks,
-    cuda_memory,
-    num_useful_blocks,
+from pagedattn_serve.config import SchedulerConfig
+from pagedattn_serve.engine_setup import (
+    check_options,
+    choose_cache_config,
+    choose_device,
+    choose_max_model_len,
+    limit_to_cache,
+    too_large,
 )
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
+from pagedattn_serve.inputs import InputProcessor
 from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.models.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import EngineStats, RequestOutput
-from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
+from pagedattn_serve.prompts import Prompt
 from pagedattn_serve.request import Request
-from pagedattn_serve.sampling_params import SamplingParams, TokenRules
+from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
+from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -111,40 +105,33 @@ class LLMEngine:
         speculation: str | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        check_int("block_size", block_size, 8, 256)
-        check_int("max_num_seqs", max_num_seqs, 1)
-        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         if seed is None:
             seed = secrets.randbits(64)
-        check_int("seed", seed, 0, 2**64 - 1)
-        check_float("swap_space", swap_space)
-        if swap_space < 0:
-            raise ValueError(f"swap_space: expected a number >= 0, got {swap_space}")
-        check_float("gpu_memory_utilization", gpu_memory_utilization)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
-        if num_blocks is not None and kv_cache_memory is not None:
-            raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
-        if check_bool("trust_remote_code", trust_remote_code):
-            raise ValueError("trust_remote_code: expected False, as running a checkpoint's own code is not supported")
-        check_bool("enforce_eager", enforce_eager)
-        check_int("tensor_parallel_size", tensor_parallel_size, 1)
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
-        choose_cache_dtype(kv_cache_dtype, torch.float32)  # raises before anything is read
+        check_options(
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            seed=seed,
+            swap_space=swap_space,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            trust_remote_code=trust_remote_code,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         device = choose_device(device)
         directory = model_directory(model)
         self.tokenizer = load_tokenizer(directory, tokenizer)
-        self._eos_token_ids = frozenset(eos_token_ids(directory))
-        self._defaults = generation_defaults(directory)
+        end_token_ids = frozenset(eos_token_ids(directory))
+        defaults = generation_defaults(directory)
         causal_lm = load_model(directory, dtype, device)
-        self._vocab_size = causal_lm.vocab_size
         scales = choose_kv_scales(kv_cache_dtype, kv_scales, directory, causal_lm.num_layers)
         if device == "cpu":
             pack_linear_layers(causal_lm, causal_lm.dtype)
-        max_model_len = choose_max_model_len(max_model_len, causal_lm.max_model_len)
         scheduler_config = SchedulerConfig(
-            max_model_len=max_model_len,
+            max_model_len=choose_max_model_len(max_model_len, causal_lm.max_model_len),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=scheduling_policy,
@@ -152,21 +139,15 @@ class LLMEngine:
             speculation=speculation,
             num_speculative_tokens=num_speculative_tokens,
         )
-        if num_blocks is None:
-            memory = kv_cache_memory
-            if memory is None and device == "cpu":
-                memory = DEFAULT_CPU_MEMORY
-            elif memory is None:
-                memory = cuda_memory(
-                    causal_lm, scheduler_config, block_size, device, gpu_memory_utilization, kv_cache_dtype
-                )
-            num_blocks = choose_num_blocks(
-                causal_lm, memory, block_size, num_useful_blocks(scheduler_config, block_size), kv_cache_dtype
-            )
-        cache_config = CacheConfig(
-            num_blocks=num_blocks,
+        cache_config = choose_cache_config(
+            causal_lm,
+            scheduler_config,
+            device,
             block_size=block_size,
-            num_host_blocks=choose_num_host_blocks(causal_lm, swap_space, block_size, scheduler_config, kv_cache_dtype),
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            swap_space=swap_space,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_dtype=kv_cache_dtype,
             kv_scales=scales,
@@ -178,11 +159,10 @@ class LLMEngine:
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
             if str(error).startswith("swap_space:"):
                 raise
-            num_bytes = num_blocks * block_bytes_of(causal_lm, block_size, kv_cache_dtype)
-            raise MemoryError(
-                f"num_blocks: expected a cache that fits in memory, got {num_blocks:,} blocks of {block_size} tokens, "
-                f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
-            ) from None
+            raise too_large(causal_lm, cache_config, error) from None
+        self._inputs = InputProcessor(
+            self.tokenizer, causal_lm.vocab_size, scheduler_config.max_model_len, end_token_ids, defaults
+        )
         # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
@@ -207,7 +187,23 @@ class LLMEngine:
         What they cannot say holds for requests without parameters as well: a max_length, which counts the prompt too
         (max_tokens is None here), bad_words_ids and suppress_tokens.
         """
-        return self._defaults.params
+        return self._inputs.defaults.params
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, as a prompt of it would have them; any thread may call it, at any time.
+
+        Raises ValueError if the model's directory has no tokenizer or UTF-8 cannot write the text, TypeError if it is
+        none.
+        """
+        return self._inputs.tokenize(text, add_special_tokens)
+
+    def detokenize(self, token_ids: Any) -> str:
+        """The text of token ids, special tokens among them; any thread may call it, at any time.
+
+        token_ids: in any of the forms of a prompt's. Raises ValueError if the model's directory has no tokenizer or
+        there is no such token, TypeError if they are no ints.
+        """
+        return self._inputs.detokenize(token_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
@@ -251,33 +247,7 @@ class LLMEngine:
         Any thread may call it, at any time. The arguments are those of `add_request`; so are the errors, but for those
         of `queue_request`.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
-        params = self._defaults.params if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        check_float("arrival_time", arrival_time)
-        check_int("priority", priority, -(2**31), 2**31 - 1)
-        text, token_ids = self._prompt_tokens(prompt, prompt_token_ids)
-        if self.tokenizer is None and params.stop:
-            raise ValueError("stop: expected none, as the model's directory has no tokenizer")
-        params.check_token_ids(self._vocab_size)
-        token_rules = self._token_rules(params, () if sampling_params is not None else self._defaults.bad_words)
-        max_len = self.max_model_len
-        if sampling_params is None and self._defaults.max_length is not None:
-            max_len = min(max_len, max(self._defaults.max_length, len(token_ids) + 1))
-        room = max_len - len(token_ids)
-        rules = OutputRules(
-            params=params,
-            tokenizer=self.tokenizer if params.detokenize else None,
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            stop_token_ids=frozenset(params.stop_ids),
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-        )
-        group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
-        group.sequences[0].token_rules = token_rules
-        return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
+        return self._inputs.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority)
 
     def queue_request(self, request: Request) -> None:
         """The other half of `add_request`: put what `make_request` made where its turn is.
@@ -308,7 +278,7 @@ class LLMEngine:
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ValueError("enable_prefix_caching: expected True for prefixes to be kept, got False")
-        _, token_ids = self._prompt_tokens(prefix, None)
+        _, token_ids = self._inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(f"prefix: expected 1 to {self.max_model_len - 1} tokens, got {len(token_ids)}")
         self._settle()
@@ -422,37 +392,6 @@ class LLMEngine:
             execute_seconds=self._execute_seconds,
         )
 
-    def _prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it came as token ids, and its token ids."""
-        if (prompt is None) == (token_ids is None):
-            raise ValueError("prompt: expected either prompt or prompt_token_ids")
-        text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
-        if ids is None:
-            assert text is not None
-            ids = self._tokenize(text)
-        for token_id in ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise ValueError(f"prompt_token_ids: expected an int in [0, {self._vocab_size - 1}], got {token_id}")
-        return text, ids
-
-    def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
-        """What `params` leave to the tokenizer and the model; bad_words: more of them."""
-        if params.bad_words:
-            if self.tokenizer is None:
-                raise ValueError("bad_words: expected none, as the model's directory has no tokenizer")
-            bad_words = (*bad_words, *bad_word_ids(self.tokenizer, params.bad_word_strings))
-        end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
-        return TokenRules(end_token_ids, bad_words)
-
-    def _tokenize(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError("prompt: expected prompt_token_ids, as the model's directory has no tokenizer")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt: expected text that UTF-8 can write, got {error}") from None
-        return list(self.tokenizer(text, verbose=False).input_ids)
-
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
         requests: list[Request] = []
@@ -542,33 +481,3 @@ def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -
         if i == len(drafts) or sampled.token_ids[row] != drafts[i]:
             return i + 1
     raise AssertionError(f"{len(drafts)} drafts, but {len(rows)} rows")
-
-
-def choose_device(name: str) -> str:
-    has_cuda = bool(pagedattn_ext.build_info()["cuda_arches"]) and torch.cuda.is_available()
-    if name == "auto":
-        return "cuda" if has_cuda else "cpu"
-    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
-    if name != "cpu" and not has_cuda:
-        reason = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
-        if not pagedattn_ext.build_info()["cuda_arches"]:
-            reason = "this build of pagedattn_ext has no CUDA kernels"
-        raise ValueError(f"device: expected cpu ({reason}), got {name}")
-    return name
-
-
-def choose_max_model_len(requested: int | None, of_model: int) -> int:
-    if requested is None:
-        return of_model
-    check_int("max_model_len", requested, 2, of_model)
-    return requested
-
-
-def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:
-    """max_model_len cut to what the whole cache holds: a longer sequence could never end."""
-    num_slots = cache_config.num_blocks * cache_config.block_size
-    if config.max_model_len <= num_slots:
-        return config
-    logger.warning("max_model_len: cut from %d to %d tokens, all that the cache holds", config.max_model_len, num_slots)
-    return replace(config, max_model_len=num_slots)

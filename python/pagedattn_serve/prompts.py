@@ -37,15 +37,18 @@ def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     raise TypeError(f"prompt: expected a string, token ids or a dict, got {type(prompt).__name__}")
 
 
-def to_ids(token_ids: Any) -> list[int]:
-    """Token ids as a new list of ints: of a list or tuple of any integers, or an array or tensor of one dimension."""
+def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
+    """Token ids as a new list of ints: of a list or tuple of any integers, or an array or tensor of one dimension.
+
+    Raises TypeError, which calls them `name`, if they are none.
+    """
     token_ids = without_array(token_ids)
     if not isinstance(token_ids, list | tuple):
-        raise TypeError(f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}")
+        raise TypeError(f"{name}: expected a list of token ids, got {type(token_ids).__name__}")
     for token_id in token_ids:
         if type(token_id) is not int and not is_int(token_id):
             kind = type(token_id).__name__
-            raise TypeError(f"prompt_token_ids: expected an int, got {token_id!r} of type {kind}")
+            raise TypeError(f"{name}: expected an int, got {token_id!r} of type {kind}")
     return list(map(index, token_ids))
 
 

@@ -1,0 +1,134 @@
+"""A request as it comes in, checked: its prompt as token ids, its parameters as rules for its outputs."""
+
+import threading
+import time
+from typing import Any
+
+from pagedattn_serve.beam_request import BeamRequest
+from pagedattn_serve.completion import OutputRules
+from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.generation_config import GenerationDefaults
+from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
+from pagedattn_serve.request import Request
+from pagedattn_serve.sampling_params import SamplingParams, TokenRules
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.text.tokenizer import bad_word_ids
+
+
+class InputProcessor:
+    """From what a caller says to what the engine queues, for one model and its tokenizer.
+
+    tokenizer: from transformers; None where the model's directory has none. max_model_len: most tokens of a sequence.
+
+    Changes no request and no queue; any thread may call it at any time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        defaults: GenerationDefaults,
+    ) -> None:
+        self.defaults = defaults
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # transformers promises nothing of a tokenizer that two threads are in
+        self._vocab_size = vocab_size
+        self._num_token_ids = max(vocab_size, 0 if tokenizer is None else len(tokenizer))
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+
+    def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
+        """`LLMEngine.tokenize`; errors call the text `name`."""
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
+        check_bool("add_special_tokens", add_special_tokens)
+        if self._tokenizer is None:
+            expected = "prompt_token_ids" if name == "prompt" else "none"
+            raise ValueError(f"{name}: expected {expected}, as the model's directory has no tokenizer")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+    def detokenize(self, token_ids: Any) -> str:
+        """`LLMEngine.detokenize`."""
+        token_ids = to_ids(token_ids, name="token_ids")
+        if self._tokenizer is None:
+            raise ValueError("token_ids: expected none, as the model's directory has no tokenizer")
+        for token_id in token_ids:
+            check_int("token_ids", token_id, 0, self._num_token_ids - 1)
+        with self._lock:
+            return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
+        """The prompt's text, None if it came as token ids, and its token ids. ValueError or TypeError if it has none
+        that the model knows."""
+        if (prompt is None) == (token_ids is None):
+            raise ValueError("prompt: expected either prompt or prompt_token_ids")
+        text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
+        if ids is None:
+            assert text is not None
+            ids = self.tokenize(text, name="prompt")
+        for token_id in ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(f"prompt_token_ids: expected an int in [0, {self._vocab_size - 1}], got {token_id}")
+        return text, ids
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt | None,
+        sampling_params: SamplingParams | None,
+        prompt_token_ids: Any | None,
+        arrival_time: float | None,
+        priority: int,
+    ) -> Request:
+        """A request that is not queued yet. The arguments and the errors are those of `LLMEngine.add_request`, but for
+        what depends on the other requests and on the length of the prompt, which the scheduler checks."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
+        params = self.defaults.params if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        check_float("arrival_time", arrival_time)
+        check_int("priority", priority, -(2**31), 2**31 - 1)
+        text, token_ids = self.prompt_tokens(prompt, prompt_token_ids)
+        if self._tokenizer is None and params.stop:
+            raise ValueError("stop: expected none, as the model's directory has no tokenizer")
+        params.check_token_ids(self._vocab_size)
+        is_default = sampling_params is None
+        token_rules = self._token_rules(params, self.defaults.bad_words if is_default else ())
+        max_length = self.defaults.max_length if is_default else None
+        rules = self._output_rules(params, len(token_ids), max_length)
+        group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
+        group.sequences[0].token_rules = token_rules
+        return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
+
+    def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
+        """What `params` leave to the tokenizer and the model; bad_words: more of them."""
+        if params.bad_words:
+            if self._tokenizer is None:
+                raise ValueError("bad_words: expected none, as the model's directory has no tokenizer")
+            with self._lock:
+                bad_words = (*bad_words, *bad_word_ids(self._tokenizer, params.bad_word_strings))
+        end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
+        return TokenRules(end_token_ids, bad_words)
+
+    def _output_rules(self, params: SamplingParams, num_prompt_tokens: int, max_length: int | None) -> OutputRules:
+        """max_length: most tokens of prompt and output, which leaves one at least; None: only those of the model."""
+        max_len = self._max_model_len
+        if max_length is not None:
+            max_len = min(max_len, max(max_length, num_prompt_tokens + 1))
+        room = max_len - num_prompt_tokens
+        return OutputRules(
+            params=params,
+            tokenizer=self._tokenizer if params.detokenize else None,
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(params.stop_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
