@@ -221,7 +221,8 @@ class LLMEngine:
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
-        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}.
+        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}, or
+            one dict with both, where the ids count and the text is what the output shows.
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
         priority: with the scheduling policy "priority", the lower the earlier it is served. So that nobody waits for
             ever, a request is passed by no more than the next 10,000 that come for each level that they are better.

@@ -65,8 +65,10 @@ class InputProcessor:
             return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it came as token ids, and its token ids. ValueError or TypeError if it has none
-        that the model knows."""
+        """The prompt's text, None if it came as token ids alone, and its token ids.
+
+        Raises ValueError or TypeError if it has none that the model knows.
+        """
         if (prompt is None) == (token_ids is None):
             raise ValueError("prompt: expected either prompt or prompt_token_ids")
         text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))

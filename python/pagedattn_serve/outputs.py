@@ -118,7 +118,7 @@ class RequestMetrics:
 class RequestOutput(_CopiedWhenRead):
     """One request and its outputs so far.
 
-    prompt: None if it came as token ids.
+    prompt: None if it came as token ids alone.
     outputs: as many as SamplingParams.n. Where best_of is more, or with beam search, these are the best so far, by
         cumulative logprob or by the search's score: until the request is finished, others may take their places.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text

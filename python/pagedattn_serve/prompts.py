@@ -3,7 +3,8 @@
 from operator import index
 from typing import Any
 
-# A text; token ids in a list, a tuple, or an array or tensor of one dimension; or either in a dict, under its name.
+# A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with either or both, under
+# their names. Where it has both, the ids count, and the text is what `RequestOutput.prompt` shows.
 Prompt = Any
 
 
@@ -20,16 +21,18 @@ def split_prompts(prompts: Any) -> list[Prompt]:
 
 
 def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """A prompt's text, or else its token ids as a new list of ints. A wrong type raises TypeError, a wrong key
+    """A prompt's text, its token ids as a new list of ints, or both. A wrong type raises TypeError, a wrong key
     ValueError."""
     if isinstance(prompt, dict):
-        [(name, value)] = prompt.items() if len(prompt) == 1 else [(None, None)]
-        if name not in ("prompt", "prompt_token_ids"):
+        if not prompt or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(str, prompt)) or "none"
-            raise ValueError(f"prompt: expected a dict with one key, prompt or prompt_token_ids, got {keys}")
-        if name == "prompt_token_ids":
-            return None, to_ids(value)
-        prompt = value
+            raise ValueError(f"prompt: expected a dict with prompt, prompt_token_ids or both, got {keys}")
+        if "prompt_token_ids" in prompt:
+            text = prompt.get("prompt")
+            if "prompt" in prompt and not isinstance(text, str):
+                raise TypeError(f"prompt: expected a string beside prompt_token_ids, got {type(text).__name__}")
+            return text, to_ids(prompt["prompt_token_ids"])
+        prompt = prompt["prompt"]
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(without_array(prompt), list | tuple):

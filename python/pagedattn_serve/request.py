@@ -10,7 +10,7 @@ from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
 class Request:
-    """One prompt and its outputs. prompt: None if it came as token ids."""
+    """One prompt and its outputs. prompt: None if it came as token ids alone."""
 
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         self.group = group

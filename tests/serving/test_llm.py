@@ -105,6 +105,15 @@ def test_every_form_of_prompts(text_llm: LLM) -> None:
     assert completions(rows) == 2 * completions(expected[:1])
 
 
+def test_a_prompt_with_its_text_and_its_ids(text_llm: LLM) -> None:
+    """The ids count; the text is shown."""
+    ids = text_llm.llm_engine.tokenize("the cat")
+    [expected] = text_llm.generate("the cat", GREEDY, use_tqdm=False)
+    [output] = text_llm.generate({"prompt": "the hat", "prompt_token_ids": ids}, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("the hat", ids)
+    assert completions([output]) == completions([expected])
+
+
 def test_the_same_prompt_several_times(text_llm: LLM) -> None:
     outputs = text_llm.generate(["the cat"] * 5, GREEDY, use_tqdm=False)
     assert len({output.request_id for output in outputs}) == 5
@@ -144,8 +153,8 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=["a", "b"], sampling_params=[GREEDY, {}]), TypeError, "^prompt 1 of 2: sampling_params: .*dict"),
         (dict(prompts=b"a"), TypeError, "^prompts: expected a string or a list of strings, got bytes"),
         (dict(prompts=5), TypeError, "^prompts: .*got int"),
-        (dict(prompts={"a": 1}), ValueError, "^prompt 0 of 1: expected a dict with one key, .*got a$"),
-        (dict(prompts=["a", {}]), ValueError, "^prompt 1 of 2: expected a dict with one key, .*got none$"),
+        (dict(prompts={"a": 1}), ValueError, "^prompt 0 of 1: expected a dict with prompt, .*got a$"),
+        (dict(prompts=["a", {}]), ValueError, "^prompt 1 of 2: expected a dict with prompt, .*got none$"),
         (dict(prompts=[1, "a"]), TypeError, "^prompt 0 of 1: prompt_token_ids: expected an int, got 'a'"),
         (dict(prompts=["a", 1]), TypeError, "^prompt 1 of 2: expected a string, token ids or a dict, got int"),
         (dict(prompts=np.array(5)), TypeError, "^prompts: expected a string .*got int"),
