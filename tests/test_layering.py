@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.generate": {"llm"},
     "cli.info": {"execution.cache_memory"},
     "cli.parser": {"config"},
-    "llm": {"engine"},
+    "llm": {"engine", "text.chat_template"},
     "engine": {"engine_setup", "inputs", "models.packed_linear"},
     "engine_setup": {"execution.cache_memory"},
     "inputs": {"beam_request", "prompts", "generation_config", "text.tokenizer"},
@@ -74,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "models.metadata": set(),
     # between text and token ids
     "text": set(),
+    "text.chat_template": {"config"},
     "text.detokenizer": set(),
     "text.stop_strings": set(),
     "text.tokenizer": {"checkpoint"},

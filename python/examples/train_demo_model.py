@@ -26,6 +26,15 @@ BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 PROGRESS_EVERY = 50
+# The model knows no roles: each message is a paragraph, and the answer is the next one.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role: expected system, user or assistant, got ' + message.role) }}"
+    "{% endif %}"
+    "{{ message.content }}{% if add_generation_prompt or not loop.last %}{{ '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
@@ -50,6 +59,7 @@ def save_tokenizer(tokenizer: Tokenizer, output: Path) -> None:
         "eos_token": END_OF_TEXT,
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -11,6 +11,7 @@ from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
 
 
 class LLM:
@@ -124,6 +125,51 @@ class LLM:
             return [outputs[request_id] for request_id in self._request_ids]
         finally:
             self._abort_all()
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate the answer to a conversation, or to each of a list of them, batched as `generate` does.
+
+        Args:
+            messages: dicts with a role and a content, in order; or a list of such lists.
+            sampling_params: one for all, or one a conversation; default `get_default_sampling_params()`.
+            use_tqdm: show progress on standard error.
+            chat_template: Jinja, or the path of a file of it, instead of the tokenizer's own template.
+            add_generation_prompt: whether the prompt ends where the assistant's answer begins.
+
+        Returns:
+            What `generate` does; `prompt` is the text that the template made.
+
+        Raises ValueError or TypeError, before anything is generated, as `render_chat` and `generate` do; for a list of
+        conversations it names the one, by its place.
+        """
+        if not isinstance(messages, list | tuple):
+            raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+        template = None if chat_template is None else load_chat_template(chat_template)
+        if messages and isinstance(messages[0], list | tuple):
+            places = [f"conversation {i} of {len(messages)}: " for i in range(len(messages))]
+            conversations = messages
+        else:
+            places, conversations = [""], [messages]
+        prompts = []
+        for place, conversation in zip(places, conversations, strict=True):
+            try:
+                prompts.append(self._chat_prompt(conversation, template, add_generation_prompt))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{place}{error}") from None
+        return self.generate(prompts, sampling_params, None, use_tqdm)
+
+    def _chat_prompt(self, messages: Any, template: str | None, add_generation_prompt: bool) -> Prompt:
+        text = render_chat(self.get_tokenizer(), messages, template, add_generation_prompt)
+        # The template has written what special tokens a prompt begins with.
+        token_ids = self.llm_engine.tokenize(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _add(self, place: str, prompt: Prompt, param: SamplingParams | None) -> None:
         request_id = f"llm-{self._num_requests}"

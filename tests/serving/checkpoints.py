@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -361,6 +361,13 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
     )
     return AutoTokenizer.from_pretrained(directory)
+
+
+def put_bos_first(directory: Path) -> None:
+    """Let the tokenizer put <s>, token 0, before every text, unless it is told to add no special tokens."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def make_text_model(directory: Path) -> PreTrainedTokenizerBase:

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import TOKENIZER_SIZE, Checkpoint, make_model, make_tokenizer
+from checkpoints import TOKENIZER_SIZE, Checkpoint, make_model, make_tokenizer, put_bos_first
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.generation_config import GenerationDefaults
@@ -25,9 +23,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
     """Of a tokenizer that puts <s> before a text."""
     directory = tmp_path_factory.mktemp("bos")
     make_tokenizer(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    put_bos_first(directory)
     make_model("llama-gqa", vocab_size=TOKENIZER_SIZE + 3).save_pretrained(directory)
     return LLMEngine(directory, num_blocks=40)
 

@@ -1,1 +1,1 @@
-"""Between text and token ids: the tokenizer, text from tokens as they come, stop strings."""
+"""Between text and token ids: the tokenizer, chat templates, text from tokens as they come, stop strings."""

@@ -1,0 +1,102 @@
+"""A conversation as the text of a prompt, by the chat template of the tokenizer, in transformers' sandbox."""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pagedattn_serve.config import check_bool
+
+# A dict with a role, a content (a text or a list of {"type": "text", "text": ...}), and whatever else the template
+# knows, such as the tool_calls of an assistant.
+Message = Any
+
+
+def render_chat(
+    tokenizer: Any | None,
+    messages: list[Message],
+    chat_template: str | PathLike[str] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt that the messages make. It has the special tokens already: it is tokenized without more of them.
+
+    Args:
+        tokenizer: from transformers; its template is the default, and its special tokens are what templates name.
+        messages: in order. The parts of a content become one text, a line each; fields that are None are left out.
+            Which roles there are, and which fields count, is the template's to say.
+        chat_template: see `load_chat_template`.
+        add_generation_prompt: whether the text goes on to where the assistant's answer begins.
+
+    Raises ValueError or TypeError, which name the message, if it is not of this form; ValueError if there is no
+    template, and with the template's own words where it refuses the messages.
+    """
+    check_bool("add_generation_prompt", add_generation_prompt)
+    if tokenizer is None:
+        raise ValueError("messages: expected none, as the model's directory has no tokenizer")
+    template = None if chat_template is None else load_chat_template(chat_template)
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat_template: expected one (its text, or a file with it), as the model's tokenizer has none")
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise ValueError("messages: expected one at least, got none")
+    plain = [_plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    try:
+        return tokenizer.apply_chat_template(
+            plain, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+    except ImportError:  # jinja2 is not installed: that is no fault of the messages
+        raise
+    except Exception as error:  # a template can raise anything: it is a program
+        kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+        raise ValueError(f"chat_template: cannot render the messages: {kind}{error}") from None
+
+
+def load_chat_template(chat_template: str | PathLike[str]) -> str:
+    """The text of a template, which is given as it is, or by the path of a file. A string without "{" is a path.
+
+    Raises ValueError if there is no such file, or its content is no text; TypeError for anything else.
+    """
+    if isinstance(chat_template, str) and "{" in chat_template:
+        return chat_template
+    if not isinstance(chat_template, str | PathLike):
+        raise TypeError(f"chat_template: expected a text or a path, got {type(chat_template).__name__}")
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"chat_template: expected Jinja, or a file of it, got {chat_template}: {reason}") from None
+
+
+def _plain_message(name: str, message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{name}: expected a dict with role and content, got {type(message).__name__}")
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.get("role")
+    if not isinstance(role, str):
+        raise TypeError(f"{name}.role: expected a string, got {type(role).__name__}")
+    if not role:
+        raise ValueError(f"{name}.role: expected a role, got ''")
+    if "content" in fields:
+        fields["content"] = _content_text(f"{name}.content", fields["content"])
+    elif len(fields) == 1:
+        raise ValueError(f"{name}.content: expected a text, got none")
+    return fields
+
+
+def _content_text(name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise TypeError(f"{name}: expected a string or a list of parts, got {type(content).__name__}")
+    return "\n".join(_part_text(f"{name}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part_text(name: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise TypeError(f"{name}: expected a dict with type and text, got {type(part).__name__}")
+    if part.get("type") != "text":
+        raise ValueError(f'{name}.type: expected "text", the only kind of content here, got {part.get("type")!r}')
+    if not isinstance(part.get("text"), str):
+        raise TypeError(f"{name}.text: expected a string, got {type(part.get('text')).__name__}")
+    return part["text"]
