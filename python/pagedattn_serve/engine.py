@@ -218,6 +218,7 @@ class LLMEngine:
         prompt_token_ids: Any | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
@@ -226,12 +227,14 @@ class LLMEngine:
         arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
         priority: with the scheduling policy "priority", the lower the earlier it is served. So that nobody waits for
             ever, a request is passed by no more than the next 10,000 that come for each level that they are better.
+        cache_salt: cached blocks are shared only between requests of the same one, so that nobody can tell by the time
+            that a prompt takes whether users with another have sent it.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, or the request id is taken. Requests that were queued before go on.
         """
         self.queue_request(
-            self.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority)
+            self.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt)
         )
 
     def make_request(
@@ -242,13 +245,16 @@ class LLMEngine:
         prompt_token_ids: Any | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """The first half of `add_request`, which takes its time with a long prompt: a request that is not queued yet.
 
         Any thread may call it, at any time. The arguments are those of `add_request`; so are the errors, but for those
         of `queue_request`.
         """
-        return self._inputs.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority)
+        return self._inputs.make_request(
+            request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
+        )
 
     def queue_request(self, request: Request) -> None:
         """The other half of `add_request`: put what `make_request` made where its turn is.
@@ -271,8 +277,8 @@ class LLMEngine:
         """Keep the blocks of a prefix that many prompts begin with, once one of them has computed these.
 
         prefix: in any of the forms of a prompt. Returns how many of its tokens lie in full blocks, which are what is
-        kept; 0 if it is shorter than a block. Prompts share those that they begin with as token ids: where the text of
-        the prefix ends within what a prompt has as one token, these end earlier.
+        kept; 0 if it is shorter than a block. Prompts share those that they begin with as token ids, if they have no
+        cache_salt: where the text of the prefix ends within what a prompt has as one token, these end earlier.
 
         Raises ValueError or TypeError, with nothing kept, if enable_prefix_caching is False, it is not a prompt that
         could be served, or registered prefixes would leave too little of the cache for a sequence of max_model_len.

@@ -41,16 +41,11 @@ class InputProcessor:
 
     def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
         """`LLMEngine.tokenize`; errors call the text `name`."""
-        if not isinstance(text, str):
-            raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
+        check_text(name, text)
         check_bool("add_special_tokens", add_special_tokens)
         if self._tokenizer is None:
             expected = "prompt_token_ids" if name == "prompt" else "none"
             raise ValueError(f"{name}: expected {expected}, as the model's directory has no tokenizer")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
         with self._lock:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
@@ -88,6 +83,7 @@ class InputProcessor:
         prompt_token_ids: Any | None,
         arrival_time: float | None,
         priority: int,
+        cache_salt: str,
     ) -> Request:
         """A request that is not queued yet. The arguments and the errors are those of `LLMEngine.add_request`, but for
         what depends on the other requests and on the length of the prompt, which the scheduler checks."""
@@ -99,6 +95,7 @@ class InputProcessor:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
         check_int("priority", priority, -(2**31), 2**31 - 1)
+        check_text("cache_salt", cache_salt)
         text, token_ids = self.prompt_tokens(prompt, prompt_token_ids)
         if self._tokenizer is None and params.stop:
             raise ValueError("stop: expected none, as the model's directory has no tokenizer")
@@ -109,6 +106,7 @@ class InputProcessor:
         rules = self._output_rules(params, len(token_ids), max_length)
         group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
         group.sequences[0].token_rules = token_rules
+        group.sequences[0].cache_salt = cache_salt
         return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
 
     def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
@@ -134,3 +132,13 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
+
+
+def check_text(name: str, text: object) -> None:
+    """Raise TypeError unless `text` is a string, ValueError unless UTF-8 can write it."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None

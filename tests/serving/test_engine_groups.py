@@ -132,6 +132,32 @@ def test_registered_prefixes_are_kept(llama: Checkpoint) -> None:
     assert llm.register_prefix([1, 2, 3]) == 0
 
 
+def test_requests_share_with_those_of_their_salt(llama: Checkpoint) -> None:
+    """And say the same, whomever they share with."""
+    engine, prompt = make_engine(llama), llama.prompts[5]  # 33 tokens
+    found = []
+    for i, options in enumerate(
+        [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {"cache_salt": ""}]
+    ):
+        before = engine.stats().num_found_tokens
+        engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=GREEDY, **options)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert ids(outputs[0]) == [llama.expected[5]]
+        found.append(engine.stats().num_found_tokens - before)
+    assert found == [0, 0, 0, 32, 32]
+
+
+def test_a_salt_has_no_registered_prefix(llama: Checkpoint) -> None:
+    llm = LLM(llama.path, block_size=8, num_blocks=20, max_model_len=64)
+    engine, prefix = llm.llm_engine, llama.prompts[5]
+    assert llm.register_prefix(prefix) == 32
+    engine.add_request("0", prompt_token_ids=prefix, sampling_params=GREEDY, cache_salt="a")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats().num_found_tokens == 0
+
+
 def test_a_prefix_that_cannot_be_kept(llama: Checkpoint) -> None:
     llm = LLM(llama.path, block_size=8, num_blocks=10, max_model_len=64)
     with pytest.raises(ValueError, match=r"^prefix: expected registered prefixes to take at most 2 blocks, .*, got 4$"):

@@ -4,9 +4,10 @@ As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.5): a sequence's
 each run of `block_size` tokens; blocks are taken as tokens come; forked sequences share blocks, and a shared block is
 copied when one of them is about to write to it; a group can be swapped out to blocks of a pool in host memory.
 
-Prefix caching: a full block is known by the hash of its tokens and of the block before it, so a sequence that begins
-with the same tokens finds it. A block is published when the tokens that fill it are scheduled: whoever finds it runs in
-the same step or later, and in each layer all keys and values of a step are written before any are read.
+Prefix caching: a full block is known by the hash of its tokens and of the block before it (or of the sequence's salt,
+for the first one), so a sequence that begins with the same tokens finds it. A block is published when the tokens that
+fill it are scheduled: whoever finds it runs in the same step or later, and in each layer all keys and values of a step
+are written before any are read.
 """
 
 import hashlib
@@ -332,7 +333,7 @@ class BlockManager:
         while len(hashes) < num_blocks:
             begin = len(hashes) * self.block_size
             tokens = array("q", sequence.tokens(begin, begin + self.block_size)).tobytes()
-            before = hashes[-1] if hashes else b""
+            before = hashes[-1] if hashes else salt_hash(sequence.cache_salt)
             hashes.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return hashes
 
@@ -390,3 +391,9 @@ class BlockManager:
     def _require_unknown(self, sequence: Sequence) -> None:
         if sequence in self._tables or sequence in self._host_tables:
             raise ValueError(f"{sequence.request_id} holds blocks already")
+
+
+def salt_hash(salt: str) -> bytes:
+    """What the hashes of a sequence's blocks begin with: nothing without a salt; else what no block has for its hash,
+    and no tokens can look like."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""

@@ -45,6 +45,7 @@ class Sequence:
     block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
     num_candidates: how many of the most likely next tokens beam search wants to see.
     token_rules: what its parameters say, as token ids.
+    cache_salt: blocks are shared only with sequences of the same one.
     prompt_logprobs: of the prompt's tokens so far and the most likely ones in their place, None for the first; grows
         if the request asks for it, and never shrinks. One list for all sequences of a request.
     """
@@ -61,6 +62,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_candidates: int = 0
     token_rules: TokenRules = NO_RULES
+    cache_salt: str = ""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     def fork(self, index: int) -> Self:
@@ -74,6 +76,7 @@ class Sequence:
         child.block_hashes = list(self.block_hashes)
         child.num_candidates = self.num_candidates
         child.token_rules = self.token_rules
+        child.cache_salt = self.cache_salt
         child.prompt_logprobs = self.prompt_logprobs
         return child
 

@@ -1,7 +1,8 @@
 """A fake runner and sampler around the scheduler: it does to the scheduler what the engine does, and checks each step.
 
 In the place of keys and values the cache holds, for each slot, a hash of all tokens up to there, which is what they
-depend on. So a slot with another history is seen even if its token is the same by chance.
+depend on, and of the request's salt. So a slot with another history is seen even if its token is the same by chance,
+and a slot of a request with another salt even if its history is the same.
 """
 
 import itertools
@@ -74,6 +75,7 @@ class FakeEngine:
         use_beam_search: bool = False,
         prompt_logprobs: int | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> SequenceGroup:
         """A request of a prompt, or of one of so many tokens."""
         token_ids = self.new_tokens(prompt) if isinstance(prompt, int) else prompt
@@ -86,6 +88,7 @@ class FakeEngine:
         )
         arrival = len(self.groups)
         group = SequenceGroup(f"request {arrival}", token_ids, params, float(arrival), priority)
+        group.sequences[0].cache_salt = cache_salt
         self.scheduler.add(group)
         self.groups.append(group)
         return group
@@ -162,7 +165,8 @@ class FakeEngine:
         values = self._values.setdefault(sequence, [])
         if len(values) < sequence.num_tokens:
             for token in sequence.tokens(len(values), sequence.num_tokens):
-                values.append(hash((values[-1] if values else 0, token)))
+                before = values[-1] if values else int.from_bytes(sequence.cache_salt.encode())
+                values.append(hash((before, token)))
         return values
 
     def _run(self, batch: ScheduledBatch) -> None:

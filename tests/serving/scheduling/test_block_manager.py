@@ -1,10 +1,12 @@
 """BlockManager: allocation, growth, copy-on-write, swapping, prefixes; and that each table leads to its own tokens."""
 
 import itertools
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from fake_cache import FakeCache
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -404,6 +406,51 @@ def test_equal_tokens_after_another_beginning_are_another_block() -> None:
     compute(manager, first)
     allocate(manager, second)
     assert second.num_computed_tokens == 0
+
+
+@given(num_tokens=st.integers(2, 40), first_salt=st.text(max_size=2), second_salt=st.text(max_size=2))
+@example(num_tokens=20, first_salt="", second_salt="a")
+@example(num_tokens=20, first_salt="a", second_salt="a")
+def test_only_sequences_of_one_salt_share(num_tokens: int, first_salt: str, second_salt: str) -> None:
+    manager = make_manager(10)
+    first, second = make_sequence(num_tokens), make_sequence(num_tokens)
+    first.cache_salt, second.cache_salt = first_salt, second_salt
+    allocate(manager, first)
+    compute(manager, first)
+    assert manager.can_allocate([second], keep_watermark=False)
+    allocate(manager, second)
+    assert second.num_computed_tokens == ((num_tokens - 1) // 8 * 8 if first_salt == second_salt else 0)
+    compute(manager, second)  # and merge
+    shared = set(manager.block_table(first)) & set(manager.block_table(second))
+    assert bool(shared) == (first_salt == second_salt and num_tokens > 8)
+    assert first.fork(1).cache_salt == first_salt
+
+
+def test_a_salt_cannot_be_the_hash_of_a_block() -> None:
+    """Who could write the hash of another's block would find the one after it."""
+    manager = make_manager(6)
+    for first_token in itertools.count():
+        victim = make_sequence(17, first_token)
+        with suppress(UnicodeDecodeError):
+            salt = manager._hashes(victim, 1)[0].decode()
+            break
+    allocate(manager, victim)
+    compute(manager, victim)
+    thief = Sequence("thief", victim.tokens(8, 17), SamplingParams(), cache_salt=salt)
+    allocate(manager, thief)
+    assert thief.num_computed_tokens == 0
+
+
+def test_a_pinned_prefix_is_of_no_salt() -> None:
+    manager = make_manager(6)
+    prefix = make_sequence(17)
+    manager.pin_prefix(prefix.prompt_token_ids, max_num_blocks=3)
+    for salt, num_pinned in (("a", 0), ("", 2)):
+        sequence = Sequence("0", prefix.prompt_token_ids, SamplingParams(), cache_salt=salt)
+        allocate(manager, sequence)
+        compute(manager, sequence)
+        manager.free(sequence)
+        assert manager.num_blocks - manager.num_free_blocks == num_pinned
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

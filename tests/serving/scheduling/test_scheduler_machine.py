@@ -68,6 +68,7 @@ class RandomLoad:
         use_beam_search: bool,
         prompt_logprobs: int | None,
         priority: int,
+        cache_salt: str,
     ) -> None:
         """Refused if it is too wide for this scheduler, with nothing changed."""
         scheduler = self.engine.scheduler
@@ -76,6 +77,7 @@ class RandomLoad:
             "use_beam_search": use_beam_search and n > 1,
             "prompt_logprobs": prompt_logprobs,
             "priority": priority if config.policy == "priority" else 0,
+            "cache_salt": cache_salt,
         }
         num_shared = (len(prompt) - 1) // BLOCK_SIZE
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, scheduler.block_manager.num_blocks - num_shared)
@@ -130,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         use_beam_search=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.integers(-1, 1),
+        cache_salt=st.sampled_from(["", "", "a", "b"]),
     )
     def add(self, beginning: int, num_shared: int, num_own: int, **others: Any) -> None:
         self.load.add(self.load.prompt(beginning, num_shared, num_own), **others)
@@ -197,6 +200,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
                     random.random() < 0.4,
                     random.choice([None] * 5 + [0]),
                     random.randint(-1, 1),
+                    random.choice(["", "", "a", "b"]),
                 )
             case "abort":
                 load.abort(random.randint(0, 9))
