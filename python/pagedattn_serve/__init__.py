@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
     from pagedattn_serve.llm import LLM as LLM
+    from pagedattn_serve.outputs import CacheMap as CacheMap
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
     from pagedattn_serve.outputs import EngineStats as EngineStats
     from pagedattn_serve.outputs import Logprob as Logprob
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
+    from pagedattn_serve.outputs import RequestState as RequestState
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
 
     __version__: str
@@ -29,6 +31,7 @@ _PUBLIC = {
     "DEMO_MODEL": "config",
     "LLM": "llm",
     "AsyncLLMEngine": "async_engine",
+    "CacheMap": "outputs",
     "CompletionOutput": "outputs",
     "EngineBusyError": "async_engine",
     "EngineDeadError": "async_engine",
@@ -37,6 +40,7 @@ _PUBLIC = {
     "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestState": "outputs",
     "SamplingParams": "sampling_params",
     "calibrate_kv_scales": "calibration",
 }

@@ -25,7 +25,7 @@ from pagedattn_serve.inputs import InputProcessor
 from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.models.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
-from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
 from pagedattn_serve.prompts import Prompt
 from pagedattn_serve.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
@@ -398,6 +398,11 @@ class LLMEngine:
             step_seconds=self._step_seconds,
             execute_seconds=self._execute_seconds,
         )
+
+    def cache_map(self) -> CacheMap:
+        """Which request holds which block of the cache, and which requests there are: `stats` drawn as a map."""
+        self._settle()
+        return self.scheduler.cache_map()
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))

@@ -1,7 +1,7 @@
 """What the engine gives back: each output is the caller's own, who may write to all of it."""
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 
 @dataclass(slots=True)
@@ -214,3 +214,34 @@ class EngineStats:
     def num_preemptions(self) -> int:
         """How often a request lost its blocks."""
         return self.num_recomputes + self.num_swaps
+
+
+class RequestState(NamedTuple):
+    """An unfinished request between two steps.
+
+    state: "waiting" (for its turn, or its blocks), "running", or "swapped" out to host memory.
+    num_output_tokens: of its unfinished sequences together.
+    """
+
+    request_id: str
+    state: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class CacheMap:
+    """Who holds which block, between two steps.
+
+    blocks: of each block of the cache its state: "used" by one sequence, "shared" by several, "cached" (no sequence
+        holds it, but a prompt can still find its tokens) or "free".
+    owners: of each block the index in `requests` of one that holds it; -1 if none does.
+    host_blocks, host_owners: the same of each block of the pool in host memory, "swapped" or "free".
+    requests: those that run, then those that are swapped out, then those that wait, each in the order of their turns.
+    """
+
+    blocks: tuple[str, ...]
+    owners: tuple[int, ...]
+    host_blocks: tuple[str, ...]
+    host_owners: tuple[int, ...]
+    requests: tuple[RequestState, ...]

@@ -136,11 +136,9 @@ def test_requests_share_with_those_of_their_salt(llama: Checkpoint) -> None:
     """And say the same, whomever they share with."""
     engine, prompt = make_engine(llama), llama.prompts[5]  # 33 tokens
     found = []
-    for i, options in enumerate(
-        [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {"cache_salt": ""}]
-    ):
+    for salt in ("", "a", "b", "a", ""):
         before = engine.stats().num_found_tokens
-        engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=GREEDY, **options)
+        engine.add_request("0", prompt_token_ids=prompt, sampling_params=GREEDY, cache_salt=salt)
         while engine.has_unfinished_requests():
             outputs = engine.step()
         assert ids(outputs[0]) == [llama.expected[5]]

@@ -55,6 +55,14 @@ class BlockAllocator:
             raise ValueError(f"block: expected 0 to {self.num_blocks - 1}, got {block}")
         return self._ref_counts[block]
 
+    def states(self) -> list[str]:
+        """Of each block: "used" by one owner, "shared" by several, "cached" if it can be found without, or "free"."""
+        states = ["free" if count == 0 else "used" if count == 1 else "shared" for count in self._ref_counts]
+        for block in self._key_of:
+            if states[block] == "free":
+                states[block] = "cached"
+        return states
+
     def allocate(self) -> int:
         """Take a free block, with one owner. Raises OutOfBlocksError if there is none."""
         if self._free:

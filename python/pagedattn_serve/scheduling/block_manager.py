@@ -93,6 +93,18 @@ class BlockManager:
                 num_tokens[table[num_full]] = max(rest, num_tokens.get(table[num_full], 0))
         return sum(num_tokens.values())
 
+    def block_states(self) -> list[str]:
+        """Of each block of the cache: "used" by one sequence, "shared" by several, "cached" or "free"."""
+        return self._allocator.states()
+
+    def block_owners(self, groups: list[list[Sequence]]) -> list[int]:
+        """Of each block of the cache, the index of one of the groups that hold it; -1 if none does."""
+        return _owners(self._allocator, self._tables, groups)
+
+    def host_block_owners(self, groups: list[list[Sequence]]) -> list[int]:
+        """`block_owners` of the pool in host memory."""
+        return _owners(self._host_allocator, self._host_tables, groups)
+
     # ---- taking blocks ----------------------------------------------------------------------------------------------
 
     def can_allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
@@ -397,3 +409,22 @@ def salt_hash(salt: str) -> bytes:
     """What the hashes of a sequence's blocks begin with: nothing without a salt; else what no block has for its hash,
     and no tokens can look like."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
+
+
+def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:
+    owners = [-1] * allocator.num_blocks
+    num_left = allocator.num_owned_blocks
+    # What a sequence shares is its beginning, so from its end to the first that has an owner, each block is looked at
+    # once. Merging what was swapped in and computed by others at once can leave others before that: a second round.
+    for ends_at_shared in (True, False):
+        for index, sequences in enumerate(groups):
+            for sequence in sequences:
+                for block in reversed(tables.get(sequence, ())):
+                    if owners[block] < 0:
+                        owners[block] = index
+                        num_left -= 1
+                    elif ends_at_shared:
+                        break
+        if num_left == 0:
+            break
+    return owners

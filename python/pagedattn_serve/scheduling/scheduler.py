@@ -18,6 +18,7 @@ All groups stand in one order: of their arrival, or with the policy "priority" o
 from bisect import insort
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.outputs import CacheMap, RequestState
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
@@ -187,6 +188,20 @@ class Scheduler:
         """`BlockManager.pin_prefix`, as far as a sequence of max_model_len tokens has room beside it."""
         manager = self.block_manager
         return manager.pin_prefix(token_ids, manager.num_blocks - -(-self.config.max_model_len // manager.block_size))
+
+    def cache_map(self) -> CacheMap:
+        """Who holds which block. Takes as long as there are blocks and requests, whatever they share."""
+        manager = self.block_manager
+        groups = [*self.running, *self.swapped, *self.waiting]
+        sequences = [group.sequences for group in groups]
+        host_owners = manager.host_block_owners(sequences)
+        return CacheMap(
+            blocks=tuple(manager.block_states()),
+            owners=tuple(manager.block_owners(sequences)),
+            host_blocks=tuple("free" if owner < 0 else "swapped" for owner in host_owners),
+            host_owners=tuple(host_owners),
+            requests=tuple(map(_state, groups)),
+        )
 
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
@@ -391,3 +406,9 @@ class Scheduler:
 
 def _order(group: SequenceGroup) -> tuple[int, int]:
     return group.order
+
+
+def _state(group: SequenceGroup) -> RequestState:
+    num_output_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
+    state = group.sequences[0].status.value
+    return RequestState(group.request_id, state, len(group.prompt_token_ids), num_output_tokens)

@@ -356,6 +356,7 @@ class FakeEngine:
     def check(self) -> None:
         self._check_queues()
         self._check_blocks()
+        self._check_map()
         allocator = self.manager._allocator
         self.cache.poison(allocator._free, self.manager._host_allocator._free)
         self._sealed = {block: key for block, key in allocator._key_of.items() if allocator.ref_count(block)}
@@ -398,6 +399,27 @@ class FakeEngine:
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
         assert manager.num_used_blocks == len({block for table in manager._tables.values() for block in table})
         self._check_published()
+
+    def _check_map(self) -> None:
+        """It says what the tables say."""
+        scheduler, manager = self.scheduler, self.manager
+        cache_map = scheduler.cache_map()
+        groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
+        expected = [(group.request_id, group.sequences[0].status.value) for group in groups]
+        assert [(each.request_id, each.state) for each in cache_map.requests] == expected
+        for owners, tables in ((cache_map.owners, manager._tables), (cache_map.host_owners, manager._host_tables)):
+            holders: dict[int, list[int]] = {}
+            for index, group in enumerate(groups):
+                for sequence in group.sequences:
+                    for block in tables.get(sequence, ()):
+                        holders.setdefault(block, []).append(index)
+            assert all(owner in holders.get(block, [-1]) for block, owner in enumerate(owners))
+            if tables is manager._tables:
+                names = ["free", "used", "shared"]
+                states = [names[min(len(holders.get(block, ())), 2)] for block in range(manager.num_blocks)]
+                assert [state.replace("cached", "free") for state in cache_map.blocks] == states
+        assert cache_map.blocks.count("cached") == manager.num_cached_blocks
+        assert cache_map.host_blocks.count("swapped") == manager.num_used_host_blocks
 
     def _check_published(self) -> None:
         """A block holds what it is found by, whether anybody owns it or not."""

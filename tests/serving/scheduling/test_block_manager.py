@@ -573,6 +573,35 @@ def test_num_used_slots_counts_shared_blocks_once() -> None:
     assert manager.num_used_slots() == 8 + 4 + 2
 
 
+def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> None:
+    for token in range(num_tokens):
+        sequence.output_token_ids.append(token)
+        manager.append(sequence)
+    compute(manager, sequence)
+
+
+def test_every_block_that_is_held_has_an_owner() -> None:
+    """Also those before a block that is shared, where a sequence shares what is not its beginning."""
+    manager = make_manager(8, num_host_blocks=3)
+    first, second, other = make_sequence(17), make_sequence(17), make_sequence(64, first=100)
+    allocate(manager, first)
+    compute(manager, first)
+    manager.swap_out([first])
+    allocate(manager, other)  # in all blocks: nothing is found any more
+    manager.free(other)
+    manager.swap_in([first], keep_watermark=False)
+    allocate(manager, second)
+    compute(manager, second)
+    for sequence in (first, second):
+        grow(manager, sequence, 8)
+    tables = [manager.block_table(sequence) for sequence in (first, second)]
+    assert tables[0][2] == tables[1][2] and not set(tables[0][:2]) & set(tables[1][:2])
+    owners = manager.block_owners([[first], [], [second]])
+    assert all(owners[block] == 0 for block in tables[0])
+    assert all(owners[block] == 2 for block in set(tables[1]) - set(tables[0]))
+    assert [manager.block_states()[block] for block in tables[1]] == ["used", "used", "shared", "used"]
+
+
 def test_a_pinned_prefix_stays_when_nobody_uses_it_and_after_clear() -> None:
     manager = make_manager(4)
     assert manager.pin_prefix(list(range(20)), max_num_blocks=2) == 16
