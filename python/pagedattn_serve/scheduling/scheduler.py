@@ -121,7 +121,7 @@ class Scheduler:
             sequence = scheduled.sequence
             begin = sequence.num_computed_tokens
             sequence.num_computed_tokens = end = begin + scheduled.num_new_tokens
-            if merges and begin // block_size < end // block_size:
+            if merges and end % block_size < end - begin:  # it has filled a block
                 manager.merge(sequence, begin // block_size, end // block_size)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
@@ -282,15 +282,20 @@ class Scheduler:
     def _add_decodes(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """The last token of each sequence; False, with nothing changed, if there is no room for all of them."""
         manager, sequences = self.block_manager, group.sequences
-        # Counted only where it matters: each takes one block at most, and where one is all, `append` tells.
-        num_free_blocks = manager.num_free_blocks if len(sequences) > 1 else 1
+        if len(sequences) == 1:  # as most are: it has the last block to itself, and fills that first
+            if sequences[0].num_computed_tokens % manager.block_size == 0:
+                try:
+                    manager.append(sequences[0])
+                except OutOfBlocksError:
+                    return False
+            self._add_to_batch(batch, sequences[0], 1)
+            return True
+        # Counted only where it matters: each takes one block at most.
+        num_free_blocks = manager.num_free_blocks
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
         for sequence in sequences:
-            try:
-                pair = manager.append(sequence)
-            except OutOfBlocksError:
-                return False
+            pair = manager.append(sequence)
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
             self._add_to_batch(batch, sequence, 1)
@@ -314,7 +319,8 @@ class Scheduler:
 
     def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, num_new_tokens: int) -> None:
         manager = self.block_manager
-        begin, num_tokens = sequence.num_computed_tokens, sequence.num_tokens
+        begin = sequence.num_computed_tokens
+        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         end = begin + num_new_tokens
         assert begin < num_tokens, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
         num_samples = 1 if end == num_tokens else 0
@@ -322,9 +328,8 @@ class Scheduler:
             num_samples = sequence.sampling_params.num_sequences
         table = manager.block_table(sequence)
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
-        first, last = begin // manager.block_size, end // manager.block_size
-        if first < last and manager.prefix_caching:
-            manager.publish(sequence, first, last)
+        if end % manager.block_size < num_new_tokens and manager.prefix_caching:  # it fills a block
+            manager.publish(sequence, begin // manager.block_size, end // manager.block_size)
 
     def _add_drafts(self, batch: ScheduledBatch, proposer: PromptLookup) -> None:
         """Guesses behind the last tokens of sequences in decode, in order, with what the batch leaves of the budget."""

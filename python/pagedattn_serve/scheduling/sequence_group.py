@@ -40,9 +40,10 @@ class SequenceGroup:
     @property
     def in_prefill(self) -> bool:
         """Whether a sequence has more to compute than its last token."""
-        if len(self.sequences) == 1:  # as most are, and this is asked of all at each step
-            return self.sequences[0].num_uncomputed_tokens > 1
-        return any(sequence.num_uncomputed_tokens > 1 for sequence in self.sequences)
+        for sequence in self.sequences:  # without calls, as this is asked of all at each step
+            if len(sequence.prompt_token_ids) + len(sequence.output_token_ids) > sequence.num_computed_tokens + 1:
+                return True
+        return False
 
     @property
     def has_forked(self) -> bool:
