@@ -22,11 +22,12 @@ class BlockTables:
 
     def update(self, scheduled: list[ScheduledSequence]) -> npt.NDArray[np.int32]:
         """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's own blocks lies anything."""
-        rows = [self._row(each) for each in scheduled]
-        lengths = [len(each.block_table) for each in scheduled]
+        rows = np.array([self._row(each) for each in scheduled], dtype=np.int64)
+        tables = [each.block_table for each in scheduled]
+        lengths = np.array([len(table) for table in tables], dtype=np.int64)
         # The one entry that changes while a sequence holds its blocks: a new one, or a copy of a shared one.
-        self._array[rows, np.array(lengths) - 1] = [each.block_table[-1] for each in scheduled]
-        return self._array[rows, : max(lengths)]
+        self._array[rows, lengths - 1] = np.array([table[-1] for table in tables], dtype=np.int32)
+        return self._array[rows, : lengths.max()]
 
     def clear(self) -> None:
         """Take all rows back."""
