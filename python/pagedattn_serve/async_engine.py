@@ -131,9 +131,7 @@ class AsyncLLMEngine:
         Raises, before the first output, TypeError or ValueError as `LLMEngine.add_request` does, EngineBusyError or
         EngineDeadError; the latter also later on.
         """
-        options: dict[str, Any] = {"arrival_time": time.monotonic(), "priority": priority}
-        if cache_salt:
-            options["cache_salt"] = cache_salt
+        options = {"arrival_time": time.monotonic(), "priority": priority, "cache_salt": cache_salt}
         stream = self._admit(secrets.token_hex(16) if request_id is None else request_id)
         try:
             self._jobs.put(partial(self._prepare, stream, prompt, sampling_params, options))

@@ -1,7 +1,5 @@
 """A request whose outputs beam search chooses, as the engine holds it."""
 
-from typing import Any
-
 from pagedattn_serve.completion import Completion, OutputRules, SampledToken
 from pagedattn_serve.request import Request
 from pagedattn_serve.scheduling.beam_search import BeamSearch, Continuation
@@ -29,12 +27,13 @@ class BeamRequest(Request):
         )
         group.sequences[0].num_candidates = self._search.num_candidates
 
-    def mark(self) -> Any:
-        return super().mark(), self._search.pool, self._search.done
+    def mark(self) -> None:
+        super().mark()
+        self._search_before = self._search.pool, self._search.done
 
-    def rewind(self, mark: Any) -> None:
-        own_mark, self._search.pool, self._search.done = mark
-        super().rewind(own_mark)
+    def rewind(self) -> None:
+        self._search.pool, self._search.done = self._search_before
+        super().rewind()
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.

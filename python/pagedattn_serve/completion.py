@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pagedattn_serve.outputs import CompletionOutput, Logprob
+from pagedattn_serve.outputs import CompletionOutput, Logprob, completion_output
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
@@ -34,6 +34,8 @@ class OutputRules:
 class Completion:
     """The tokens of a sequence, as they come, and their text."""
 
+    __slots__ = ("_before", "_detokenizer", "_num_searched", "_rules", "_stop_reason", "sequence")
+
     def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
         self.sequence = sequence
         self._rules = rules
@@ -49,15 +51,15 @@ class Completion:
             other._num_searched = self._num_searched
         return other
 
-    def mark(self) -> tuple[SequenceStatus, int, float]:
-        """What `rewind` needs to come back to here."""
+    def mark(self) -> None:
+        """Remember how things stand, for `rewind`."""
         sequence = self.sequence
-        return sequence.status, len(sequence.output_token_ids), sequence.cumulative_logprob
+        self._before = sequence.status, len(sequence.output_token_ids), sequence.cumulative_logprob
 
-    def rewind(self, mark: tuple[SequenceStatus, int, float]) -> None:
-        """As it was at an earlier `mark`, whatever came since then and wherever that was interrupted."""
+    def rewind(self) -> None:
+        """As it was at the last `mark`, whatever came since then and wherever that was interrupted."""
         sequence = self.sequence
-        sequence.status, num_tokens, sequence.cumulative_logprob = mark
+        sequence.status, num_tokens, sequence.cumulative_logprob = self._before
         if sequence.status.is_finished:
             return
         del sequence.output_token_ids[num_tokens:]
@@ -84,7 +86,8 @@ class Completion:
         Raises what `require_number` and the tokenizer raise.
         """
         token_id, logprob, top_logprobs, _ = token
-        self.require_number(logprob)
+        if logprob != logprob:  # NaN, asked for without a call
+            self.require_number(logprob)
         sequence, rules = self.sequence, self._rules
         token_ids = sequence.output_token_ids
         token_ids.append(token_id)
@@ -125,7 +128,7 @@ class Completion:
         if finish_reason is None and params.stop and not params.include_stop_str_in_output:
             text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
         logprobs = None if params.logprobs is None else sequence.logprobs
-        return CompletionOutput.of(
+        return completion_output(
             index,
             text,
             sequence.output_token_ids,

@@ -3,12 +3,14 @@
 import logging
 import secrets
 import time
+from dataclasses import replace
 from os import PathLike
 from typing import Any, overload
 
 import torch
 
 from pagedattn_serve.checkpoint import model_directory
+from pagedattn_serve.completion import SampledToken
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.engine_setup import (
     check_options,
@@ -168,7 +170,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._settled = True
         self._batch: ScheduledBatch | None = None  # scheduled and not run to its end: the next step runs it
-        self._in_step: list[tuple[Request, Any]] = []  # and what to rewind them to
+        self._in_step: list[Request] = []  # marked, and to be rewound if the step is interrupted
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._num_steps = 0
@@ -327,10 +329,9 @@ class LLMEngine:
         request_ids.update(group.request_id for group in batch.outgrown)
         failed = [self._requests[request_id] for request_id in self._requests if request_id in request_ids]
         self._settled = False
-        self._in_step = [(request, request.mark()) for request in failed]
-        for request in failed:
-            request.fail(error, self.scheduler)
-        outputs = self._end_step(time.monotonic())
+        now = time.monotonic()
+        outputs = [self._fail(request, error, now) for request in failed]
+        self._end_step(outputs)
         self._settled = True
         return outputs
 
@@ -366,7 +367,7 @@ class LLMEngine:
         del self._requests[request_id]
         self.scheduler.abort(request_id)
         self._settled = True
-        request.metrics.finished_time = time.monotonic()
+        request.metrics = replace(request.metrics, finished_time=time.monotonic())
         return request.output()
 
     def stats(self) -> EngineStats:
@@ -410,59 +411,73 @@ class LLMEngine:
         ends: list[int] = []  # of their rows, which follow each other
         drafts_of: dict[Request, tuple[int, ...]] = {}
         num_rows = 0
+        last = None
         for scheduled in batch.sequences:
             if scheduled.num_samples:
                 request = self._requests[scheduled.sequence.request_id]
-                num_rows += scheduled.num_samples + len(scheduled.draft_token_ids)
-                if requests and requests[-1] is request:
+                num_rows += scheduled.num_samples
+                if scheduled.draft_token_ids:
+                    drafts_of[request] = scheduled.draft_token_ids
+                    num_rows += len(scheduled.draft_token_ids)
+                if request is last:
                     ends[-1] = num_rows
                 else:
                     requests.append(request)
                     ends.append(num_rows)
-                if scheduled.draft_token_ids:
-                    drafts_of[request] = scheduled.draft_token_ids
-        outgrown = [self._requests[group.request_id] for group in batch.outgrown]
-        self._in_step = [(request, request.mark()) for request in (*requests, *outgrown)]
+                    last = request
         now = time.monotonic()
+        outputs = []
         first = num_added = 0
         for request, end in zip(requests, ends, strict=True):
-            if drafts_of and request in drafts_of:
-                num_tokens = num_verified(drafts_of[request], range(first, end), sampled)
-                add_tokens = request.add_verified
-            else:
-                num_tokens, add_tokens = end - first, request.add_tokens
-            rows, first = range(first, first + num_tokens), end
-            if sampled.errors and (errors := [sampled.errors[row] for row in rows if row in sampled.errors]):
+            request.mark()
+            self._in_step.append(request)  # until the step has happened, an interrupt takes back what is done to it
+            drafts = drafts_of.get(request) if drafts_of else None
+            stop = end if drafts is None else first + num_verified(drafts, range(first, end), sampled)
+            if sampled.errors and (errors := [sampled.errors[i] for i in range(first, stop) if i in sampled.errors]):
                 request.fail(errors[0], self.scheduler)
-                continue
-            try:
-                num_added += add_tokens(tokens[rows.start : rows.stop], self.scheduler)
-            except Exception as error:  # of its logits, or whatever a tokenizer raises: the others go on
-                text = f"{type(error).__name__}: {error}"
-                has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
-                logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
-                request.fail(text, self.scheduler)
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-        for request in outgrown:
-            num_blocks = self.scheduler.block_manager.num_blocks
-            request.fail(f"its sequences need more than all {num_blocks} blocks of the cache", self.scheduler)
-        outputs = self._end_step(now)
+            else:
+                num_added += self._add_tokens(request, tokens[first:stop], drafts is not None)
+                if request.metrics.first_token_time is None:
+                    request.metrics = replace(request.metrics, first_token_time=now)
+            if not request.group.sequences:
+                request.metrics = replace(request.metrics, finished_time=now)
+            outputs.append(request.output())
+            first = end
+        num_blocks = self.scheduler.block_manager.num_blocks
+        for group in batch.outgrown:
+            error = f"its sequences need more than all {num_blocks} blocks of the cache"
+            outputs.append(self._fail(self._requests[group.request_id], error, now))
+        self._end_step(outputs)
         self._num_output_tokens += num_added
         return outputs
 
-    def _end_step(self, now: float) -> list[RequestOutput]:
-        """What the requests of the step got; those that are finished are forgotten."""
-        outputs = []
-        for request, _ in self._in_step:
-            if not request.group.sequences:
-                request.metrics.finished_time = now
-            outputs.append(request.output())
-        self._in_step = []  # now the step has happened: an interrupt no longer takes it back
+    def _fail(self, request: Request, error: str, now: float) -> RequestOutput:
+        """End a request of the step."""
+        request.mark()
+        self._in_step.append(request)
+        request.fail(error, self.scheduler)
+        request.metrics = replace(request.metrics, finished_time=now)
+        return request.output()
+
+    def _end_step(self, outputs: list[RequestOutput]) -> None:
+        """From here on the step has happened; the requests that are finished are forgotten."""
+        self._in_step = []
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
-        return outputs
+
+    def _add_tokens(self, request: Request, tokens: list[SampledToken], has_drafts: bool) -> int:
+        """Returns how many were added. Where that fails, the request ends, and the others go on."""
+        try:
+            if has_drafts:
+                return request.add_verified(tokens, self.scheduler)
+            return request.add_tokens(tokens, self.scheduler)
+        except Exception as error:  # of its logits, or whatever a tokenizer raises
+            text = f"{type(error).__name__}: {error}"
+            has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
+            logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
+            request.fail(text, self.scheduler)
+            return 0
 
     def _settle(self) -> None:
         """After a call that was interrupted: as before it, or as after it. Unfinished requests wait, without blocks.
@@ -471,8 +486,8 @@ class LLMEngine:
         """
         if self._settled:
             return
-        for request, mark in self._in_step:
-            request.rewind(mark)
+        for request in self._in_step:
+            request.rewind()
         self._in_step = []
         self._batch = None
         self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}

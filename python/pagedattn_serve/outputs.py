@@ -1,7 +1,7 @@
 """What the engine gives back: each output is the caller's own, who may write to all of it."""
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 
 @dataclass(slots=True)
@@ -23,13 +23,18 @@ class _CopiedWhenRead:
     Of a stream's outputs few are looked at for more than their text, and a copy for each would cost a step as much as
     its scheduling. The engine's lists only grow, so their first items are the same whenever they are copied.
 
-    COPIED: the names of the attributes. _source: what `_copy` needs to make them.
+    COPIED: the names of the attributes. The others are what `_copy` makes them from: slots instead of one with a tuple,
+    as a step makes hundreds of outputs.
     """
 
-    __slots__ = ("_source",)
+    __slots__ = ("_logprobs", "_metrics", "_num_logprobs", "_num_tokens", "_token_ids")
 
     COPIED: ClassVar[tuple[str, ...]]
-    _source: Any
+    _token_ids: Any
+    _num_tokens: Any
+    _logprobs: Any
+    _num_logprobs: Any
+    _metrics: Any
 
     def _copy(self, name: str) -> Any:
         raise NotImplementedError
@@ -75,34 +80,12 @@ class CompletionOutput(_CopiedWhenRead):
 
     COPIED = ("token_ids", "logprobs")
 
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        cumulative_logprob: float,
-        logprobs: list[dict[int, Logprob]] | None,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-    ) -> Self:
-        """The engine's way to make one: the lists stay its own, and it may append to them."""
-        output = cls.__new__(cls)
-        output.index = index
-        output.text = text
-        output.cumulative_logprob = cumulative_logprob
-        output.finish_reason = finish_reason
-        output.stop_reason = stop_reason
-        output._source = len(token_ids), token_ids, logprobs
-        return output
-
     def _copy(self, name: str) -> Any:
-        count, token_ids, logprobs = self._source
         if name == "token_ids":
-            return token_ids[:count]
-        if logprobs is None:
+            return self._token_ids[: self._num_tokens]
+        if self._logprobs is None:
             return None
-        return [copy_logprobs(entries) for entries in logprobs[:count]]
+        return [copy_logprobs(entries) for entries in self._logprobs[: self._num_tokens]]
 
 
 @dataclass(slots=True)
@@ -138,38 +121,65 @@ class RequestOutput(_CopiedWhenRead):
 
     COPIED = ("prompt_token_ids", "prompt_logprobs", "metrics")
 
-    @classmethod
-    def of(
-        cls,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        outputs: list[CompletionOutput],
-        finished: bool,
-        metrics: RequestMetrics,
-        error: str | None,
-        prompt_logprobs: list[dict[int, Logprob] | None] | None,
-    ) -> Self:
-        """The engine's way to make one, as that of `CompletionOutput`."""
-        output = cls.__new__(cls)
-        output.request_id = request_id
-        output.prompt = prompt
-        output.outputs = outputs
-        output.finished = finished
-        output.error = error
-        times = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
-        output._source = prompt_token_ids, prompt_logprobs, len(prompt_logprobs or ()), times
-        return output
-
     def _copy(self, name: str) -> Any:
-        prompt_token_ids, prompt_logprobs, num_logprobs, times = self._source
         if name == "prompt_token_ids":
-            return list(prompt_token_ids)
+            return list(self._token_ids)
         if name == "metrics":
-            return RequestMetrics(*times)
-        if prompt_logprobs is None:
+            return replace(self._metrics)
+        if self._logprobs is None:
             return None
-        return [None if entries is None else copy_logprobs(entries) for entries in prompt_logprobs[:num_logprobs]]
+        logprobs = self._logprobs[: self._num_logprobs]
+        return [None if entries is None else copy_logprobs(entries) for entries in logprobs]
+
+
+# The engine's way to make outputs: the lists stay its own, and it may append to them. Functions that fill a bare object
+# take three quarters of the time of a constructor.
+_new: Any = object.__new__
+
+
+def completion_output(
+    index: int,
+    text: str,
+    token_ids: list[int],
+    cumulative_logprob: float,
+    logprobs: list[dict[int, Logprob]] | None,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+) -> CompletionOutput:
+    output: CompletionOutput = _new(CompletionOutput)
+    output.index = index
+    output.text = text
+    output.cumulative_logprob = cumulative_logprob
+    output.finish_reason = finish_reason
+    output.stop_reason = stop_reason
+    output._token_ids = token_ids
+    output._num_tokens = len(token_ids)
+    output._logprobs = logprobs
+    return output
+
+
+def request_output(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    outputs: list[CompletionOutput],
+    finished: bool,
+    metrics: RequestMetrics,
+    error: str | None,
+    prompt_logprobs: list[dict[int, Logprob] | None] | None,
+) -> RequestOutput:
+    """The metrics may not be written to from here on."""
+    output: RequestOutput = _new(RequestOutput)
+    output.request_id = request_id
+    output.prompt = prompt
+    output.outputs = outputs
+    output.finished = finished
+    output.error = error
+    output._token_ids = prompt_token_ids
+    output._logprobs = prompt_logprobs
+    output._num_logprobs = 0 if prompt_logprobs is None else len(prompt_logprobs)
+    output._metrics = metrics
+    return output
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,9 +1,7 @@
 """A request as the engine holds it: its group of sequences, their outputs, and what its user is told."""
 
-from typing import Any
-
 from pagedattn_serve.completion import Completion, OutputRules, SampledToken, decode_tokens
-from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_output
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -12,9 +10,22 @@ from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 class Request:
     """One prompt and its outputs. prompt: None if it came as token ids alone."""
 
+    __slots__ = (
+        "_completions_before",
+        "_metrics_before",
+        "_params",
+        "_prompt",
+        "_prompt_logprobs",
+        "_tokenizer",
+        "completions",
+        "error",
+        "group",
+        "metrics",
+    )
+
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         self.group = group
-        self.metrics = RequestMetrics(group.arrival_time)
+        self.metrics = RequestMetrics(group.arrival_time)  # outputs have it, too: replaced, never written to
         self.error: str | None = None
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         self._prompt = prompt
@@ -27,19 +38,18 @@ class Request:
         """Whether no more tokens will come."""
         return all(completion.sequence.status.is_finished for completion in self.completions)
 
-    def mark(self) -> Any:
-        """What `rewind` needs to come back to here."""
-        completions = self.completions
-        if len(completions) == 1:  # as most have
-            return self.metrics.first_token_time, completions, (completions[0].mark(),)
-        return self.metrics.first_token_time, completions, tuple(completion.mark() for completion in completions)
+    def mark(self) -> None:
+        """Remember how things stand, for `rewind`."""
+        self._metrics_before, self._completions_before = self.metrics, self.completions
+        for completion in self.completions:
+            completion.mark()
 
-    def rewind(self, mark: Any) -> None:
-        """As it was, unfinished, at an earlier `mark`, whatever came since then and wherever that was interrupted."""
-        self.metrics.first_token_time, self.completions, marks = mark
-        self.metrics.finished_time = self.error = None
-        for completion, each in zip(self.completions, marks, strict=True):
-            completion.rewind(each)
+    def rewind(self) -> None:
+        """As it was, unfinished, at the last `mark`, whatever came since then and wherever that was interrupted."""
+        self.metrics, self.completions = self._metrics_before, self._completions_before
+        self.error = None
+        for completion in self.completions:
+            completion.rewind()
         sequences = (completion.sequence for completion in self.completions)
         self.group.sequences = [sequence for sequence in sequences if not sequence.status.is_finished]
 
@@ -50,7 +60,7 @@ class Request:
         """
         if self._prompt_logprobs is not None:
             self._decode_prompt()
-        if len(tokens) > len(self.group.sequences):
+        if len(tokens) > len(self.completions):
             self._fork(len(tokens), scheduler)
         unfinished = self.completions
         if len(unfinished) > len(tokens):
@@ -99,7 +109,7 @@ class Request:
         outputs: list[CompletionOutput] = []
         for completion in self.completions if self._params.n == len(self.completions) else self.best():
             outputs.append(completion.output(len(outputs)))
-        return RequestOutput.of(
+        return request_output(
             self.group.request_id,
             self._prompt,
             self.group.prompt_token_ids,

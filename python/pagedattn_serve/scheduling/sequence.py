@@ -9,7 +9,11 @@ from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """Where a sequence is in its life.
+
+    is_finished: whether no more tokens will come.
+    finish_reason: in a word, "stop", "length", "abort" or "error"; None while not finished.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -19,18 +23,9 @@ class SequenceStatus(Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_ERROR = "error"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether no more tokens will come."""
-        return self not in _UNFINISHED
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The reason in a word, "stop", "length", "abort" or "error"; None while not finished."""
-        return None if self in _UNFINISHED else self.value
-
-
-_UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+    def __init__(self, word: str) -> None:
+        self.is_finished = self.name.startswith("FINISHED")
+        self.finish_reason = word if self.is_finished else None
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
