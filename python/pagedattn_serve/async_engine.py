@@ -5,6 +5,7 @@ which takes it between two steps. After each step the event loop is woken once, 
 """
 
 import asyncio
+import atexit
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -98,6 +99,7 @@ class AsyncLLMEngine:
         self._ended = self._loop.create_future()
         self._preparing.start()
         self._thread.start()
+        atexit.register(self._stop_at_exit)
         self._is_running = True
 
     async def shutdown(self) -> None:
@@ -113,6 +115,7 @@ class AsyncLLMEngine:
         if not self._loop.is_closed():
             await asyncio.shield(self._ended)
         self._thread.join()
+        atexit.unregister(self._stop_at_exit)
 
     async def generate(
         self,
@@ -237,6 +240,12 @@ class AsyncLLMEngine:
                 future.set_result((None, EngineDeadError(self._why_dead())))
         if error is not None and self._on_death is not None:
             self._on_death()
+
+    def _stop_at_exit(self) -> None:
+        """For a program that ends without `shutdown`: a step that the interpreter's end cuts short ends in abort()."""
+        self._is_stopping = True
+        self._engine_loop.stop()
+        self._thread.join()
 
     # ---- in the other threads ---------------------------------------------------------------------------------------
 

@@ -2,13 +2,15 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
 from typing import Any
 
 import pytest
-from async_runs import Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
+from async_runs import TIMEOUT, Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
 from checkpoints import completions, run
 
 from pagedattn_serve import AsyncLLMEngine, EngineBusyError, EngineDeadError, LLMEngine, SamplingParams
@@ -245,6 +247,18 @@ def test_a_reader_that_leaves_takes_its_request_along_before_the_next_step(engin
 
     play(main())
     expect_nothing_left(engine)
+
+
+def test_a_reader_that_breaks_off(engine: LLMEngine) -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine(engine) as serving:
+            async for _ in serving.generate("the cat", greedy(100)):
+                break
+            await until(lambda: serving.num_unfinished == 0)  # the event loop closes the iterator
+            await until(lambda: serving.stats().num_used_blocks == 0)
+
+    play(main())
+    assert engine.stats().num_output_tokens < 100
 
 
 def test_a_generator_that_nobody_asks_is_no_request(engine: LLMEngine) -> None:
@@ -630,6 +644,24 @@ def test_the_event_loop_is_closed_while_it_runs(engine: LLMEngine) -> None:
     asyncio.run(serving.shutdown())
     with pytest.raises(EngineDeadError):
         asyncio.run(anext(serving.generate("the")))
+
+
+def test_a_program_may_end_amid_a_step(text_model: str) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from pagedattn_serve import AsyncLLMEngine, LLMEngine, SamplingParams\n"
+        "async def main():\n"
+        "    serving = AsyncLLMEngine(LLMEngine(sys.argv[1]))\n"
+        "    await serving.start()\n"
+        "    params = SamplingParams(max_tokens=100, ignore_eos=True)\n"
+        "    streams.extend(serving.generate('the', params) for _ in range(64))\n"
+        "    await asyncio.gather(*map(anext, streams))\n"
+        "streams = []\n"
+        "loop = asyncio.new_event_loop()\n"
+        "loop.run_until_complete(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, text_model], capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_another_event_loop_is_refused(engine: LLMEngine) -> None:

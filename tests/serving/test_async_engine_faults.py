@@ -284,15 +284,20 @@ def test_a_broken_engine_that_cannot_be_put_in_order(engine: LLMEngine, monkeypa
     play(main())
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("x"), Panic("rust")])
-def test_a_tokenizer_that_raises(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [("make_request", RuntimeError("x")), ("make_request", Panic("rust")), ("queue_request", RuntimeError("x"))],
+)
+def test_a_fault_before_the_first_step_is_of_that_request(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: str, fault: BaseException
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise fault
 
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "make_request", broken)
+                patch.setattr(engine, place, broken)
                 with pytest.raises(RuntimeError, match=str(fault)):
                     await anext(serving.generate("the"))
             assert (await read(serving, "the", greedy(2))).finished
