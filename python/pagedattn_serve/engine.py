@@ -75,7 +75,8 @@ class LLMEngine:
             the model verify the guesses in one step: the same tokens, in fewer steps where text recurs. None: off.
         num_speculative_tokens: most tokens guessed for a sequence in a step.
 
-    Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe.
+    Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
+    `make_request`.
 
     A call that is interrupted (KeyboardInterrupt, at any point) has happened or it has not; what it was about to return
     may be lost. The next call puts things in order, for which the requests may have to be computed anew.

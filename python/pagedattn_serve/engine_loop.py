@@ -26,6 +26,7 @@ class News:
 
     queued: streams whose requests the engine has got, or refused.
     refused: streams whose requests it did not take, and why.
+    outputs: of streams, in their order.
     results: futures of `EngineLoop.call`, with what the function returned or raised.
     num_waiting: requests in its queue after all that.
     stats: then, or some steps before.
