@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def run(program: str, *arguments: str) -> str:
+def run(program: str, *arguments: str, stdin: str = "") -> str:
     command = [sys.executable, str(ROOT / program), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, input=stdin)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -38,6 +38,25 @@ def test_stream():
     assert len(texts["with"]) == 40 and texts["with"][-1].endswith(" length")
     # It came in the middle, and left before the others.
     assert len(texts["late"]) == 10 and lines.index(texts["late"][-1]) < lines.index(texts["with"][-1])
+
+
+def test_chat():
+    from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
+
+    questions = ["What is the with statement?", "What is a class?"]
+    out = run("python/examples/chat.py", stdin="\n".join(questions))
+    # In each turn, a line about the cache and the answer, which may have several.
+    counts = [tuple(map(int, found)) for found in re.findall(r"^\[(\d+) of (\d+) tokens", out, flags=re.MULTILINE)]
+    answers = [part.removesuffix("\n") for part in re.split(r"^\[.* in the cache\]\n", out, flags=re.MULTILINE)[1:]]
+    (first, _), (second, num_tokens) = counts
+    assert first == 0 and 32 <= second < num_tokens
+    messages = [{"role": "system", "content": "You know the Python language reference."}]
+    llm = LLM(DEMO_MODEL)
+    for question, answer in zip(questions, answers, strict=True):
+        messages.append({"role": "user", "content": question})
+        [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+        assert output.outputs[0].text == answer
+        messages.append({"role": "assistant", "content": answer})
 
 
 def test_generate_batch():

@@ -76,7 +76,7 @@ class LLMEngine:
         num_speculative_tokens: most tokens guessed for a sequence in a step.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
-    `make_request`.
+    `tokenize`, `detokenize` and `make_request`.
 
     A call that is interrupted (KeyboardInterrupt, at any point) has happened or it has not; what it was about to return
     may be lost. The next call puts things in order, for which the requests may have to be computed anew.

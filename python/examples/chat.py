@@ -1,0 +1,31 @@
+"""A conversation: each line of standard input is a message, its answer is printed, and both are kept for the next one.
+
+Usage: python python/examples/chat.py [MODEL] (Ctrl-D ends it)
+"""
+
+import sys
+
+from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
+
+
+def main() -> None:
+    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else DEMO_MODEL)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    messages = [{"role": "system", "content": "You know the Python language reference."}]
+    num_found = 0
+    for line in sys.stdin:
+        messages.append({"role": "user", "content": line.strip()})
+        try:
+            [output] = llm.chat(messages, params, use_tqdm=False)
+        except ValueError as error:  # as when the conversation has become too long for the model
+            sys.exit(str(error))
+        answer = output.outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
+        # What was said before is in the cache: only what is new is computed.
+        num_found_before, num_found = num_found, llm.llm_engine.stats().num_found_tokens
+        print(f"[{num_found - num_found_before} of {len(output.prompt_token_ids)} tokens were in the cache]")
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()
