@@ -46,12 +46,13 @@ ARROWS: dict[str, set[str]] = {
     "scheduling.batch": {"scheduling.sequence_group"},  # the runner reads it, too
     "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.prompt_lookup": {"scheduling.sequence"},
-    "scheduling.sequence": {"sampling_params", "outputs"},
+    "scheduling.sequence": {"sampling_params", "grammar", "outputs"},
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
     "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
-    "execution.sampler": {"execution.logits_processors", "outputs", "pagedattn_ext"},
+    "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
+    "execution.token_masks": {"execution.sampling_row", "pagedattn_ext"},
     "execution.logits_processors": {"execution.sampling_row"},
     "execution.sampling_row": {"scheduling.sequence"},
     "execution.block_tables": {"scheduling.batch"},
@@ -84,7 +85,9 @@ ARROWS: dict[str, set[str]] = {
     "outputs": set(),
     "generation_config": {"checkpoint", "sampling_params"},
     "prompts": set(),
-    "sampling_params": {"config"},
+    "sampling_params": {"structured_output"},
+    "grammar": {"structured_output"},
+    "structured_output": {"config"},
     "config": set(),
     # the op package: nothing of ours to its right
     "pagedattn_ext": set(),
@@ -97,7 +100,7 @@ def room(name: str) -> set[str]:
 
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
-PLAIN_DATA = {"config", "sampling_params", "outputs"}
+PLAIN_DATA = {"config", "sampling_params", "structured_output", "outputs"}
 DOORS = room("cli") | {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine", "inputs", "request"}
 WALLS: dict[str, set[str]] = {
     "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
@@ -105,7 +108,7 @@ WALLS: dict[str, set[str]] = {
     "models": DOORS | room("execution") | room("scheduling") | room("text"),
     "text": DOORS | room("execution") | room("models") | room("scheduling") | {"pagedattn_ext"},
 }
-TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA
+TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA | {"grammar"}
 
 ROOMS = {"attention", "cache", "activation", "layernorm", "pos_encoding", "sampling"}
 

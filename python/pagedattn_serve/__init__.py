@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.outputs import RequestState as RequestState
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
+    from pagedattn_serve.structured_output import StructuredOutput as StructuredOutput
 
     __version__: str
 
@@ -42,6 +43,7 @@ _PUBLIC = {
     "RequestOutput": "outputs",
     "RequestState": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutput": "structured_output",
     "calibrate_kv_scales": "calibration",
 }
 __all__ = list(_PUBLIC)

@@ -234,7 +234,8 @@ class LLMEngine:
             that a prompt takes whether users with another have sent it.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
-        not in the vocabulary, or the request id is taken. Requests that were queued before go on.
+        not in the vocabulary, the request id is taken, or the structured_output is not one that can be held to;
+        ImportError for structured_output without llguidance. Requests that were queued before go on.
         """
         self.queue_request(
             self.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt)

@@ -8,6 +8,7 @@ from pagedattn_serve.beam_request import BeamRequest
 from pagedattn_serve.completion import OutputRules
 from pagedattn_serve.config import check_bool, check_float, check_int
 from pagedattn_serve.generation_config import GenerationDefaults
+from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.request import Request
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
@@ -38,6 +39,7 @@ class InputProcessor:
         self._num_token_ids = max(vocab_size, 0 if tokenizer is None else len(tokenizer))
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
 
     def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
         """`LLMEngine.tokenize`; errors call the text `name`."""
@@ -106,6 +108,7 @@ class InputProcessor:
         rules = self._output_rules(params, len(token_ids), max_length)
         group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
         group.sequences[0].token_rules = token_rules
+        group.sequences[0].matcher = self._matcher(params)
         group.sequences[0].cache_salt = cache_salt
         return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
 
@@ -118,6 +121,16 @@ class InputProcessor:
                 bad_words = (*bad_words, *bad_word_ids(self._tokenizer, params.bad_word_strings))
         end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
         return TokenRules(end_token_ids, bad_words)
+
+    def _matcher(self, params: SamplingParams) -> TokenMatcher | None:
+        if params.structured_output is None:
+            return None
+        if self._tokenizer is None:
+            raise ValueError("structured_output: expected none, as the model's directory has no tokenizer")
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._grammars.matcher(params.structured_output)
 
     def _output_rules(self, params: SamplingParams, num_prompt_tokens: int, max_length: int | None) -> OutputRules:
         """max_length: most tokens of prompt and output, which leaves one at least; None: only those of the model."""

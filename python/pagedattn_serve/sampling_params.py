@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20  # of a token; what OpenAI's API and vLLM's default allow
 _MAX_PENALTY = 2  # presence and frequency, either way; OpenAI's limit, as is the next
@@ -18,8 +19,9 @@ class SamplingParams:
     """Sampling and stopping of one request. A wrong type raises TypeError, a wrong value ValueError.
 
     Names and meanings are vLLM's. What changes the logits is applied in this order: logits_processors; the masks
-    allowed_token_ids, bad_words and min_tokens; logit_bias; repetition, frequency and presence penalty; temperature;
-    min_p, top_k, top_p. Logprobs that are reported, and their sum, are the model's own: of the logits before all this.
+    allowed_token_ids, bad_words, min_tokens and structured_output; logit_bias; repetition, frequency and presence
+    penalty; temperature; min_p, top_k, top_p. Logprobs that are reported, and their sum, are the model's own: of the
+    logits before all this.
 
     temperature: divides the logits; 0 is greedy.
     top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; in (0, 1].
@@ -56,6 +58,8 @@ class SamplingParams:
     logits_processors: callables f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits) that take
         fp32 logits [vocab_size], which they may write to, and return the new ones; kept as a tuple.
     detokenize: whether the output has a text.
+    structured_output: a form that the output has: only tokens that it allows can come, and at its end only an
+        end-of-sequence token. What else ends an output may cut it short. Not with use_beam_search or ignore_eos.
     changes_logits: whether anything here changes the logits before the temperature; not an argument.
     """
 
@@ -86,6 +90,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
     detokenize: bool = True
+    structured_output: StructuredOutput | None = None
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -135,10 +140,12 @@ class SamplingParams:
         if not check_bool("detokenize", self.detokenize) and self.stop:
             raise ValueError(f"detokenize: expected True, as stop strings {self.stop} are looked for in the text")
         self._check_sequences()
+        self._check_structured_output()
         self._keep(
             "changes_logits",
             bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.min_tokens)
-            or bool(self.logit_bias or self.bad_words or self.allowed_token_ids or self.logits_processors),
+            or bool(self.logit_bias or self.bad_words or self.allowed_token_ids or self.logits_processors)
+            or self.structured_output is not None,
         )
 
     def _check_sequences(self) -> None:
@@ -171,6 +178,19 @@ class SamplingParams:
             raise ValueError(f"length_penalty: expected 1 without use_beam_search, got {self.length_penalty}")
         if self.early_stopping is not False:
             raise ValueError(f"early_stopping: expected False without use_beam_search, got {self.early_stopping!r}")
+
+    def _check_structured_output(self) -> None:
+        if self.structured_output is None:
+            return
+        if not isinstance(self.structured_output, StructuredOutput):
+            kind = type(self.structured_output).__name__
+            raise TypeError(f"structured_output: expected StructuredOutput, got {kind}")
+        if self.use_beam_search:
+            raise ValueError("use_beam_search: expected False beside structured_output, got True")
+        if self.ignore_eos:
+            raise ValueError(
+                "ignore_eos: expected False beside structured_output, which ends with that token, got True"
+            )
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: written at construction and never again

@@ -8,11 +8,14 @@ import pytest
 from checkpoints import (
     BEGINNING,
     SPEECH,
+    TOKENIZER_SIZE,
     VARIANTS,
     Checkpoint,
     make_checkpoint,
+    make_model,
     make_speaking_model,
     make_text_model,
+    make_tokenizer,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -56,6 +59,16 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with a random LLaMA and its tokenizer."""
     directory = tmp_path_factory.mktemp("text_model")
     make_text_model(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def ending_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random LLaMA with the tokenizer, two end-of-sequence tokens, and 21 tokens that the tokenizer does not have."""
+    directory = tmp_path_factory.mktemp("ending_model")
+    make_tokenizer(directory)
+    model = make_model("llama-gqa", vocab_size=TOKENIZER_SIZE + 21, eos_token_id=[0, 1], max_position_embeddings=1024)
+    model.save_pretrained(directory)
     return str(directory)
 
 

@@ -143,7 +143,12 @@ def sampling_rows(batch: ScheduledBatch) -> list[Row]:
 def row_of(sequence: Sequence, output_token_ids: list[int], index: int) -> SamplingRow:
     """That of the sequence with another output or index."""
     return SamplingRow(
-        sequence.sampling_params, sequence.prompt_token_ids, output_token_ids, index, sequence.token_rules
+        sequence.sampling_params,
+        sequence.prompt_token_ids,
+        output_token_ids,
+        index,
+        sequence.token_rules,
+        matcher=sequence.matcher,
     )
 
 

@@ -2,8 +2,9 @@
 
 Work is done only for the rows that ask for it: random numbers where a token is drawn, a search for the most likely
 tokens where top_k or top_p leaves some out, ranks where logprobs are reported; what changes logits before that is in
-logits_processors.py. No row's result depends on the logits or parameters of another, not in the last bit either. The
-host waits for the device at the end; before that only where top_k or top_p may keep more than _NUM_CANDIDATES tokens.
+logits_processors.py and token_masks.py. No row's result depends on the logits or parameters of another, not in the last
+bit either. The host waits for the device at the end; before that only where top_k or top_p may keep more than
+_NUM_CANDIDATES tokens.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pagedattn_serve.execution.logits_processors import process_logits
 from pagedattn_serve.execution.sampling_row import Row
+from pagedattn_serve.execution.token_masks import TokenMasks
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -37,7 +39,7 @@ class SamplerOutput:
     candidates: for a row with num_candidates, so many of the most likely tokens with their log probabilities, most
         likely first, those of probability 0 left out: of the fp32 log-softmax that is then changed as params and rules
         say, as in Hugging Face's beam search. None for other rows. Of such a row, the token is of no meaning.
-    errors: of rows, by index, whose parameters leave no token or whose logits_processors failed.
+    errors: of rows, by index, whose parameters leave no token, or whose logits_processors or structured output failed.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -53,6 +55,8 @@ class Sampler:
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._request_generator = torch.Generator(device)
+        self._device = device
+        self._token_masks: TokenMasks | None = None  # made for the first row of structured output
 
     def sample(self, logits: Tensor, rows: list[Row]) -> SamplerOutput:
         """logits: [num_rows, vocab_size], on the sampler's device. Those of rows with penalties, biases or masks may be
@@ -73,6 +77,10 @@ class Sampler:
                 reporting.append(i)
         if changed:
             output.errors = process_logits(logits, rows, changed)
+            if structured := [i for i in changed if rows[i].matcher is not None]:
+                if self._token_masks is None:
+                    self._token_masks = TokenMasks(self._device)
+                output.errors |= self._token_masks.apply(logits, rows, structured)
         token_ids = self._choose(logits, rows)[:, None]
         columns = [token_ids.int(), logprobs.gather(1, token_ids).view(torch.int32)]
         if changed:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagedattn_serve.grammar import TokenMatcher
 from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence import Sequence
 
@@ -13,6 +14,7 @@ class SamplingRow:
     output_token_ids: those before the token that is to come; their number enters the random numbers of a seed.
     index: of the sequence within its request; enters them as well.
     num_candidates: of beam search, how many of the most likely tokens to return; 0 chooses one.
+    matcher: of structured output; that of the sequence, whose rows follow each other.
     """
 
     sampling_params: SamplingParams
@@ -21,6 +23,7 @@ class SamplingRow:
     index: int = 0
     token_rules: TokenRules = NO_RULES
     num_candidates: int = 0
+    matcher: TokenMatcher | None = None
 
 
 Row = SamplingRow | Sequence

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
+from pagedattn_serve.grammar import TokenMatcher
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 
@@ -41,6 +42,7 @@ class Sequence:
     num_candidates: how many of the most likely next tokens beam search wants to see.
     token_rules: what its parameters say, as token ids.
     cache_salt: blocks are shared only with sequences of the same one.
+    matcher: of structured output; follows the output tokens when the next is to be drawn.
     prompt_logprobs: of the prompt's tokens so far and the most likely ones in their place, None for the first; grows
         if the request asks for it, and never shrinks. One list for all sequences of a request.
     """
@@ -58,6 +60,7 @@ class Sequence:
     num_candidates: int = 0
     token_rules: TokenRules = NO_RULES
     cache_salt: str = ""
+    matcher: TokenMatcher | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     def fork(self, index: int) -> Self:
@@ -72,6 +75,7 @@ class Sequence:
         child.num_candidates = self.num_candidates
         child.token_rules = self.token_rules
         child.cache_salt = self.cache_salt
+        child.matcher = None if self.matcher is None else self.matcher.fork()
         child.prompt_logprobs = self.prompt_logprobs
         return child
 

@@ -1,0 +1,68 @@
+"""Structured output in a batch: what the forms of its rows allow next, filled in by llguidance, applied by one op."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import ops
+from pagedattn_serve.execution.sampling_row import Row
+from pagedattn_serve.grammar import error_of
+
+
+class TokenMasks:
+    """Masks on the host, for one step at a time, and llguidance's threads: as many as torch has."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        from llguidance import LLExecutor  # needed where a row has a matcher, which is from there
+
+        self._executor = LLExecutor(torch.get_num_threads())
+        self._pin_memory = torch.device(device).type == "cuda"
+        self._masks = torch.empty(0, 0, dtype=torch.int32)
+
+    def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, str]:
+        """The tokens that the forms of the rows in `indices` do not allow get -inf, in place.
+
+        logits: [num_rows, vocab_size]; each of these rows has a matcher. The rows of one sequence follow each other:
+        several at its end where it is about to fork, or its own and then one after each draft. A draft that its form
+        does not allow is never drawn, so the rows after it count for nothing and may stay as they are.
+
+        Returns what llguidance could not do for a row.
+        """
+        errors: dict[int, str] = {}
+        runs: list[tuple[int, Any, int, list[int]]] = []  # of a sequence: row, matcher, place of its mask, drafts
+        last, num_tokens = None, 0
+        for place, i in enumerate(indices):
+            matcher, token_ids = rows[i].matcher, rows[i].output_token_ids
+            assert matcher is not None
+            if matcher is last and len(token_ids) > num_tokens:
+                runs[-1][3].append(token_ids[-1])
+                continue
+            own = matcher.fork() if matcher is last else matcher
+            runs.append((i, own.advance(token_ids), place, []))
+            last, num_tokens = matcher, len(token_ids)
+        assert last is not None
+        masks = self._fill(runs, len(indices), last.num_mask_words)
+        for i, matcher, _, _ in runs:
+            if error := error_of(matcher):
+                errors[i] = f"structured_output: {error}"
+        of_rows = None
+        if len(indices) < len(logits):
+            of_rows = torch.tensor(indices, device="cpu").to(logits.device, non_blocking=True)
+        ops.apply_token_bitmask(logits, masks.to(logits.device, non_blocking=True), of_rows)
+        return errors
+
+    def _fill(self, runs: list[tuple[int, Any, int, list[int]]], num_masks: int, num_words: int) -> Tensor:
+        """int32 [num_masks, num_words] on the host; all ones where no run has a mask."""
+        from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+        if num_masks > len(self._masks):
+            self._masks = torch.empty(num_masks, num_words, dtype=torch.int32, pin_memory=self._pin_memory)
+        masks = self._masks[:num_masks].fill_(-1)
+        plain = [(matcher, place) for _, matcher, place, drafts in runs if not drafts]
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks.numpy())
+        with_drafts = [(matcher, place, drafts) for _, matcher, place, drafts in runs if drafts]
+        if with_drafts:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, with_drafts, masks.numpy())
+        return masks

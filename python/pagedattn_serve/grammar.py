@@ -1,0 +1,132 @@
+"""Forms of output compiled for a tokenizer by llguidance, and where in its form each output stands."""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any, Self
+
+from pagedattn_serve.structured_output import StructuredOutput
+
+_MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
+# llguidance recurses into references, one more to each few characters: on a thread's usual stack of 8 MiB, a schema of
+# 1,000 references in a row ends the process. This is room for all that MAX_CHARACTERS can say; what is not used is not
+# paged in.
+_STACK_BYTES = 256 * 2**20
+_stack_size_lock = threading.Lock()  # the size for new threads is one for the process
+
+
+class TokenMatcher:
+    """Where in its form one output stands.
+
+    It follows the output's tokens when it is asked for the next one, so nothing else has to tell it of preemptions,
+    interrupts or drafts. The tokens that it was shown are never taken back: an interrupted step is taken back to its
+    beginning, which is what it was shown.
+
+    num_mask_words: int32s of a mask, a bit a token.
+    """
+
+    def __init__(self, compiled: Any, num_mask_words: int) -> None:
+        self.num_mask_words = num_mask_words
+        self._compiled = compiled
+        self._state: tuple[Any, int] | None = None  # llguidance's LLMatcher, and how many tokens it has seen
+
+    def fork(self) -> Self:
+        """One for another output with the same tokens so far."""
+        other = type(self)(self._compiled, self.num_mask_words)
+        if self._state is not None:
+            matcher, num_tokens = self._state
+            other._state = matcher.deep_copy(), num_tokens
+        return other
+
+    def advance(self, token_ids: Sequence[int]) -> Any:
+        """llguidance's matcher after these, all tokens of the output. What is wrong then, `error_of` says."""
+        state, self._state = self._state, None  # should an interrupt come in between, it begins anew
+        matcher, num_tokens = (self._compiled.deep_copy(), 0) if state is None else state
+        if num_tokens < len(token_ids):
+            matcher.consume_tokens(list(token_ids[num_tokens:]))
+        self._state = matcher, len(token_ids)
+        return matcher
+
+
+class GrammarCompiler:
+    """Compiles forms of output, each once, for one tokenizer and model.
+
+    vocab_size: of the model; it may be more than the tokenizer has, whose tokens alone are ever allowed.
+    eos_token_ids: what ends an output.
+
+    Raises ImportError where llguidance is not installed, ValueError if it does not take the tokenizer or there is no
+    end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        if find_spec("llguidance") is None:
+            raise ImportError("structured_output: expected llguidance: pip install 'pagedattn-ext[structured]'")
+        from llguidance.hf import from_tokenizer
+
+        if not eos_token_ids:
+            raise ValueError("structured_output: expected a model with an end-of-sequence token, which ends the output")
+        try:
+            num_tokens = max(vocab_size, *(token_id + 1 for token_id in tokenizer.get_vocab().values()))
+            tokens = from_tokenizer(tokenizer, num_tokens, sorted(eos_token_ids))
+        except Exception as error:  # of any type, as the tokenizer has it
+            raise ValueError(f"structured_output: expected a tokenizer that llguidance can read ({error})") from None
+        self._num_mask_words = -(-tokens.vocab_size // 32)
+        self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, tokens))
+
+    def matcher(self, form: StructuredOutput) -> TokenMatcher:
+        """At the beginning of an output of this form. Thread-safe.
+
+        Raises ValueError, with the kind of the form and llguidance's message, if it cannot be held to.
+        """
+        return TokenMatcher(self._compile(form), self._num_mask_words)
+
+
+def error_of(matcher: Any) -> str | None:
+    """What llguidance cannot go on for, in a line: the form is too complex, or the output does not follow it."""
+    return matcher.get_error().partition("\n")[0] if matcher.is_error() else None
+
+
+def _compile(tokens: Any, form: StructuredOutput) -> Any:
+    """llguidance's LLMatcher for a form."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        grammar = _grammar(form)
+    except ValueError as error:
+        raise ValueError(f"structured_output: {form.kind}: {error}") from None
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = _with_deep_stack(partial(LLMatcher, tokens, grammar, log_level=0, limits=limits))
+    if matcher.is_error():
+        reason = matcher.get_error().removesuffix("\n<non-verbose/>").strip()
+        raise ValueError(f"structured_output: {form.kind}: {reason}")
+    return matcher
+
+
+def _grammar(form: StructuredOutput) -> str:
+    """As llguidance takes it."""
+    from llguidance import LLMatcher
+
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.grammar is not None:
+        return LLMatcher.grammar_from_lark(form.grammar)
+    if form.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choices)))
+    options: Any = None if form.whitespace_pattern is None else {"whitespace_pattern": form.whitespace_pattern}
+    return LLMatcher.grammar_from_json_schema(form.schema, overrides=options)
+
+
+def _with_deep_stack(function: Callable[[], Any]) -> Any:
+    """What it returns, from a thread with a stack of _STACK_BYTES."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        with _stack_size_lock:
+            before = threading.stack_size()
+            try:
+                threading.stack_size(_STACK_BYTES)
+                result = executor.submit(function)
+            finally:
+                threading.stack_size(before)
+        return result.result()

@@ -1,0 +1,104 @@
+"""What form the output of a request must have, as its user says it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagedattn_serve.config import check_bool
+
+# Of a schema, regex or grammar, or of all choices: bounds how long it takes to compile, and how deep that recurses.
+MAX_CHARACTERS = 100_000
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(slots=True, frozen=True)
+class StructuredOutput:
+    """A form that the output must have; exactly one of the first five is given.
+
+    A wrong type raises TypeError, a wrong value ValueError. What the text of a schema, regex or grammar says is read by
+    `add_request`, which raises ValueError if it is wrong or more than llguidance can hold an output to.
+
+    json: a JSON schema, as a dict or a string; kept as a string. Properties come in its order.
+    json_object: any JSON object.
+    regex: a regular expression (Rust's, without look-around) that the whole output matches.
+    choice: the output is one of these texts; kept as a tuple of non-empty strings.
+    grammar: a context-free grammar in llguidance's variant of Lark.
+    whitespace_pattern: of json and json_object: a regular expression of what may stand between two parts, "" for
+        nothing. Default: any white space, which a weak model may write without end.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bool("json_object", self.json_object)
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"structured_output: expected one of {', '.join(KINDS)}, got {got}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            if (text := getattr(self, name)) is not None:
+                _check_text(name, text)
+        if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
+            raise ValueError(f"whitespace_pattern: expected None beside {self.kind}, got {self.whitespace_pattern!r}")
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def schema(self) -> str:
+        """`json` with the type it has after construction, or that of any object; for json and json_object."""
+        assert self.json is None or isinstance(self.json, str)
+        return self.json or '{"type": "object"}'
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """`choice` with the type it has after construction; empty if there is none."""
+        return tuple(self.choice or ())
+
+
+def _schema(schema: object) -> str:
+    """As text, which is the user's own where it came as such. Whether it is a schema, llguidance says."""
+    if not isinstance(schema, str | Mapping):
+        raise TypeError(f"json: expected a JSON schema as a dict or a string, got {type(schema).__name__}")
+    try:
+        if isinstance(schema, Mapping):
+            return json.dumps(dict(schema), allow_nan=False)
+        json.loads(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json: expected a JSON schema, got what is no JSON ({error})") from None
+    return schema
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if not isinstance(choices, list | tuple):
+        raise TypeError(f"choice: expected a list of strings, got {type(choices).__name__}")
+    if not choices or "" in choices:
+        raise ValueError(f"choice: expected one string at least, and no empty one, got {list(choices)}")
+    for each in choices:
+        _check_text("choice", each)
+    if (length := sum(map(len, choices))) > MAX_CHARACTERS:
+        raise ValueError(f"choice: expected at most {MAX_CHARACTERS:,} characters together, got {length:,}")
+    return tuple(choices)
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
