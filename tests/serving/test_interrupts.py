@@ -15,7 +15,7 @@ import pytest
 from checkpoints import Checkpoint, finish_all
 
 import pagedattn_serve
-from pagedattn_serve import LLM, RequestOutput, SamplingParams
+from pagedattn_serve import LLM, RequestOutput, SamplingParams, StructuredOutput
 
 ROOT = Path(pagedattn_serve.__file__).parent
 # What holds state from call to call.
@@ -27,6 +27,7 @@ FILES = {
         "request.py",
         "beam_request.py",
         "completion.py",
+        "grammar.py",
         "scheduling/beam_search.py",
         "scheduling/sequence.py",
         "scheduling/scheduler.py",
@@ -36,6 +37,7 @@ FILES = {
         "execution/block_tables.py",
         "execution/cache_engine.py",
         "execution/model_runner.py",
+        "execution/token_masks.py",
         "text/detokenizer.py",
     )
 }
@@ -52,6 +54,13 @@ GROUPS = [
     SamplingParams(n=2, seed=2, max_tokens=3, ignore_eos=True),
 ]
 OF_GROUPS: dict[str, Any] = SMALL | dict(num_blocks=8, max_num_seqs=7, preemption_mode="swap")
+
+# With structured output: one that repeats itself in its form, one of several sequences, one whose form ends.
+FORMS = [
+    SamplingParams(temperature=0, max_tokens=14, structured_output=StructuredOutput(regex="(the){5}a(the){2}")),
+    SamplingParams(n=2, seed=1, max_tokens=4, structured_output=StructuredOutput(regex="[a-z ]+")),
+    SamplingParams(seed=2, max_tokens=9, structured_output=StructuredOutput(json={"enum": [1, 22, "a"]})),
+]
 
 
 class Places:
@@ -117,13 +126,15 @@ def expect_nothing_left(llm: LLM) -> None:
     engine.scheduler.block_manager.check_integrity()
 
 
-@pytest.mark.parametrize("case", ["single", "speculation", "groups"])
-def test_an_interrupt_at_any_line(text_model: str, repeater: Checkpoint, case: str) -> None:
+@pytest.mark.parametrize("case", ["single", "speculation", "groups", "forms"])
+def test_an_interrupt_at_any_line(text_model: str, ending_model: str, repeater: Checkpoint, case: str) -> None:
     prompts, params = PROMPTS, PARAMS
     if case == "speculation":
         llm, prompts = LLM(repeater.path, speculation="ngram", **SMALL), REPETITIONS
     elif case == "groups":
         llm, params = LLM(text_model, **OF_GROUPS), GROUPS
+    elif case == "forms":
+        llm, params = LLM(ending_model, speculation="ngram", preemption_mode="recompute", **SMALL), FORMS
     else:
         llm = LLM(text_model, **SMALL)
     expected = results(generate(llm, prompts, params))
@@ -132,7 +143,7 @@ def test_an_interrupt_at_any_line(text_model: str, repeater: Checkpoint, case: s
         assert results(generate(llm, prompts, params)) == expected
     stats = llm.llm_engine.stats()
     assert (stats.num_swaps > 0) == (case == "groups") and (stats.num_recomputes > 0) == (case != "groups")
-    assert (0 < stats.num_accepted_tokens < stats.num_proposed_tokens) == (case == "speculation")
+    assert (0 < stats.num_accepted_tokens < stats.num_proposed_tokens) == (case in ("speculation", "forms"))
     numbers = chosen(places.seen)
     assert len(numbers) > 300
     for at in numbers:
