@@ -1,0 +1,83 @@
+"""What the server is told, checked once at construction. The engine has its own configs."""
+
+from dataclasses import dataclass, field
+
+from pagedattn_serve.config import check_bool, check_float, check_int
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Defaults are those of `pagedattn serve`.
+
+    host: name or address to listen on. port: 0 takes any that is free.
+    api_keys: those that requests may bring, any of them; empty: none is asked for.
+    served_model_name: what clients call the model.
+    max_waiting: most requests that wait for the engine; more are refused with status 429.
+    max_body_bytes: of a request; a longer one is refused with status 413.
+    read_timeout: seconds in which the headers of a request have to come, and then its body; also those in which a
+        client has to take some of its answer once it has left some of it lying.
+    request_timeout: most seconds from the headers of a request to the end of its answer.
+    shutdown_timeout: seconds that requests in flight have to end, once the server is told to stop.
+    chat_template: the text of one, in place of the tokenizer's.
+    salt_by_key: whether prompts share cached blocks only with those that came with the same key.
+
+    Raises ValueError or TypeError; never with the text of a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_model_name: str = "demo_model"
+    max_waiting: int = 1024
+    max_body_bytes: int = 16 << 20
+    read_timeout: float = 60.0
+    request_timeout: float = 3600.0
+    shutdown_timeout: float = 30.0
+    chat_template: str | None = None
+    salt_by_key: bool = False
+    log_format: str = "text"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        check_text("host", self.host)
+        check_int("port", self.port, 0, 65535)
+        check_text("served_model_name", self.served_model_name)
+        check_int("max_waiting", self.max_waiting, 1)
+        check_int("max_body_bytes", self.max_body_bytes, 1)
+        check_bool("salt_by_key", self.salt_by_key)
+        for name in ("read_timeout", "request_timeout", "shutdown_timeout"):
+            check_float(name, getattr(self, name))
+        for name in ("read_timeout", "request_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: expected a number of seconds > 0, got {getattr(self, name)}")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout: expected a number of seconds >= 0, got {self.shutdown_timeout}")
+        for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
+        if self.salt_by_key and not self.api_keys:
+            raise ValueError("salt_by_key: expected False without API keys, by which prompts would be told apart")
+        check_api_keys(self.api_keys)
+
+
+def check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a string, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name}: expected a text, got an empty one")
+
+
+def check_api_keys(keys: object) -> None:
+    """Raise TypeError unless they are a tuple of strings, ValueError unless a header can carry each of them."""
+    if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
+        raise TypeError("api_keys: expected a tuple of strings")
+    for i, key in enumerate(keys):
+        if not key:
+            raise ValueError(f"api_keys: expected a text for key {i + 1} of {len(keys)}, got an empty one")
+        if not all("!" <= character <= "~" for character in key):
+            raise ValueError(
+                f"api_keys: expected printable ASCII without spaces, got another character in key {i + 1} of {len(keys)}"
+            )
