@@ -29,6 +29,8 @@ ARROWS: dict[str, set[str]] = {
     # the HTTP server
     "server": set(),
     "server.config": {"config"},
+    "server.middleware": {"server.config", "server.request_context"},
+    "server.logs": {"server.request_context"},
     "server.request_context": set(),
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser"},
     "cli.generate": {"llm"},

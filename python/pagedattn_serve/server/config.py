@@ -75,9 +75,8 @@ def check_api_keys(keys: object) -> None:
     if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
         raise TypeError("api_keys: expected a tuple of strings")
     for i, key in enumerate(keys):
+        place = f"key {i + 1} of {len(keys)}"
         if not key:
-            raise ValueError(f"api_keys: expected a text for key {i + 1} of {len(keys)}, got an empty one")
+            raise ValueError(f"api_keys: expected a text for {place}, got an empty one")
         if not all("!" <= character <= "~" for character in key):
-            raise ValueError(
-                f"api_keys: expected printable ASCII without spaces, got another character in key {i + 1} of {len(keys)}"
-            )
+            raise ValueError(f"api_keys: expected printable ASCII without spaces, got another character in {place}")

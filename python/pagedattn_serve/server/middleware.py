@@ -1,0 +1,252 @@
+"""What every request passes before the app and every answer after it, as plain ASGI: streams go through unbuffered, and
+the app sees its client go away.
+
+From the outside: `RequestLog` (id, log line, whatever goes wrong), `TimeLimit`, `KeyCheck`, `BodyLimit`. A request that
+is refused here is answered in OpenAI's shape, and its connection closed, so that nobody reads a body to its end for
+nothing.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.request_context import RequestContext, current_request
+
+logger = logging.getLogger(__name__)
+
+# What is served without a key; all else, known or not, asks for one.
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/version", "/metrics"})
+# What is asked all the time, and logged on the level "debug" alone unless it fails.
+POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
+
+LINGER_SECONDS = (
+    2.0  # for a refused client to stop sending: closed before, the connection would take the answer with it
+)
+
+
+def add_middleware(app: Starlette, config: ServerConfig) -> None:
+    """All of it, in its order. Sets `pagedattn.request_id` and `pagedattn.key_id` in each scope for the app.
+
+    request_id: as in the header X-Request-Id, the server's own, unguessable. key_id: a name of the API key that does
+    not tell the key, "" without one.
+    """
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.read_timeout)
+    app.add_middleware(KeyCheck, keys=config.api_keys)
+    app.add_middleware(TimeLimit, seconds=config.request_timeout)
+    app.add_middleware(RequestLog)
+
+
+class RequestLog:
+    """Gives each request an id and, when it is over, a line in the log: no prompt, no key, no query string.
+
+    An error that no handler of the app has taken ends here, as status 500 where nothing was sent before; its text may
+    be a prompt's, so the log has its type and its place alone.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        context = RequestContext(secrets.token_hex(16))
+        current_request.set(context)  # each request has a task of its own
+        scope["pagedattn.request_id"] = context.request_id
+        request_id_header = (b"x-request-id", context.request_id.encode())
+        started = time.monotonic()
+        status = 499  # as proxies say of a client that left before there was an answer
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), request_id_header]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)).rstrip())
+            if status == 499:
+                await refuse(receive, send_with_id, 500, "the server failed; its log says where", "internal_error")
+        finally:
+            log_request(scope, context, status, time.monotonic() - started)
+
+
+def log_request(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
+    is_poll = scope["path"] in POLLED_PATHS and status < 400
+    fields: dict[str, Any] = {"method": scope["method"], "path": scope["path"][:200], "status": status}
+    if context.num_prompt_tokens:
+        fields |= {"prompt_tokens": context.num_prompt_tokens, "output_tokens": context.num_output_tokens}
+    fields["seconds"] = round(seconds, 3)
+    if context.key_number is not None:
+        fields["key"] = context.key_number
+    logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
+
+
+class TimeLimit:
+    """Ends a request after so many seconds: 504 if nothing was sent, else an error as the last event of a stream."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app = app
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start: Message | None = None
+
+        async def watched_send(message: Message) -> None:
+            nonlocal start
+            start = start or message
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self.seconds) as limit:
+                await self.app(scope, receive, watched_send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"request: expected its answer to end within {self.seconds:g} seconds"
+            if start is None:
+                # openai's clients would else ask again, twice.
+                await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
+            elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
+                body = b"data: " + error_body(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
+                with suppress(TimeoutError):  # of one who does not read
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class KeyCheck:
+    """Asks for one of the keys, as `Authorization: Bearer KEY`; 401 without it. How long it takes tells nothing."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["pagedattn.key_id"] = ""
+        if scope["type"] != "lifespan" and self._digests:
+            digest = presented_digest(scope["headers"])
+            number = self._number_of(digest)
+            if number is not None:
+                scope["pagedattn.key_id"] = digest.hex()
+                if context := current_request.get():
+                    context.key_number = number
+            elif scope["path"] not in OPEN_PATHS:
+                headers = {"www-authenticate": "Bearer"}
+                text = "API key: expected one of this server's as Authorization: Bearer KEY"
+                return await refuse(receive, send, 401, text, "invalid_api_key", headers)
+        await self.app(scope, receive, send)
+
+    def _number_of(self, digest: bytes) -> int | None:
+        """The place of a key, from 1, among all, every one of which is looked at."""
+        number = None
+        for i, each in enumerate(self._digests):
+            if hmac.compare_digest(each, digest):
+                number = i + 1
+        return number
+
+
+def presented_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """SHA-256 of the key that a request brings, of b"" without one, which is no key."""
+    key = b""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.partition(b" ")
+            key = rest.strip() if scheme.lower() == b"bearer" else b""
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Reads each body before the app is called: 413 beyond max_bytes, of which no more are held, 408 beyond seconds."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        length = headers.get("content-length")
+        if length is None and "transfer-encoding" not in headers:
+            return await self.app(scope, receive, send)
+        too_long = f"body: expected at most {self.max_bytes} bytes"
+        if length is not None and int(length) > self.max_bytes:
+            return await refuse(receive, send, 413, f"{too_long}, got {int(length)}", "request_too_large")
+        try:
+            async with asyncio.timeout(self.seconds):
+                body = await read_body(receive, self.max_bytes)
+        except TimeoutError:
+            text = f"body: expected all of it within {self.seconds:g} seconds"
+            return await refuse(receive, send, 408, text, "timeout")
+        except OverflowError:
+            return await refuse(receive, send, 413, f"{too_long}, got more", "request_too_large")
+        if body is None:
+            return
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        del body  # once the app has it, it is the app's alone
+
+        async def receive_body() -> Message:
+            nonlocal message
+            first, message = message, None
+            return await receive() if first is None else first
+
+        await self.app(scope, receive_body, send)
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """A request's body; None if its client went away. Raises OverflowError beyond max_bytes."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise OverflowError
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def error_body(status: int, message: str, code: str) -> bytes:
+    """An error in OpenAI's shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+
+
+async def refuse(
+    receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
+) -> None:
+    """Answer with an error, and close the connection once the client has seen it, or at least had the time to."""
+    body = error_body(status, message, code)
+    all_headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **(headers or {}),
+    }
+    raw_headers = [(name.encode(), value.encode()) for name, value in all_headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
