@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "server.config": {"config"},
     "server.middleware": {"server.config", "server.request_context"},
     "server.logs": {"server.request_context"},
+    "server.metrics": {"server.request_context", "outputs"},
     "server.request_context": set(),
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser"},
     "cli.generate": {"llm"},
