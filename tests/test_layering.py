@@ -28,6 +28,21 @@ ARROWS: dict[str, set[str]] = {
     "calibration": {"engine"},
     # the HTTP server
     "server": set(),
+    "server.app": {"server.completions", "server.chat_completions", "server.tokenization", "server.status"}
+    | {"server.middleware"},
+    "server.completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
+    "server.chat_completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
+    "server.tokenization": {"server.service"},
+    "server.status": {"server.service"},
+    "server.sampling": {"server.errors", "server.requests", "structured_output"},
+    "server.service": {"server.generation", "server.requests", "server.config", "server.metrics"}
+    | {"text.chat_template"},
+    "server.streaming": {"server.generation", "server.requests", "server.responses"},
+    "server.logprobs": {"server.responses", "outputs", "text.detokenizer"},
+    "server.generation": {"server.errors"},
+    "server.errors": {"async_engine"},
+    "server.requests": {"sampling_params"},
+    "server.responses": set(),
     "server.config": {"config"},
     "server.middleware": {"server.config", "server.request_context"},
     "server.logs": {"server.request_context"},

@@ -80,6 +80,18 @@ class CompletionOutput(_CopiedWhenRead):
 
     COPIED = ("token_ids", "logprobs")
 
+    @property
+    def num_tokens(self) -> int:
+        """As `len(token_ids)`, without a copy of them."""
+        return self._num_tokens if hasattr(self, "_num_tokens") else len(self.token_ids)
+
+    def tail(self, start: int) -> tuple[list[int], list[dict[int, Logprob]] | None]:
+        """token_ids and logprobs from token `start` on, without a copy of those before."""
+        if not hasattr(self, "_num_tokens"):
+            return self.token_ids[start:], None if self.logprobs is None else self.logprobs[start:]
+        logprobs = self._logprobs and self._logprobs[start : self._num_tokens]
+        return self._token_ids[start : self._num_tokens], logprobs and list(map(copy_logprobs, logprobs))
+
     def _copy(self, name: str) -> Any:
         if name == "token_ids":
             return self._token_ids[: self._num_tokens]

@@ -1,0 +1,140 @@
+"""POST /v1/completions: prompts in, choices out, numbered prompt by prompt."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from pagedattn_serve.outputs import CompletionOutput, RequestOutput
+from pagedattn_serve.server.errors import ApiError, JSONResponse, encode_json
+from pagedattn_serve.server.generation import Job, PromptTokens, finished_outputs, while_connected
+from pagedattn_serve.server.logprobs import CompletionLogprobsFormat, joined, prompt_logprobs
+from pagedattn_serve.server.requests import CompletionRequest
+from pagedattn_serve.server.responses import EVENT_STREAM, CompletionChoice, CompletionLogprobs, CompletionResponse
+from pagedattn_serve.server.sampling import completion_params
+from pagedattn_serve.server.service import Service, service_of
+from pagedattn_serve.server.streaming import ChunkWriter, EventStream, StreamedChoice, chunks, make_usage
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=CompletionResponse, responses={200: EVENT_STREAM})
+async def create_completion(
+    body: CompletionRequest, request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """Continue a prompt, or several at once."""
+    service.check_model(body.model)
+    params = completion_params(body, service.defaults)
+    prompts = await _tokenize(body, service)
+    for prompt in prompts:
+        service.check_room(len(prompt.token_ids), body.max_tokens, "prompt")
+    job = service.job("cmpl", prompts, params, body, request)
+    answer = _Answer(body, job, service)
+    if body.stream:
+        writer = ChunkWriter(job, "text_completion", body.stream_options)
+        return EventStream(chunks(service.start, job, writer, answer.opening, _render))
+    outputs = await while_connected(request.receive, finished_outputs(service.start, job))
+    return JSONResponse(answer.whole(outputs))
+
+
+async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTokens]:
+    """The prompts, in whichever of the four forms they came; those that are echoed have a text."""
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    if not 0 < len(prompts) <= service.config.max_waiting:
+        message = f"prompt: expected 1 to {service.config.max_waiting} prompts (the queue's places), got {len(prompts)}"
+        raise ApiError(400, message, param="prompt")
+    tokenized = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokenized.append(PromptTokens(prompt, await service.tokenize(prompt, body.add_special_tokens is not False)))
+        else:
+            tokenized.append(PromptTokens(await service.detokenize(prompt) if body.echo else None, prompt))
+    return tokenized
+
+
+@dataclass(slots=True, frozen=True)
+class _Beginning:
+    """What the choices of one prompt begin with: the prompt and its logprobs, if it is echoed.
+
+    format: that of the logprobs of what follows; None if none are asked for.
+    """
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    format: CompletionLogprobsFormat | None
+
+
+class _Answer:
+    """The engine's outputs in the form that a request asks for."""
+
+    def __init__(self, body: CompletionRequest, job: Job, service: Service) -> None:
+        self._body = body
+        self._job = job
+        self._tokenizer = service.tokenizer
+        self._shows_output = body.max_tokens != 0  # the engine makes one token at least
+
+    def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
+        """outputs: the last one of each prompt."""
+        choices: list[CompletionChoice] = []
+        for place, output in enumerate(outputs):
+            beginning = self._begin(place, output)
+            choices += [self._choice(beginning, output, completion) for completion in output.outputs]
+        for index, choice in enumerate(choices):
+            choice["index"] = index
+        num_tokens = sum(completion.num_tokens for output in outputs for completion in output.outputs)
+        return {
+            "id": self._job.request_id,
+            "object": "text_completion",
+            "created": self._job.created,
+            "model": self._job.model,
+            "choices": choices,
+            "usage": make_usage(self._job.num_prompt_tokens, num_tokens if self._shows_output else 0),
+        }
+
+    def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[StreamedChoice]]:
+        """The first chunks of a prompt's choices, and what tells the rest of them."""
+        beginning = self._begin(place, output)
+        num_choices = self._job.params.n
+        indices = range(place * num_choices, (place + 1) * num_choices)
+        finish_reason = None if self._shows_output else "length"
+        told = []
+        if self._body.echo:
+            text = _render(beginning.text)
+            told = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
+        if not self._shows_output:
+            return told, []
+        return told, [StreamedChoice(index, beginning.format and beginning.format.fork()) for index in indices]
+
+    def _begin(self, place: int, output: RequestOutput) -> _Beginning:
+        body, prompt, params = self._body, self._job.prompts[place], self._job.params
+        text = (prompt.text or "") if body.echo else ""
+        if body.logprobs is None:
+            return _Beginning(text, None, None)
+        context = [] if body.echo else prompt.token_ids
+        form = CompletionLogprobsFormat(self._tokenizer, context, params.skip_special_tokens, body.logprobs)
+        logprobs = form.add(prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
+        return _Beginning(text, logprobs, form)
+
+    def _choice(self, beginning: _Beginning, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        logprobs = beginning.logprobs
+        if beginning.format is not None and self._shows_output:
+            token_ids, entries = completion.tail(0)
+            of_output = beginning.format.fork().add(token_ids, entries or [])
+            logprobs = of_output if logprobs is None else joined(logprobs, of_output)
+        choice: CompletionChoice = {
+            "index": 0,
+            "text": beginning.text + completion.text if self._shows_output else beginning.text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason if self._shows_output else "length",
+            "stop_reason": completion.stop_reason if self._shows_output else None,
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
+        return choice
+
+
+def _render(text: str) -> str:
+    return f'"text":{encode_json(text)}'

@@ -1,0 +1,150 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, with the right status."""
+
+import json
+import re
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+
+RETRY_AFTER_SECONDS = 1
+MAX_MESSAGE = 1000  # characters: messages quote what they were given
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
+# Names in messages of the engine, and those that a client has for them.
+_PARAM_OF = {"prompt_token_ids": "prompt"}
+# Fields with several forms, of which pydantic would name one alone.
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "messages": "a list of objects with a role and a content",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error, or a stream that ends with one.
+
+    param: the field of the request that is to blame, if one is. code: OpenAI's word for what is wrong, if it has one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        message = str(self)
+        if len(message) > MAX_MESSAGE:
+            message = message[: MAX_MESSAGE - 3] + "..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class JSONResponse(Response):
+    """Any text as valid JSON: a lone surrogate, which UTF-8 cannot write, as its escape."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content).encode("utf-8", "backslashreplace")
+
+
+encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def engine_error(error: EngineBusyError | EngineDeadError | TypeError | ValueError | ImportError) -> ApiError:
+    """What the client is told of an error of the engine, or of what is made for it (SamplingParams)."""
+    text = str(error)
+    if isinstance(error, EngineBusyError):
+        return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, text, code="engine_dead")
+    found = _ENGINE_MESSAGE.match(text)
+    return ApiError(400, text, param=found and _PARAM_OF.get(found[1], found[1]))
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, as `name: expected X, got Y`."""
+    first, *_ = error.errors()
+    location = [str(part) for part in first["loc"][1:]]
+    given = first.get("input")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"body: expected JSON, got what is not: {first['ctx']['error']} at {location[0]}")
+    if isinstance(given, bytes):
+        return ApiError(415, "Content-Type: expected application/json")
+    if not location:
+        return ApiError(400, f"body: expected a JSON object, got {_short(given)}")
+    name = location[0]
+    if first["type"] == "extra_forbidden":
+        where = "" if len(location) == 1 else f" in {name}"
+        return ApiError(400, f"{location[-1]}: expected none, as it is not supported{where}", param=".".join(location))
+    if first["type"] == "missing":
+        return ApiError(400, f"{location[-1]}: expected a value, got none", param=".".join(location))
+    if first["type"] == "value_error":
+        return ApiError(400, str(first["ctx"]["error"]), param=name)
+    return ApiError(400, f"{name}: expected {_expected(name, first)}, got {_short(given)}", param=name)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error of an app in OpenAI's shape, those of its routing too."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 400:  # what json.loads raises other than JSONDecodeError
+            message = "body: expected JSON in UTF-8, of which neither nesting nor numbers have no end"
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+        headers = None if error.headers is None else dict(error.headers)
+        return error_response(ApiError(error.status_code, message, headers=headers))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def _expected(name: str, error: dict[str, Any]) -> str:
+    """What a field wants, in words."""
+    if name in _FORMS and error["type"].endswith("_type"):
+        return _FORMS[name]
+    context = error.get("ctx", {})
+    for bound, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
+        if bound in context:
+            return f"a number {sign} {context[bound]:g}"
+    if "min_length" in context:
+        return f"a length of {context['min_length']} at least"
+    text: str = error["msg"].removeprefix("Input should be ")
+    return text
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

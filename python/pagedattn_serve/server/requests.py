@@ -1,0 +1,161 @@
+"""The bodies of requests. Types are strict ("5" is no number, true is not 1), and None is as good as nothing sent.
+
+What a value may be is said here where OpenAI's API says it; the rest `SamplingParams` and the engine check.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+from pagedattn_serve.sampling_params import MAX_LOGPROBS
+
+# One error for a list is enough, which may have a million wrong items.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+# Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
+UNSUPPORTED = (
+    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "refusal"),
+    *("tool_calls", "tool_choice", "tools", "verbosity", "web_search_options", "annotations", "suffix"),
+)
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])
+
+
+class Body(BaseModel):
+    """Any object of a request: unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if k not in UNSUPPORTED or k in cls.model_fields or v not in _NOTHING}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat completions share. What it says of sampling is as in `SamplingParams`."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # of OpenAI's, without effect
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # of vLLM's
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: TokenIds | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(SamplingBody):
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="16 if not given; 0 with echo alone")
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+# What a message may be `render_chat` checks, and what it may hold besides is for its template to say.
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"type": "string", "minLength": 1},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                            },
+                        },
+                        {"type": "null"},
+                    ]
+                },
+            },
+        }
+    ),
+]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+
+
+class ChatCompletionRequest(SamplingBody):
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """A prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages if not given")
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds
