@@ -13,7 +13,6 @@ from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
 
 RETRY_AFTER_SECONDS = 1
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
 # Names in messages of the engine, and those that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt"}
@@ -49,7 +48,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
-        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 3] + "..."

@@ -1,10 +1,12 @@
 """A server without sockets: its app in an event loop of its own, for as long as a test module."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
+from httpx import Response
 from starlette.testclient import TestClient
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
@@ -13,34 +15,89 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.server.app import make_app
 from pagedattn_serve.server.config import ServerConfig
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+class Client:
+    """What the tests say to a server. model: its name, which every body has unless it brings another."""
+
+    def __init__(self, http: TestClient, engine: AsyncLLMEngine) -> None:
+        self.http = http
+        self.engine = engine
+
+    def post(self, path: str, **body: Any) -> Response:
+        """The response to a JSON body, whatever its status."""
+        content = json.dumps({"model": "tiny", **body})  # lone surrogates too, as their escapes
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        """The JSON of a response with status 200."""
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The chunks of a stream, without the [DONE] that ends it."""
+        response = self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in response.headers
+        *lines, last, nothing = response.text.split("\n\n")
+        assert (last, nothing) == ("data: [DONE]", "")
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def error(self, path: str, **body: Any) -> tuple[int, str | None, str]:
+        """Status, param and message of a response that is an error in OpenAI's shape."""
+        return self.error_of(self.post(path, **body))
+
+    @staticmethod
+    def error_of(response: Response) -> tuple[int, str | None, str]:
+        """Status, param and message of a response, which has to be an error in OpenAI's shape."""
+        body = response.json()
+        assert set(body) == {"error"}, body
+        error = body["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        assert error["type"] == types.get(response.status_code, "invalid_request_error")
+        return response.status_code, error["param"], error["message"]
+
 
 @contextmanager
-def serve(engine: LLMEngine, **config: Any) -> Iterator[TestClient]:
-    """A client of the engine, whose requests run in one event loop."""
-    async_engine = AsyncLLMEngine(engine)
+def serving(engine: LLMEngine, max_waiting: int = 1024, **config: Any) -> Iterator[Client]:
+    """A client of the engine, whose requests all run in one event loop; the engine is idle again after it."""
+    async_engine = AsyncLLMEngine(engine, max_waiting)
     app = make_app(async_engine, ServerConfig(**{"served_model_name": "tiny", **config}))
-    with TestClient(app, raise_server_exceptions=False) as client:
-        assert client.portal is not None
-        client.portal.call(async_engine.start)
+    with TestClient(app, raise_server_exceptions=False) as http:
+        assert http.portal is not None
+        http.portal.call(async_engine.start)
         try:
-            yield client
+            yield Client(http, async_engine)
         finally:
-            client.portal.call(async_engine.shutdown)
+            http.portal.call(async_engine.shutdown)
+    assert engine.get_num_unfinished_requests() == 0
+    assert engine.stats().num_used_blocks == 0
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., AbstractContextManager[Client]]:
+    return serving
 
 
 @pytest.fixture(scope="module")
-def client(speaker_path: str) -> Iterator[TestClient]:
-    """Of a model that says SPEECH after BEGINNING, and then ends."""
-    with serve(LLMEngine(speaker_path, max_num_seqs=8)) as client:
+def client(speaker_path: str) -> Iterator[Client]:
+    """Of a model that says SPEECH after BEGINNING, and then ends. A chat is the text of its messages."""
+    with serving(LLMEngine(speaker_path, max_num_seqs=8), chat_template=TEMPLATE) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo_engine() -> LLMEngine:
     return LLMEngine(DEMO_MODEL, dtype="float32", num_blocks=256)
 
 
 @pytest.fixture(scope="module")
-def demo(demo_engine: LLMEngine) -> Iterator[TestClient]:
-    with serve(demo_engine) as client:
+def demo(demo_engine: LLMEngine) -> Iterator[Client]:
+    """Of the demo model."""
+    with serving(demo_engine, chat_template=TEMPLATE) as client:
         yield client

@@ -1,0 +1,201 @@
+"""What cannot be done is refused: the right status, OpenAI's shape, and the field that is to blame."""
+
+import json
+from typing import Any
+
+import pytest
+from checkpoints import BEGINNING
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": BEGINNING}]
+SAMPLING: list[tuple[dict[str, Any], str | None]] = [
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"temperature": 5}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 10**9}, "best_of"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": 0.5}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", 5]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"use_beam_search": True}, "best_of"),
+    ({"use_beam_search": True, "n": 2, "temperature": 1}, "temperature"),
+    ({"length_penalty": 2}, "length_penalty"),
+    ({"early_stopping": "never"}, "early_stopping"),
+    ({"early_stopping": "soon"}, "early_stopping"),
+    ({"priority": 1}, "priority"),
+    ({"priority": 1.5}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"foo": None}, "foo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), SAMPLING, ids=str)
+def test_sampling_fields(client: Any, fields: dict[str, Any], param: str | None) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})):
+        status, blamed, message = client.error(path, **prompt, **fields)
+        assert (status, blamed) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [5, "a"]}, "prompt"),
+        ({"prompt": [5, True]}, "prompt"),
+        ({"prompt": [[5], "a"]}, "prompt"),
+        ({"prompt": [[[5]]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": "a\ud800"}, "prompt"),
+        ({"prompt": [[5]] * 1025}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "messages": MESSAGES}, "messages"),
+    ],
+    ids=lambda value: str(value)[:40].encode("ascii", "backslashreplace").decode(),
+)
+def test_fields_of_completions(client: Any, fields: dict[str, Any], param: str) -> None:
+    status, blamed, message = client.error(COMPLETIONS, **fields)
+    assert (status, blamed) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({}, "messages"),
+        ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": MESSAGES, "logprobs": 1}, "logprobs"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "echo": True}, "echo"),
+    ],
+    ids=str,
+)
+def test_fields_of_chats(client: Any, fields: dict[str, Any], param: str) -> None:
+    status, blamed, message = client.error(CHAT, **fields)
+    assert (status, blamed) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "x" * 2000}, {"prompt": BEGINNING, "max_tokens": 1000}, {"prompt": [5] * 128}]
+)
+def test_more_than_the_model_has_positions_for(client: Any, fields: dict[str, Any]) -> None:
+    response = client.post(COMPLETIONS, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "128 tokens" in error["message"]
+
+
+def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
+    empty = {"tools": [], "functions": None, "tool_choice": "none", "modalities": ["text"], "audio": None}
+    without_effect = {"user": "a", "metadata": {"b": "c"}, "store": True, "service_tier": "auto", "suffix": None}
+    client.answer(CHAT, messages=MESSAGES, max_tokens=1, **empty)
+    client.answer(COMPLETIONS, prompt=BEGINNING, max_tokens=1, **without_effect)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_an_unknown_model(client: Any, path: str) -> None:
+    body = {CHAT: {"messages": MESSAGES}, "/detokenize": {"tokens": [5]}}.get(path, {"prompt": "a"})
+    response = client.post(path, **{**body, "model": "gpt\ud800"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "logit_bias": {"' + b"9" * 5000 + b'": 1}}',
+        b"[" * 100_000,
+        b'{"prompt": ' * 5000 + b"1" + b"}" * 5000,
+    ],
+    ids=lambda content: content[:30].decode("latin-1"),
+)
+def test_bodies_that_are_no_request(client: Any, content: bytes) -> None:
+    response = client.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    status, _, message = client.error_of(response)
+    assert status == 400
+    assert len(message) < 1100
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}]
+)
+def test_a_body_that_is_not_announced_as_json(client: Any, headers: dict[str, str]) -> None:
+    """Any page in a browser may send these to a server on the same machine, and nothing else."""
+    content = json.dumps({"prompt": BEGINNING})
+    assert client.http.post(COMPLETIONS, content=content, headers=headers).status_code == 415

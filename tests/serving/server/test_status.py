@@ -1,0 +1,113 @@
+"""What is not generation: models, health, version, tokens, paths that there are not, the description of all this."""
+
+from typing import Any
+
+import pytest
+from checkpoints import BEGINNING
+
+import pagedattn_ext
+from pagedattn_serve.engine import LLMEngine
+
+
+def test_the_model_is_listed(client: Any) -> None:
+    listed = client.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 128)
+    assert client.http.get("/v1/models/tiny").json() == model
+    assert client.error_of(client.http.get("/v1/models/a/b"))[0] == 404
+
+
+def test_a_name_with_a_slash(speaker_path: str, serve: Any) -> None:
+    with serve(LLMEngine(speaker_path), served_model_name="org/model") as client:
+        assert client.http.get("/v1/models/org/model").json()["id"] == "org/model"
+
+
+def test_version(client: Any) -> None:
+    assert client.http.get("/version").json() == {"version": pagedattn_ext.__version__}
+
+
+def test_health(speaker_path: str, serve: Any) -> None:
+    with serve(LLMEngine(speaker_path)) as client:
+        assert client.http.get("/health").status_code == 200
+        client.http.portal.call(client.engine.shutdown)
+        assert client.error_of(client.http.get("/health"))[0] == 503
+        assert client.error("/v1/completions", prompt=BEGINNING)[0] == 503
+        assert client.error("/v1/completions", prompt=BEGINNING, stream=True)[0] == 503
+
+
+def test_tokens_and_back(client: Any) -> None:
+    answer = client.answer("/tokenize", prompt=BEGINNING, return_token_strs=True)
+    token_ids = client.engine.engine.tokenizer(BEGINNING).input_ids
+    assert answer["tokens"] == token_ids
+    assert (answer["count"], answer["max_model_len"]) == (len(token_ids), 128)
+    assert answer["token_strs"] == client.engine.engine.tokenizer.convert_ids_to_tokens(token_ids)
+    assert client.answer("/detokenize", tokens=token_ids) == {"prompt": BEGINNING}
+
+
+def test_tokens_of_a_chat(client: Any) -> None:
+    messages = [{"role": "user", "content": BEGINNING}]
+    assert client.answer("/tokenize", messages=messages) == client.answer("/tokenize", prompt=BEGINNING)
+
+
+def test_a_long_text_is_tokenized_as_a_short_one_is(client: Any) -> None:
+    short, long = (client.answer("/tokenize", prompt=BEGINNING * count)["tokens"] for count in (1, 2000))
+    assert long == short * 2000
+    assert client.answer("/detokenize", tokens=long) == {"prompt": BEGINNING * 2000}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_refused(client: Any, path: str, fields: dict[str, Any], param: str) -> None:
+    status, blamed, message = client.error(path, **fields)
+    assert (status, blamed) == (400, param), message
+
+
+def test_an_unknown_path(client: Any) -> None:
+    assert client.error_of(client.http.get("/v1/nothing"))[0] == 404
+    assert client.error_of(client.http.get("/docs"))[0] == 404  # its page would load scripts from elsewhere
+
+
+def test_a_wrong_method(client: Any) -> None:
+    response = client.http.get("/v1/completions")
+    assert client.error_of(response)[0] == 405
+    assert response.headers["allow"] == "POST"
+
+
+def test_what_every_server_asks_for_is_on(speaker_path: str, serve: Any) -> None:
+    with serve(LLMEngine(speaker_path), api_keys=("secret",), max_body_bytes=1000) as client:
+        assert client.error("/v1/completions", prompt=BEGINNING)[0] == 401
+        assert client.http.get("/health").status_code == client.http.get("/metrics").status_code == 200
+        client.http.headers["Authorization"] = "Bearer secret"
+        assert client.answer("/v1/completions", prompt=BEGINNING)["choices"]
+        assert client.error("/v1/completions", prompt="a" * 1001)[0] == 413
+        assert 'pagedattn:request_success_total{finished_reason="length"' in client.http.get("/metrics").text
+
+
+def test_the_description(client: Any) -> None:
+    described = client.http.get("/openapi.json").json()
+    operations = [operation for path in described["paths"].values() for operation in path.values()]
+    assert len(operations) == 8
+    for operation in operations:
+        assert "422" not in operation["responses"]
+        assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse")
+    schema = described["components"]["schemas"]["CompletionRequest"]
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["prompt"]
+    answer = described["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(answer) == {"application/json", "text/event-stream"}
