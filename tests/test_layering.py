@@ -32,8 +32,8 @@ ARROWS: dict[str, set[str]] = {
     | {"server.middleware"},
     "server.completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
     "server.chat_completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
-    "server.tokenization": {"server.service"},
-    "server.status": {"server.service"},
+    "server.tokenization": {"server.service", "server.responses"},
+    "server.status": {"server.service", "server.responses"},
     "server.sampling": {"server.errors", "server.requests", "structured_output"},
     "server.service": {"server.generation", "server.requests", "server.config", "server.metrics"}
     | {"text.chat_template"},

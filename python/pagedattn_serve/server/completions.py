@@ -46,13 +46,11 @@ async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTok
     if not 0 < len(prompts) <= service.config.max_waiting:
         message = f"prompt: expected 1 to {service.config.max_waiting} prompts (the queue's places), got {len(prompts)}"
         raise ApiError(400, message, param="prompt")
-    tokenized = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            tokenized.append(PromptTokens(prompt, await service.tokenize(prompt, body.add_special_tokens is not False)))
-        else:
-            tokenized.append(PromptTokens(await service.detokenize(prompt) if body.echo else None, prompt))
-    return tokenized
+    if isinstance(prompts[0], str):
+        token_ids = await service.tokenize(prompts, body.add_special_tokens is not False)
+        return list(map(PromptTokens, prompts, token_ids))
+    texts = await service.detokenize(prompts) if body.echo else [None] * len(prompts)
+    return list(map(PromptTokens, texts, prompts))
 
 
 @dataclass(slots=True, frozen=True)

@@ -54,13 +54,15 @@ class Service:
             message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def tokenize(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Token ids of a text; raises ApiError, which names the field, for what UTF-8 cannot write."""
-        return await _off_loop(len(text), lambda: self._llm.tokenize(text, add_special_tokens), param)
+    async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
+        """Token ids of each text; raises ApiError, which names the field, for what UTF-8 cannot write."""
+        return await _off_loop(
+            sum(map(len, texts)), lambda: [self._llm.tokenize(text, add_special_tokens) for text in texts], param
+        )
 
-    async def detokenize(self, token_ids: list[int], param: str = "prompt") -> str:
-        """The text of token ids, special ones too; raises ApiError, which names the field, for unknown ones."""
-        return await _off_loop(len(token_ids), lambda: self._llm.detokenize(token_ids), param)
+    async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
+        """The text of each prompt, special tokens too; raises ApiError, which names the field, for unknown ids."""
+        return await _off_loop(sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param)
 
     async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """A chat as the text that its model continues; raises ApiError for what the template refuses."""

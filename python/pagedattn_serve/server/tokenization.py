@@ -21,9 +21,9 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
         raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
     if body.messages is not None:
         text = await service.render(body.messages, body.add_generation_prompt is not False)
-        token_ids = await service.tokenize(text, bool(body.add_special_tokens), "messages")
+        [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")
     else:
-        token_ids = await service.tokenize(body.prompt or "", body.add_special_tokens is not False)
+        [token_ids] = await service.tokenize([body.prompt or ""], body.add_special_tokens is not False)
     response: TokenizeResponse = {
         "count": len(token_ids),
         "max_model_len": service.max_model_len,
@@ -37,5 +37,6 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
 async def detokenize(body: DetokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Response:
     """The text of token ids."""
     service.check_model(body.model)
-    response: DetokenizeResponse = {"prompt": await service.detokenize(body.tokens, "tokens")}
+    [text] = await service.detokenize([body.tokens], "tokens")
+    response: DetokenizeResponse = {"prompt": text}
     return JSONResponse(response)
