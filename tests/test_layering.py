@@ -30,12 +30,12 @@ ARROWS: dict[str, set[str]] = {
     "server": set(),
     "server.app": {"server.completions", "server.chat_completions", "server.tokenization", "server.status"}
     | {"server.middleware"},
-    "server.completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
-    "server.chat_completions": {"server.sampling", "server.service", "server.streaming", "server.logprobs"},
+    "server.completions": {"server.service", "server.streaming", "server.logprobs"},
+    "server.chat_completions": {"server.service", "server.streaming", "server.logprobs"},
     "server.tokenization": {"server.service", "server.responses"},
     "server.status": {"server.service", "server.responses"},
     "server.sampling": {"server.errors", "server.requests", "structured_output"},
-    "server.service": {"server.generation", "server.requests", "server.config", "server.metrics"}
+    "server.service": {"server.generation", "server.sampling", "server.config", "server.metrics"}
     | {"text.chat_template"},
     "server.streaming": {"server.generation", "server.requests", "server.responses"},
     "server.logprobs": {"server.responses", "outputs", "text.detokenizer"},

@@ -16,6 +16,7 @@ MAX_MESSAGE = 1000  # characters: messages quote what they were given
 _ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
 # Names in messages of the engine, and those that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt"}
+_FORM = "structured_output: "
 # Fields with several forms, of which pydantic would name one alone.
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
@@ -69,13 +70,20 @@ class JSONResponse(Response):
 encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-def engine_error(error: EngineBusyError | EngineDeadError | TypeError | ValueError | ImportError) -> ApiError:
-    """What the client is told of an error of the engine, or of what is made for it (SamplingParams)."""
+def engine_error(
+    error: EngineBusyError | EngineDeadError | TypeError | ValueError | ImportError, form_field: str | None = None
+) -> ApiError:
+    """What the client is told of an error of the engine, or of what is made for it (SamplingParams).
+
+    form_field: the request's name for structured_output.
+    """
     text = str(error)
     if isinstance(error, EngineBusyError):
         return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     if isinstance(error, EngineDeadError):
         return ApiError(503, text, code="engine_dead")
+    if form_field is not None and text.startswith(_FORM):
+        return ApiError(400, f"{form_field}: {text.removeprefix(_FORM)}", param=form_field)
     found = _ENGINE_MESSAGE.match(text)
     return ApiError(400, text, param=found and _PARAM_OF.get(found[1], found[1]))
 

@@ -33,6 +33,7 @@ class Job:
     """What one HTTP request asks of the engine.
 
     request_id, created (seconds since 1970), model: as its answer tells them; nobody guesses the id.
+    form_field: the field that asks for a form of the output, if one does.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    form_field: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -58,7 +60,7 @@ async def generate(start: Start, job: Job) -> AsyncGenerator[tuple[int, RequestO
     Raises ApiError if a prompt is refused or fails. However it ends, no request of it stays in the engine.
     """
     if len(job.prompts) == 1:
-        async with aclosing(_checked(start(job, 0))) as outputs:
+        async with aclosing(_checked(job, start(job, 0))) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -67,7 +69,7 @@ async def generate(start: Start, job: Job) -> AsyncGenerator[tuple[int, RequestO
 
     async def pump(place: int) -> None:
         try:
-            async with aclosing(_checked(start(job, place))) as outputs:
+            async with aclosing(_checked(job, start(job, place))) as outputs:
                 async for output in outputs:
                     latest[place] = output
                     arrived.set()
@@ -125,7 +127,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _checked(outputs: Outputs) -> Outputs:
+async def _checked(job: Job, outputs: Outputs) -> Outputs:
     """The outputs of one prompt; raises ApiError for what the engine refuses or ends with an error."""
     try:
         async with aclosing(outputs):
@@ -134,7 +136,7 @@ async def _checked(outputs: Outputs) -> Outputs:
                     _raise_failure(output)
                 yield output
     except (EngineBusyError, EngineDeadError, TypeError, ValueError, ImportError) as error:
-        raise engine_error(error) from None
+        raise engine_error(error, job.form_field) from None
 
 
 def _raise_failure(output: RequestOutput) -> None:

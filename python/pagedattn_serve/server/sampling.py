@@ -66,31 +66,34 @@ def _params(
     try:
         return SamplingParams(**base | given | chosen)
     except (TypeError, ValueError) as error:
-        raise engine_error(error) from None
+        raise engine_error(error, form_field(body)) from None
 
 
-def _structured_output(body: SamplingBody) -> StructuredOutput | None:
-    """What response_format or one of the guided_* fields asks for."""
+def form_field(body: SamplingBody) -> str | None:
+    """The field that asks for a form of the output; None if none does. Raises ApiError if several do."""
     asked = [name for name in GUIDED if getattr(body, name) is not None]
-    response_format = body.response_format
-    if response_format is not None and response_format.type != "text":
+    if body.response_format is not None and body.response_format.type != "text":
         asked.append("response_format")
     if len(asked) > 1:
         raise ApiError(400, f"{asked[0]}: expected one form of the output, got {', '.join(asked)}", param=asked[0])
-    if not asked:
+    return asked[0] if asked else None
+
+
+def _structured_output(body: SamplingBody) -> StructuredOutput | None:
+    """What `form_field` asks for."""
+    name = form_field(body)
+    if name is None:
         return None
     try:
-        if response_format is None or asked != ["response_format"]:
-            return StructuredOutput(**{asked[0].removeprefix("guided_"): getattr(body, asked[0])})
-        if response_format.type == "json_object":
+        if name != "response_format":
+            return StructuredOutput(**{name.removeprefix("guided_"): getattr(body, name)})
+        assert body.response_format is not None
+        if body.response_format.type == "json_object":
             return StructuredOutput(json_object=True)
-        schema = response_format.json_schema and response_format.json_schema.json_schema
-        if schema is None:
-            raise ApiError(
-                400,
-                'response_format: expected {"json_schema": {"schema": ...}} beside type json_schema, got none',
-                param="response_format",
-            )
+        form = body.response_format.json_schema
+        if form is None or form.json_schema is None:
+            raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
+        schema = form.json_schema
         return StructuredOutput(json=schema if isinstance(schema, dict) else json.dumps(schema))
     except (TypeError, ValueError) as error:
-        raise ApiError(400, f"{asked[0]}: {error}", param=asked[0]) from None
+        raise ApiError(400, f"{name}: {error}", param=name) from None

@@ -16,6 +16,7 @@ from pagedattn_serve.server.errors import ApiError
 from pagedattn_serve.server.generation import Job, PromptTokens
 from pagedattn_serve.server.metrics import ServerMetrics
 from pagedattn_serve.server.requests import SamplingBody
+from pagedattn_serve.server.sampling import form_field
 from pagedattn_serve.text.chat_template import render_chat
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class Service:
             params=params,
             priority=body.priority or 0,
             cache_salt=self._salt(request.scope.get("pagedattn.key_id", ""), body.cache_salt or ""),
+            form_field=form_field(body),
         )
 
     def start(self, job: Job, place: int) -> AsyncGenerator[RequestOutput, None]:

@@ -1,0 +1,77 @@
+"""Fields that ask for a form of the output: response_format, and the four guided ones."""
+
+import json
+from typing import Any
+
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPTS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "A class"},
+    CHAT: {"messages": [{"role": "user", "content": "A class"}]},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["list", "dict"]}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+pytest.importorskip("llguidance")
+
+
+def texts(demo: Any, path: str, **fields: Any) -> list[str]:
+    """Those that came to their end."""
+    choices = demo.answer(path, **PROMPTS[path], max_tokens=200, seed=1, **fields)["choices"]
+    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
+    return [choice["text"] if path == COMPLETIONS else choice["message"]["content"] for choice in ended]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_schema(demo: Any, path: str) -> None:
+    response_format = {"type": "json_schema", "json_schema": {"name": "type", "strict": True, "schema": SCHEMA}}
+    for fields in ({"response_format": response_format}, {"guided_json": SCHEMA}):
+        values = [json.loads(text) for text in texts(demo, path, n=4, temperature=2, **fields)]
+        assert values  # some of the others still write white space
+        assert all(value["name"] in ("list", "dict") and value["ok"] in (True, False) for value in values)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_other_forms(demo: Any, path: str) -> None:
+    assert all(text in ("yes", "no") for text in texts(demo, path, n=4, guided_choice=["yes", "no"]))
+    [text] = texts(demo, path, guided_regex="[0-9]{3}")
+    assert len(text) == 3
+    assert text.isdigit()
+    assert texts(demo, path, guided_json=json.dumps({"const": 5})) == ["5"]
+    assert texts(demo, path, guided_grammar='start: "a" "b"') == ["ab"]
+    assert texts(demo, path, response_format={"type": "text"}, guided_choice=["yes"]) == ["yes"]
+
+
+def test_any_object(demo: Any) -> None:
+    choices = demo.answer(COMPLETIONS, prompt="A class", response_format={"type": "json_object"}, n=8, seed=2)[
+        "choices"
+    ]
+    for choice in choices:
+        assert choice["text"].lstrip().startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["text"]), dict)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+        ({"guided_choice": ["a"], "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+    ids=str,
+)
+def test_forms_that_are_none(demo: Any, path: str, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        status, blamed, message = demo.error(path, **PROMPTS[path], **fields, stream=stream)
+        assert (status, blamed) == (400, param), message
