@@ -18,6 +18,8 @@ SAME = (
 )
 # What a request that leaves it out has from the model's generation_config.json.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Between two parts of JSON: room for indentation, but not for a weak model to write white space until the end.
+WHITE_SPACE = r"[ \t\r\n]{0,20}"
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -85,15 +87,18 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
     if name is None:
         return None
     try:
+        if name == "guided_json":
+            return StructuredOutput(json=body.guided_json, whitespace_pattern=WHITE_SPACE)
         if name != "response_format":
             return StructuredOutput(**{name.removeprefix("guided_"): getattr(body, name)})
         assert body.response_format is not None
         if body.response_format.type == "json_object":
-            return StructuredOutput(json_object=True)
+            return StructuredOutput(json_object=True, whitespace_pattern=WHITE_SPACE)
         form = body.response_format.json_schema
         if form is None or form.json_schema is None:
             raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
         schema = form.json_schema
-        return StructuredOutput(json=schema if isinstance(schema, dict) else json.dumps(schema))
+        text_or_dict = schema if isinstance(schema, dict) else json.dumps(schema)
+        return StructuredOutput(json=text_or_dict, whitespace_pattern=WHITE_SPACE)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{name}: {error}", param=name) from None
