@@ -161,8 +161,16 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except ApiError as error:
-                await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE})
+                await _send_end(send, error_event(error))
+            except Exception:  # a bug, which the middleware logs
+                await _send_end(send, error_event(ApiError(500, "the server failed; its log says where")))
+                raise
+            else:
+                await _send_end(send)
+
+
+async def _send_end(send: Send, last: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": last + DONE})
 
 
 def error_event(error: ApiError) -> bytes:

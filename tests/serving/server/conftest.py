@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from httpx import Response
 from starlette.testclient import TestClient
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
@@ -25,7 +24,7 @@ class Client:
         self.http = http
         self.engine = engine
 
-    def post(self, path: str, **body: Any) -> Response:
+    def post(self, path: str, **body: Any) -> Any:
         """The response to a JSON body, whatever its status."""
         content = json.dumps({"model": "tiny", **body})  # lone surrogates too, as their escapes
         return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
@@ -51,7 +50,7 @@ class Client:
         return self.error_of(self.post(path, **body))
 
     @staticmethod
-    def error_of(response: Response) -> tuple[int, str | None, str]:
+    def error_of(response: Any) -> tuple[int, str | None, str]:
         """Status, param and message of a response, which has to be an error in OpenAI's shape."""
         body = response.json()
         assert set(body) == {"error"}, body

@@ -15,6 +15,7 @@ from pagedattn_serve.server.app import make_app
 from pagedattn_serve.server.config import ServerConfig
 from pagedattn_serve.server.errors import ApiError
 from pagedattn_serve.server.generation import Job, PromptTokens, finished_outputs, generate
+from pagedattn_serve.server.streaming import EventStream
 
 Outputs = AsyncGenerator[RequestOutput, None]
 
@@ -178,6 +179,23 @@ def test_an_error_in_mid_stream_is_its_last_event(demo_engine: LLMEngine) -> Non
             *_, error, done, nothing = connection.sent.split(b"\n\n")
             assert (done, nothing) == (b"data: [DONE]", b"")
             assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "aborted"
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_mid_stream_is_its_last_event_too() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+        raise KeyError("bug")
+
+    async def main() -> None:
+        connection = FakeConnection({})
+        await connection._receive()
+        with pytest.raises(KeyError):
+            await EventStream(events())({"type": "http"}, connection._receive, connection._send)
+        first, error, done, nothing = connection.sent.split(b"\n\n")
+        assert (first, done, nothing) == (b"data: {}", b"data: [DONE]", b"")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
 
     asyncio.run(main())
 
