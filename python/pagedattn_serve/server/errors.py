@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
 
 RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499  # what proxies log of a client that left
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
 _ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
 # Names in messages of the engine, and those that a client has for them.
@@ -56,6 +57,10 @@ class ApiError(Exception):
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 3] + "..."
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection: nobody is left to answer."""
 
 
 class JSONResponse(Response):
@@ -135,7 +140,11 @@ def add_error_handlers(app: FastAPI) -> None:
         headers = None if error.headers is None else dict(error.headers)
         return error_response(ApiError(error.status_code, message, headers=headers))
 
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
 

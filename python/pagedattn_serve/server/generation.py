@@ -11,13 +11,9 @@ from starlette.types import Receive
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.server.errors import ApiError, engine_error
+from pagedattn_serve.server.errors import ApiError, ClientGoneError, engine_error
 
 T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection: nobody is left to answer."""
 
 
 @dataclass(slots=True, frozen=True)

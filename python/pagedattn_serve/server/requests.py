@@ -14,8 +14,8 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "refusal"),
-    *("tool_calls", "tool_choice", "tools", "verbosity", "web_search_options", "annotations", "suffix"),
+    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "suffix"),
+    *("tool_choice", "tools", "verbosity", "web_search_options"),
 )
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])
 

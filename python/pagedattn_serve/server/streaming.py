@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
-from pagedattn_serve.server.errors import ApiError, encode_json
-from pagedattn_serve.server.generation import ClientGoneError, Job, Start, generate, while_connected
+from pagedattn_serve.server.errors import ApiError, ClientGoneError, encode_json
+from pagedattn_serve.server.generation import Job, Start, generate, while_connected
 from pagedattn_serve.server.requests import StreamOptions
 from pagedattn_serve.server.responses import Usage
 

@@ -140,7 +140,9 @@ class FakeConnection:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["A class", ["A class", "Lists", "Sets"]], ids=["one", "three"])
-def test_a_client_that_disconnects(demo_engine: LLMEngine, stream: bool, prompt: Any) -> None:
+def test_a_client_that_disconnects(
+    demo_engine: LLMEngine, stream: bool, prompt: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its requests are gone from the engine after the step that runs."""
 
     async def main() -> None:
@@ -164,6 +166,7 @@ def test_a_client_that_disconnects(demo_engine: LLMEngine, stream: bool, prompt:
 
     asyncio.run(main())
     assert demo_engine.get_num_unfinished_requests() == 0
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_an_error_in_mid_stream_is_its_last_event(demo_engine: LLMEngine) -> None:
