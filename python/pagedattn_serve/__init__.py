@@ -48,14 +48,16 @@ _PUBLIC = {
 }
 __all__ = list(_PUBLIC)
 
-# What the extra `serve` brings, and the modules here that need it.
+# What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
+_SERVER_EXTRA = ("fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn")
 _NEED_EXTRA = ("llm", "engine", "async_engine", "calibration")
 
 
-def require_extra() -> None:
+def require_extra(for_server: bool = False) -> None:
     """Raises ImportError, which says what to do, where the extra `serve` is not installed."""
-    if missing := [package for package in _EXTRA if find_spec(package) is None]:
+    needed = sorted(_EXTRA + _SERVER_EXTRA) if for_server else _EXTRA
+    if missing := [package for package in needed if find_spec(package) is None]:
         raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: pip install 'pagedattn-ext[serve]'")
 
 

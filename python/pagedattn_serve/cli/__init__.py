@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         try:
-            run(argv)
+            return run(argv)
         finally:
             sys.stdout.flush()  # a reader that has gone away shows here at the latest, help and version included
     except BrokenPipeError:  # `| head` has seen enough; nothing may be written when the interpreter ends
@@ -25,19 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         signal.signal(signal.SIGINT, previous_handler)
-    return 0
 
 
-def run(argv: Sequence[str] | None) -> None:
+def run(argv: Sequence[str] | None) -> int:
     from pagedattn_serve.cli.parser import make_parser
 
     args = make_parser().parse_args(argv)
-    require_extra()
+    require_extra(for_server=args.command == "serve")
     if args.command == "generate":
         from pagedattn_serve.cli.generate import generate
 
-        generate(args)
-    else:
-        from pagedattn_serve.cli.info import info
+        return generate(args)
+    if args.command == "serve":
+        from pagedattn_serve.cli.serve import serve
 
-        info(args)
+        return serve(args)
+    from pagedattn_serve.cli.info import info
+
+    return info(args)

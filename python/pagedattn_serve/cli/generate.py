@@ -5,13 +5,17 @@ import json
 import sys
 from typing import Any
 
+from pagedattn_serve.cli.engine import make_engine
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 
 
-def generate(args: argparse.Namespace) -> None:
-    """All prompts run together. Raises ValueError if one ended in an error, once all that there is has been written."""
+def generate(args: argparse.Namespace) -> int:
+    """All prompts run together. Returns the exit status.
+
+    Raises ValueError if one ended in an error, once all that there is has been written.
+    """
     prompts = args.prompt or read_prompts(args.prompts_file)
     params = SamplingParams(
         temperature=args.temperature,
@@ -23,19 +27,7 @@ def generate(args: argparse.Namespace) -> None:
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
-    engine = LLMEngine(
-        args.model,
-        tokenizer=args.tokenizer,
-        dtype=args.dtype,
-        device=args.device,
-        kv_cache_memory=args.kv_cache_memory,
-        num_blocks=args.num_blocks,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        kv_cache_dtype=args.kv_cache_dtype,
-        kv_scales=args.kv_scales,
-        speculation=args.speculation,
-    )
+    engine = make_engine(args)
     for i, prompt in enumerate(prompts):
         try:
             engine.add_request(str(i), prompt, params)
@@ -45,6 +37,7 @@ def generate(args: argparse.Namespace) -> None:
     if errors:
         first = min(errors)
         raise ValueError(f"prompt {first + 1} of {len(prompts)}: {errors[first]}")
+    return 0
 
 
 def read_prompts(file: str) -> list[str]:

@@ -8,7 +8,7 @@ from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_byt
 from pagedattn_serve.models.loader import build_model
 
 
-def info(args: argparse.Namespace) -> None:
+def info(args: argparse.Namespace) -> int:
     CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
     model = build_model(args.model, args.dtype)
     memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
@@ -35,3 +35,4 @@ def info(args: argparse.Namespace) -> None:
         ),
     ]:
         print(f"{name:15}{value}")
+    return 0

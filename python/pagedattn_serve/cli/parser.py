@@ -1,12 +1,9 @@
 """The arguments of the `pagedattn` command."""
 
 import argparse
-import re
 from importlib.metadata import version
 
-from pagedattn_serve.config import DEMO_MODEL
-
-UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+from pagedattn_serve.cli.options import add_block_size, add_device, add_engine, add_kv_cache_dtype, add_model, size
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -15,6 +12,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate_help = "complete prompts; the text appears as it is generated"
     add_generate(commands.add_parser("generate", help=generate_help, description=capital(generate_help)))
+    serve_help = "serve OpenAI's API over HTTP"
+    add_serve(commands.add_parser("serve", help=serve_help, description=capital(serve_help)))
     info_help = "shapes of a model, and what fits in the cache; no weights are read"
     add_info(commands.add_parser("info", help=info_help, description=capital(info_help)))
     return parser
@@ -24,21 +23,9 @@ def capital(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEMO_MODEL,
-        metavar="MODEL",
-        help="Hugging Face directory, or a repository in its cache (default: the demo model of the package)",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-
-
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory with another tokenizer than the model's")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add_device(parser)
 
     prompts = parser.add_argument_group("prompts, and what becomes of them")
     source = prompts.add_mutually_exclusive_group(required=True)
@@ -72,37 +59,81 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output (default: the model's)"
+    add_engine(parser)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_device(parser)
+
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="name or address to listen on (default: %(default)s, this machine alone)"
     )
-    engine.add_argument(
-        "--max-num-seqs", type=int, default=256, metavar="N", help="prompts running at once (default: %(default)s)"
+    server.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: %(default)s)"
     )
-    engine.add_argument(
-        "--speculation", metavar="METHOD", help="ngram: guess from repetitions and verify (default: no guesses)"
+    server.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="asked of clients; may be repeated, any one will do. Other users of this machine can see it here, so "
+        "rather set PAGEDATTN_API_KEY, to one or several with commas between them (default: none is asked for)",
     )
-    cache = engine.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--kv-cache-memory",
+    server.add_argument(
+        "--prefix-cache-per-key",
+        action="store_true",
+        help="let prompts share cached blocks with those of the same API key alone, so that no client can tell by "
+        "the time what another one asked",
+    )
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: the last part of MODEL)"
+    )
+    server.add_argument("--chat-template", metavar="FILE", help="Jinja, in place of the tokenizer's own")
+
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-waiting",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="requests that wait for the engine; more are refused, status 429 (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-body-size",
         type=size,
+        default=16 << 20,
         metavar="SIZE",
-        help="for the cache: bytes, or 512MiB, 4GiB (default: 1GiB on the CPU, what is left on CUDA)",
+        help="of a request; a longer one is refused, status 413 (default: 16MiB)",
     )
-    cache.add_argument("--num-blocks", type=int, metavar="N", help="for the cache, in blocks of 16 tokens")
-    add_kv_cache_dtype(engine)
-    engine.add_argument(
-        "--kv-scales",
-        metavar="FILE",
-        help="JSON for fp8: [k_scale, v_scale], or a list of these by layer (default: the checkpoint's, else 1)",
+    limits.add_argument(
+        "--request-timeout",
+        type=float,
+        default=3600,
+        metavar="SECONDS",
+        help="for a request with its whole answer, which else ends in an error (default: %(default)s)",
     )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="for requests in flight to end after SIGTERM or Ctrl-C, before they are aborted; a second signal waits "
+        "for nothing (default: %(default)s)",
+    )
+
+    log = parser.add_argument_group("log, on standard error; it has no prompts, outputs or keys")
+    log.add_argument("--log-format", default="text", metavar="FORMAT", help="text or json (default: %(default)s)")
+    log.add_argument(
+        "--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error (default: %(default)s)"
+    )
+
+    add_engine(parser)
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens per cache block (default: %(default)s)"
-    )
+    add_block_size(parser)
     parser.add_argument(
         "--kv-cache-memory",
         type=size,
@@ -110,21 +141,3 @@ def add_info(parser: argparse.ArgumentParser) -> None:
         help="for the cache: bytes, or 512MiB, 4GiB (default: 1GiB, as on the CPU)",
     )
     add_kv_cache_dtype(parser)
-
-
-def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        metavar="DTYPE",
-        help="auto (the model's), fp8, fp8_e4m3 or fp8_e5m2 (default: %(default)s)",
-    )
-
-
-def size(text: str) -> int:
-    """Bytes of "1000", "512MiB", "1.5 GiB"."""
-    match = re.fullmatch(r"(-?\d+|\d+\.\d+(?=\s*[a-z]))\s*([kmgt]ib|)", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected bytes, or a number of KiB, MiB, GiB or TiB, got {text!r}")
-    number, unit = match.groups()
-    return int(float(number) * UNITS[unit]) if "." in number else int(number) * UNITS[unit]

@@ -45,8 +45,10 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         fields = "".join(f" {name}={plain(value)}" for name, value in all_fields(record).items())
-        line = f"{time} {record.levelname} {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        first, *rest = record.getMessage().splitlines() or [""]
+        if record.exc_info:
+            rest.append(self.formatException(record.exc_info))
+        return "\n".join([f"{time} {record.levelname} {first}{fields}", *rest])
 
 
 class JsonFormatter(logging.Formatter):

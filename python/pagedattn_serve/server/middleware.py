@@ -9,7 +9,6 @@ nothing.
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 import time
@@ -23,6 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.errors import ApiError, encode_json
 from pagedattn_serve.server.request_context import RequestContext, current_request
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,13 @@ class RequestLog:
         request_id_header = (b"x-request-id", context.request_id.encode())
         started = time.monotonic()
         status = 499  # as proxies say of a client that left before there was an answer
+        is_gone = False
+
+        async def watched_receive() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone = is_gone or message["type"] == "http.disconnect"
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -77,10 +84,12 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, watched_receive, send_with_id)
         except Exception as error:
-            logger.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)).rstrip())
-            if status == 499:
+            level = logging.DEBUG if is_gone else logging.ERROR  # there is no one left whom the app could fail
+            trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            logger.log(level, "%s\n%s", type(error).__name__, trace)
+            if status == 499 and not is_gone:
                 await refuse(receive, send_with_id, 500, "the server failed; its log says where", "internal_error")
         finally:
             log_request(scope, context, status, time.monotonic() - started)
@@ -125,7 +134,7 @@ class TimeLimit:
                 # openai's clients would else ask again, twice.
                 await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
             elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
-                body = b"data: " + error_body(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
+                body = b"data: " + error_json(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
                 with suppress(TimeoutError):  # of one who does not read
                     async with asyncio.timeout(LINGER_SECONDS):
                         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -225,17 +234,15 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
             return bytes(body)
 
 
-def error_body(status: int, message: str, code: str) -> bytes:
-    """An error in OpenAI's shape."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+def error_json(status: int, message: str, code: str) -> bytes:
+    return encode_json(ApiError(status, message, code=code).body).encode()
 
 
 async def refuse(
     receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
 ) -> None:
     """Answer with an error, and close the connection once the client has seen it, or at least had the time to."""
-    body = error_body(status, message, code)
+    body = error_json(status, message, code)
     all_headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

@@ -40,6 +40,11 @@ def test_json() -> None:
     assert shown == {**expected, "path": "/a\nb", "status": 200}
 
 
+def test_text_of_several_lines_has_its_fields_in_the_first() -> None:
+    line = TextFormatter().format(record("failed\n  at home", {"status": 500}))
+    assert line.endswith(" INFO failed status=500\n  at home")
+
+
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
 def test_a_trace(formatter: logging.Formatter) -> None:
     try:

@@ -241,6 +241,23 @@ def test_a_client_that_leaves_while_it_sends(caplog: pytest.LogCaptureFixture) -
     assert access_lines(caplog) == [{"method": "POST", "path": "/v1/echo", "status": 499}]
 
 
+def test_an_app_that_raises_as_its_client_is_gone_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        raise RuntimeError("nobody to answer")
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    app = Starlette()
+    app.router = leave  # type: ignore[assignment]
+    add_middleware(app, ServerConfig())
+    with caplog.at_level(logging.INFO):
+        sent, _ = asgi_call(app, "/", receive)
+    assert sent == [] and [record.levelname for record in caplog.records] == ["INFO"]
+    assert access_lines(caplog)[0]["status"] == 499
+
+
 def test_the_app_sees_its_client_go_away() -> None:
     """After the body, what the client does comes through."""
     seen: list[str] = []

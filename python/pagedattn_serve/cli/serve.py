@@ -1,0 +1,55 @@
+"""`pagedattn serve`: OpenAI's API over HTTP, until a signal."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+from pagedattn_serve.cli.engine import make_engine
+from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.logs import set_up_logs
+from pagedattn_serve.server.run import bind, run_server
+
+KEY_VARIABLE = "PAGEDATTN_API_KEY"
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Returns the exit status once the server has ended. Mistakes are found before the model is loaded, if they can be.
+
+    Raises ValueError, TypeError and OSError for what is wrong with the options, and what `LLMEngine` does.
+    """
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(keys_in_environment() if args.api_key is None else args.api_key),
+        served_model_name=Path(args.model).name if args.served_model_name is None else args.served_model_name,
+        max_waiting=args.max_waiting,
+        max_body_bytes=args.max_body_size,
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        chat_template=None if args.chat_template is None else read_text("chat-template", args.chat_template),
+        salt_by_key=args.prefix_cache_per_key,
+        log_format=args.log_format,
+        log_level=args.log_level,
+    )
+    # By default SIGTERM ends a process, but not the first one of a container.
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    try:
+        sockets = bind(config.host, config.port)
+        set_up_logs(config.log_format, config.log_level)
+        return run_server(make_engine(args), config, sockets)
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def keys_in_environment() -> list[str]:
+    """Those of KEY_VARIABLE. Where it is set, it is to a key: one that was left empty does not open the server."""
+    given = os.environ.get(KEY_VARIABLE)
+    return [] if given is None else given.split(",")
+
+
+def read_text(name: str, file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: expected UTF-8 in {file}, got {error}") from None

@@ -1,0 +1,224 @@
+"""Connections over real sockets: who is too slow, or sends too much, is cut off, and nobody else is."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.middleware import add_middleware
+from pagedattn_serve.server.run import Server, bind, listen, port_of
+
+TIMEOUT = 0.3
+REQUEST = b"GET / HTTP/1.1\r\nHost: server\r\n\r\n"
+
+Client = Callable[[int], Awaitable[None]]
+
+
+class FakeEngine:
+    """As much of AsyncLLMEngine as a server's end asks of it."""
+
+    error = None
+    is_shut_down = False
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def echo_length(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+def endless(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
+    """More than the buffers of a connection hold, for ever; notes in `left` that it was ended."""
+
+    async def respond(request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 65536
+                    await asyncio.sleep(0)
+            finally:
+                left.append("ended")
+
+        return StreamingResponse(parts())
+
+    return respond
+
+
+def with_server(client: Client, left: list[str] | None = None, **config: Any) -> None:
+    """Run `client` on the port of a server, then end it."""
+
+    async def run() -> None:
+        routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"])]
+        app = Starlette(routes=[*routes, Route("/endless", endless(left if left is not None else []))])
+        server_config = ServerConfig(port=0, **{"read_timeout": TIMEOUT} | config)
+        add_middleware(app, server_config)
+        engine = FakeEngine()
+        server = Server(app, engine, server_config)  # type: ignore[arg-type]
+        sockets = bind("127.0.0.1", 0)
+        listen("127.0.0.1", sockets)
+        serving = asyncio.create_task(server.serve(sockets))
+        try:
+            async with asyncio.timeout(30):
+                await client(port_of(sockets[0]))
+        finally:
+            server.stop()
+            await serving
+        assert engine.is_shut_down and not server.server_state.connections
+
+    asyncio.run(run())
+
+
+async def seconds_until_cut(reader: asyncio.StreamReader) -> float:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with suppress(ConnectionError):
+        while await reader.read(65536):
+            pass
+    return loop.time() - started
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: ser"])
+def test_headers_that_do_not_come(sent: bytes) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert TIMEOUT * 0.5 < await seconds_until_cut(reader) < TIMEOUT + 5
+
+    with_server(client)
+
+
+def test_headers_that_trickle() -> None:
+    """However many bytes come, their time is counted from the first."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST[:-2])
+
+        async def trickle() -> None:
+            while True:
+                await asyncio.sleep(TIMEOUT / 10)
+                writer.write(b"X-A: b\r\n")
+
+        trickling = asyncio.create_task(trickle())
+        assert await seconds_until_cut(reader) < TIMEOUT + 5
+        trickling.cancel()
+
+    with_server(client)
+
+
+def test_headers_without_end() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST[:-2])
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(b"X-A: " + b"b" * 1000 + b"\r\n")
+                await writer.drain()
+        await seconds_until_cut(reader)
+
+    with_server(client, read_timeout=3600)
+
+
+def test_an_idle_connection_stays() -> None:
+    """Between two requests nobody owes anything."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(REQUEST)
+            response = await reader.readuntil(b"hello")
+            assert response.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-request-id: " in response
+            await asyncio.sleep(TIMEOUT * 2)
+
+    with_server(client)
+
+
+def test_a_reader_that_stops_is_cut_off_and_its_request_ended() -> None:
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(REQUEST.replace(b"/", b"/endless", 1))
+        await reader.readuntil(b"xxx")
+        while not left:
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    with_server(client, left)
+    assert left == ["ended"]
+
+
+def test_a_reader_that_is_slow_is_not_cut_off() -> None:
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"/", b"/endless", 1))
+        for _ in range(6):
+            for _ in range(100):
+                await reader.readexactly(65536)
+            await asyncio.sleep(TIMEOUT / 2)
+        assert not left
+        writer.close()
+
+    with_server(client, left)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_too_much_sees_why(chunked: bool) -> None:
+    """A client that sends all of its body before it reads: the answer must not be lost with the connection."""
+
+    async def client(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, send_and_read, port)
+
+    def send_and_read(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 30000000"
+            connection.sendall(b"POST /length HTTP/1.1\r\nHost: server\r\n" + kind + b"\r\n\r\n")
+            for _ in range(30):
+                part = b"x" * 1_000_000
+                connection.sendall(b"f4240\r\n" + part + b"\r\n" if chunked else part)
+            if chunked:
+                connection.sendall(b"0\r\n\r\n")
+            response = b""
+            while received := connection.recv(65536):
+                response += received
+        assert response.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in response
+
+    with_server(client, read_timeout=20, max_body_bytes=1_000_000)
+
+
+def test_a_body_that_stops_coming() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /length HTTP/1.1\r\nHost: server\r\nContent-Length: 100\r\n\r\nsome")
+        assert (await reader.read(65536)).startswith(b"HTTP/1.1 408 ")
+        await seconds_until_cut(reader)
+
+    with_server(client)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 99]
+)
+def test_what_is_not_http(sent: bytes) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+    with_server(client, read_timeout=20)

@@ -1,0 +1,202 @@
+"""The options of `pagedattn serve`: what becomes of them, and of mistakes. tests/serving/server/ starts it."""
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import HIDDEN, run_without
+
+import pagedattn_serve.cli.serve
+from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve.cli import main
+from pagedattn_serve.cli.parser import make_parser
+from pagedattn_serve.server.config import ServerConfig
+
+SERVER = ["fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn"]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """The configs that were served with, in place of a server."""
+    configs: list[ServerConfig] = []
+
+    def run_server(engine: Any, config: ServerConfig, sockets: list[Any]) -> int:
+        for each in sockets:
+            each.close()
+        configs.append(config)
+        return 0
+
+    monkeypatch.delenv("PAGEDATTN_API_KEY", raising=False)
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "run_server", run_server)
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "make_engine", lambda args: None)
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "set_up_logs", lambda *args: None)
+    return configs
+
+
+def test_the_defaults_are_those_of_the_config(served: list[ServerConfig]) -> None:
+    assert main(["serve", "--port", "0"]) == 0
+    assert served == [ServerConfig(port=0)]
+    assert make_parser().parse_args(["serve"]).port == ServerConfig().port
+
+
+def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }} ü", encoding="utf-8")
+    arguments = ["serve", "some/models/name-7b/", "--host", "localhost", "--port", "0", "--api-key", "a"]
+    arguments += ["--api-key", "b", "--prefix-cache-per-key", "--chat-template", str(template), "--max-waiting", "7"]
+    arguments += ["--max-body-size", "1MiB", "--request-timeout", "8.5", "--shutdown-timeout", "0"]
+    arguments += ["--log-format", "json", "--log-level", "debug"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--served-model-name", "other"]) == 0
+    expected = ServerConfig(
+        host="localhost",
+        port=0,
+        api_keys=("a", "b"),
+        served_model_name="name-7b",
+        max_waiting=7,
+        max_body_bytes=1 << 20,
+        request_timeout=8.5,
+        shutdown_timeout=0,
+        chat_template="{{ messages }} ü",
+        salt_by_key=True,
+        log_format="json",
+        log_level="debug",
+    )
+    assert served[0] == expected and served[1].served_model_name == "other"
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "keys"),
+    [
+        ("one", [], ("one",)),
+        ("one,two", [], ("one", "two")),
+        ("one", ["--api-key", "three"], ("three",)),
+        (None, [], ()),
+    ],
+)
+def test_keys_of_the_environment(
+    served: list[ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    options: list[str],
+    keys: tuple[str, ...],
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("PAGEDATTN_API_KEY", variable)
+    assert main(["serve", "--port", "0", *options]) == 0
+    assert served[0].api_keys == keys
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])
+def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
+    args = vars(make_parser().parse_args(command))
+    parameters = inspect.signature(LLMEngine).parameters
+    shared = {name: value for name, value in args.items() if name in parameters and name != "seed"}
+    assert len(shared) == 18
+    for name, value in shared.items():
+        assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
+
+
+def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def make(model: str, **options: Any) -> None:
+        given.update(options, model=model)
+
+    monkeypatch.setattr("pagedattn_serve.cli.engine.LLMEngine", make)
+    arguments = ["m", "--tokenizer", "t", "--dtype", "float16", "--device", "cuda:1", "--block-size", "32"]
+    arguments += ["--num-blocks", "9", "--max-num-seqs", "3", "--max-num-batched-tokens", "77", "--max-model-len", "66"]
+    arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
+    arguments += ["--no-prefix-caching", "--scheduling-policy", "priority", "--kv-cache-dtype", "fp8"]
+    arguments += ["--kv-scales", "s", "--speculation", "ngram"]
+    args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
+    pagedattn_serve.cli.serve.make_engine(args)
+    assert given == {
+        "model": "m",
+        "tokenizer": "t",
+        "dtype": "float16",
+        "device": "cuda:1",
+        "block_size": 32,
+        "kv_cache_memory": None,
+        "num_blocks": 9,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 77,
+        "max_model_len": 66,
+        "swap_space": 1.5,
+        "gpu_memory_utilization": 0.5,
+        "preemption_mode": "swap",
+        "enable_prefix_caching": False,
+        "scheduling_policy": "priority",
+        "kv_cache_dtype": "fp8",
+        "kv_scales": "s",
+        "speculation": "ngram",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "65536"], "port: expected an int in [0, 65535], got 65536"),
+        (["--api-key", "two words"], "api_keys: expected printable ASCII without spaces, got another character in key"),
+        (["--api-key", ""], "api_keys: expected a text for key 1 of 1, got an empty one"),
+        (["--prefix-cache-per-key"], "salt_by_key: expected False without API keys"),
+        (["--max-waiting", "0"], "max_waiting: expected an int >= 1, got 0"),
+        (["--max-body-size", "0"], "max_body_bytes: expected an int >= 1, got 0"),
+        (["--request-timeout", "0"], "request_timeout: expected a number of seconds > 0, got 0.0"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout: expected a finite number, got nan"),
+        (["--log-format", "xml"], "log_format: expected text or json, got 'xml'"),
+        (["--log-level", "all"], "log_level: expected debug or info or warning or error, got 'all'"),
+        (["--chat-template", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--host", ""], "host: expected a text, got an empty one"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    served: list[ServerConfig], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("pagedattn: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err and "two words" not in captured.err and not served
+
+
+def test_a_variable_that_was_left_empty_does_not_open_the_server(
+    served: list[ServerConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDATTN_API_KEY", "")
+    assert main(["serve", "--port", "0"]) == 1
+    assert "api_keys: expected a text for key 1 of 1, got an empty one" in capsys.readouterr().err and not served
+
+
+@pytest.mark.parametrize("arguments", [["--port", "http"], ["--max-body-size", "1GB"], ["--prompt", "x"], ["a", "b"]])
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["serve", *arguments])
+    assert exit.value.code == 2
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    result = run_without(["nothing"], "serve", "no/such/model", "--port", "0")
+    message = "pagedattn: error: model: expected a directory with a config.json, got no/such/model"
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("modules", [SERVER, ["uvicorn"], [*HIDDEN, *SERVER]], ids=",".join)
+def test_without_what_the_server_needs(modules: list[str]) -> None:
+    result = run_without(modules, "serve")
+    assert (result.returncode, result.stdout) == (1, "")
+    names = ", ".join(sorted(modules))
+    assert result.stderr == f"pagedattn: error: pagedattn_serve: expected {names}: pip install 'pagedattn-ext[serve]'\n"
+
+
+def test_other_commands_need_nothing_of_the_server() -> None:
+    assert run_without(SERVER, "info").returncode == 0
+
+
+def test_help_needs_no_more_than_python() -> None:
+    result = run_without([*HIDDEN, *SERVER, "torch"], "serve", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    for option in ("--api-key", "--max-waiting", "--num-blocks"):
+        assert option in result.stdout
