@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
     "llm": {"engine", "text.chat_template"},
     "engine": {"engine_setup", "inputs", "models.packed_linear"},
     "engine_setup": {"execution.cache_memory"},
-    "inputs": {"beam_request", "prompts", "generation_config", "text.tokenizer"},
+    "inputs": {"beam_request", "prompts", "generation_config", "grammar", "text.tokenizer"},
     "beam_request": {"request", "scheduling.beam_search"},
     "request": {"completion", "scheduling.scheduler"},
     "completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
