@@ -60,7 +60,8 @@ class SamplingParams:
     detokenize: whether the output has a text.
     structured_output: a form that the output has: only tokens that it allows can come, and at its end only an
         end-of-sequence token. What else ends an output may cut it short. Not with use_beam_search or ignore_eos.
-    changes_logits: whether anything here changes the logits before the temperature; not an argument.
+    changes_logits: whether anything here but structured_output changes the logits before the temperature; not an
+        argument.
     """
 
     temperature: float = 1.0
@@ -144,8 +145,7 @@ class SamplingParams:
         self._keep(
             "changes_logits",
             bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.min_tokens)
-            or bool(self.logit_bias or self.bad_words or self.allowed_token_ids or self.logits_processors)
-            or self.structured_output is not None,
+            or bool(self.logit_bias or self.bad_words or self.allowed_token_ids or self.logits_processors),
         )
 
     def _check_sequences(self) -> None:

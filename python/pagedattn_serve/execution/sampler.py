@@ -65,7 +65,7 @@ class Sampler:
         logits = logits.float().contiguous()
         logprobs = logits.log_softmax(dim=-1)
         output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
-        searching, changed, reporting = [], [], []
+        searching, changed, structured, reporting = [], [], [], []
         for i, row in enumerate(rows):
             params = row.sampling_params
             if row.num_candidates:
@@ -73,17 +73,19 @@ class Sampler:
                 continue
             if params.changes_logits or row.token_rules.bad_words:
                 changed.append(i)
+            if row.matcher is not None:
+                structured.append(i)
             if params.logprobs is not None:
                 reporting.append(i)
         if changed:
             output.errors = process_logits(logits, rows, changed)
-            if structured := [i for i in changed if rows[i].matcher is not None]:
-                if self._token_masks is None:
-                    self._token_masks = TokenMasks(self._device)
-                output.errors |= self._token_masks.apply(logits, rows, structured)
+        if structured:
+            if self._token_masks is None:
+                self._token_masks = TokenMasks(self._device)
+            output.errors |= self._token_masks.apply(logits, rows, structured)
         token_ids = self._choose(logits, rows)[:, None]
         columns = [token_ids.int(), logprobs.gather(1, token_ids).view(torch.int32)]
-        if changed:
+        if changed or structured:
             columns.append((logits.gather(1, token_ids) > -torch.inf).int())
         if reporting:
             indices = _to_device(reporting, torch.int64, logits.device)
@@ -95,7 +97,7 @@ class Sampler:
         if reporting:
             for i, entries in zip(reporting, _reports(ranked, 1, counts), strict=True):
                 output.top_logprobs[i] = entries
-        if changed:
+        if changed or structured:
             for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
                 if not math.isnan(output.logprobs[i]):
                     output.errors.setdefault(
