@@ -57,10 +57,13 @@ struct KeyDot {
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
     float in_order[MAX_HEAD_SIZE];
-    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(in_order + d, load(query + d)); });
-    for (int64_t d = 0; d < head_size; ++d) {
-      const int64_t within = d % CHUNK_ELEMENTS;
-      row[IN_ORDER ? d : d - within + within % PARTS * 4 + within / PARTS] = in_order[d];
+    float* const unpacked = IN_ORDER ? row : in_order;
+    for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(unpacked + d, load(query + d)); });
+    if constexpr (!IN_ORDER) {
+      for (int64_t d = 0; d < head_size; d += CHUNK_ELEMENTS) {
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < CHUNK_ELEMENTS; ++i) row[d + i % PARTS * 4 + i / PARTS] = in_order[d + i];
+      }
     }
   }
 };
