@@ -88,13 +88,9 @@ constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { retur
 // Floats that the queries of as many pairs take at most, in the order in which keys are multiplied with them.
 constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
 
-// From so many pairs of a KV head on, a tile of its keys and values may be rewritten for them.
-constexpr int64_t MANY_RESULTS = 16;
-constexpr int64_t turned_tile_floats(int64_t head_size) { return 2 * TILE_TOKENS * head_size; }
-
 // `rows` are those that the items count. `partials` holds one set of partial results, of a row's heads, after the
-// other. `scratch` has room for the queries and for two sets; for a rewritten tile, too, if any item has MANY_RESULTS.
-// The start of what `next_item` (may be nullptr) reads is fetched towards the end.
+// other. `scratch` has room for the queries and for two sets. The start of what `next_item` (may be nullptr) reads is
+// fetched towards the end.
 PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionRow* rows,
                              const AttentionItem& item, const AttentionItem* next_item, float* scratch, float* partials)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,

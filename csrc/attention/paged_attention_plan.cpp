@@ -76,8 +76,7 @@ class Planner {
     }
     add_decodes();
     const int64_t max_results = std::max(max_results_, p_.num_heads);
-    plan_.scratch_floats = query_floats(max_results, p_.head_size) + 2 * partial_floats(max_results, p_.head_size) +
-                           (max_rows_ * group_size_ >= MANY_RESULTS ? turned_tile_floats(p_.head_size) : 0);
+    plan_.scratch_floats = query_floats(max_results, p_.head_size) + 2 * partial_floats(max_results, p_.head_size);
     return std::move(plan_);
   }
 
@@ -103,7 +102,6 @@ class Planner {
   void add_item(int64_t row_begin, int64_t row_end, int64_t head_begin, int64_t head_end, PartitionRange partitions,
                 bool is_partial) {
     plan_.items.push_back({row_begin, row_end, head_begin, head_end, partitions.begin, partitions.end, is_partial});
-    max_rows_ = std::max(max_rows_, row_end - row_begin);
     max_results_ = std::max(max_results_, (row_end - row_begin) * (head_end - head_begin) * group_size_);
   }
 
@@ -220,7 +218,6 @@ class Planner {
   int64_t group_size_;
   std::vector<Decode> decodes_;
   AttentionPlan plan_;
-  int64_t max_rows_ = 0;
   int64_t max_results_ = 0;
 };
 

@@ -31,13 +31,12 @@ template <typename T, typename Arithmetic>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
-           const AttentionItem* next_item, float* queries, float* turned_tile)
+           const AttentionItem* next_item, float* queries)
       : p_(params),
         rows_(rows),
         item_(item),
         next_item_(next_item),
         queries_(queries),
-        turned_(turned_tile, params.head_size),
         index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
@@ -114,7 +113,8 @@ class ItemWalk {
     int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
     if constexpr (VEC_SIZE <= 8) {
-      if (end - i >= MANY_RESULTS && at.tile.all_visible(0, TILE_TOKENS) && can_turn<typename Arithmetic::Strip>(p_)) {
+      if (end - i >= LEAST_ROWS<T> && at.tile.all_visible(0, TILE_TOKENS) &&
+          can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
         return attend_many(head_tile, i, end, kv_head, results);
       }
     }
@@ -131,45 +131,52 @@ class ItemWalk {
     if (i < end) attend_results<1>(head_tile, i, kv_head, results);
   }
 
-  // Result i, of KV head `kv_head`.
-  Row row_at(int64_t i, int64_t kv_head, const Results& results) const {
-    const auto of_head = static_cast<uint32_t>(i - index_.of(kv_head - item_.head_begin, 0));
+  // Results [first, first + count), of KV head `kv_head`.
+  void locate_rows(int64_t first, int64_t count, int64_t kv_head, const Results& results, Row* rows) const {
+    const auto of_head = static_cast<uint32_t>(first - index_.of(kv_head - item_.head_begin, 0));
     const auto group_size = static_cast<uint32_t>(index_.group_size);
-    const int64_t head = kv_head * index_.group_size + of_head % group_size;
-    return {rows_[item_.row_begin + of_head / group_size].position,
-            p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head],
-            queries_ + i * row_floats_,
-            results.max + i,
-            results.sum + i,
-            results.values + i * p_.head_size};
+    const AttentionRow* row = rows_ + item_.row_begin + of_head / group_size;
+    uint32_t of_group = of_head % group_size;
+    for (int64_t i = first; i < first + count; ++i) {
+      const int64_t head = kv_head * group_size + of_group;
+      *rows++ = {row->position,
+                 p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head],
+                 queries_ + i * row_floats_,
+                 results.max + i,
+                 results.sum + i,
+                 results.values + i * p_.head_size};
+      if (++of_group == group_size) {
+        of_group = 0;
+        ++row;
+      }
+    }
   }
 
   template <int NUM_ROWS>
   void attend_results(const HeadTile<T>& head_tile, int64_t first, int64_t kv_head, const Results& results) const {
     Row rows[NUM_ROWS];
-    for (int r = 0; r < NUM_ROWS; ++r) rows[r] = row_at(first + r, kv_head, results);
+    locate_rows(first, NUM_ROWS, kv_head, results, rows);
     attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
   }
 
   // Results [begin, end) of one KV head.
   void attend_many(const HeadTile<T>& head_tile, int64_t begin, int64_t end, int64_t kv_head,
                    const Results& results) const {
-    turn_keys<T, typename Arithmetic::Dot>(head_tile, turned_.keys);
-    turn_values<T, typename Arithmetic::Strip>(head_tile, turned_.values);
     // What is next is fetched evenly beside the products of these heads.
     Prefetcher<T>& prefetcher = *head_tile.prefetcher;
     const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
-    const int64_t num_panels = (TILE_TOKENS + p_.head_size) / PANEL;
-    const int64_t num_products = num_heads * num_panels * ((end - begin) / PANEL_ROWS);
-    const int64_t num_fetches = (prefetcher.num_left() + num_products - 1) / num_products;
+    const int64_t num_columns = (TILE_TOKENS + p_.head_size) / VEC_SIZE;
+    const int64_t num_products = num_heads * num_columns * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
+    const int64_t num_fetches = prefetcher.num_left();
+    int64_t due = 0;
     const auto fetch = [&] {
-      for (int64_t i = 0; i < num_fetches; ++i) prefetcher.template fetch<false>();
+      for (due += num_fetches; due >= num_products; due -= num_products) prefetcher.fetch();
     };
     Row rows[MOST_ROWS];
     for (int64_t first = begin; first < end; first += MOST_ROWS) {
       const int64_t num_rows = end - first < MOST_ROWS ? end - first : MOST_ROWS;
-      for (int64_t r = 0; r < num_rows; ++r) rows[r] = row_at(first + r, kv_head, results);
-      attend_many_rows<T, Arithmetic>(head_tile, turned_, rows, num_rows, row_floats_, fetch);
+      locate_rows(first, num_rows, kv_head, results, rows);
+      attend_many_rows<T, Arithmetic>(head_tile, rows, num_rows, row_floats_, fetch);
     }
   }
 
@@ -178,7 +185,6 @@ class ItemWalk {
   const AttentionItem& item_;
   const AttentionItem* next_item_;
   float* queries_;  // [num_results, row_floats], unpacked
-  TurnedTile turned_;
   ResultIndex index_;
   int64_t row_floats_;
   int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
@@ -204,8 +210,7 @@ void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const 
       (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
   float* const memory = scratch + query_floats(num_results, p.head_size);
   const Results partition_results(memory, num_results);
-  float* const turned_tile = memory + 2 * partial_floats(num_results, p.head_size);
-  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch, turned_tile);
+  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch);
   if (item.is_partial) {
     for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
       walk.attend_partition(partition, partition_results);
