@@ -8,7 +8,8 @@ Caches, SDPA's keys and values, and what torch.sum reads lie in huge pages where
 Peers: SDPA on contiguous keys and values (a call for each sequence where lengths differ); gathering these from
 the cache for it; a loop over the sequences in plain torch; for an fp8 cache, the same tokens in a bf16 cache.
 Shared: sequences with a common prefix, beside as long ones without; GFLOP/s counts every row's pairs, and the share is
-of a matrix product in float32. Last, the latency of single small calls, on a quiet machine and beside busy processes.
+of a matrix product in float32. Then the time that it takes to find out what is shared, beside the least that the call
+could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
 
 On a GPU (how it is timed: cuda_timing.py) the peers are the fastest backend of SDPA for the shape, named beside the
 row, for prefill its flash backend; and FlashInfer, where it is installed, with the same block tables in its own layout.
@@ -18,10 +19,14 @@ Mixed: a prompt and rows of decode in one call, for SDPA in two. Last, what a ca
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import cuda_timing
 import torch
+from attention_plan import Planner, decode_tables
 from attn_inputs import Attention, Fp8Decode, Mixed, Model, SharedDecode
 from attn_peers import fastest_sdpa, flash, flashinfer_decode
 from harness import (
@@ -70,6 +75,7 @@ FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 FP8_DECODES = [(model, "8 x 2048", EIGHT, dtype) for dtype in FP8_DTYPES for model in (MHA, GQA8)]
 
 SHARED, NUM_SHARED = [2112] * 8, 2048
+PLANNED, NUM_PLANNED_SHARED = [4096] * 256, (0, 4032)
 
 PREFILLS = [(model, *tokens) for model in (MHA, GQA8) for tokens in ((512, 0), (2048, 0), (256, 1024))]
 QUICK_PREFILLS = [(GQA8, 512, 0), (GQA8, 256, 1024)]
@@ -154,6 +160,24 @@ def bench_shared_decode(
     work = sum(num_operations(model, 1, seq_len - 1) for seq_len in seq_lens)
     name = f"{model.name}, {len(seq_lens)} x {seq_lens[0]} sharing {NUM_SHARED}"
     return Row("decode, shared", name, dtype, work, probe, seconds)
+
+
+def bench_planning(planner: Planner, num_shared: int, num_rounds: int, read: Probe, matmul: Probe) -> dict[str, float]:
+    """The least that the call takes: reading each block once, or multiplying, at the speed of the probes."""
+    model, num_seqs, seq_len = GQA8, len(PLANNED), PLANNED[0]
+    lens, tables = decode_tables(num_seqs, seq_len, num_shared)
+
+    def plan(_: None) -> int:
+        return planner.count(lens, tables, model.num_heads, model.num_kv_heads)
+
+    functions: Mapping[str, Callable[[None], object]] = {"plan": plan, "read": read.run, "matmul": matmul.run}
+    seconds = {name: median(times) for name, times in time_interleaved(functions, [None], num_rounds).items()}
+    num_bytes = kv_bytes(model, [num_shared, num_seqs * (seq_len - num_shared)], torch.bfloat16)
+    work = num_seqs * num_operations(model, 1, seq_len - 1)
+    least = max(num_bytes / read.work * seconds["read"], work / matmul.work * seconds["matmul"])
+    name = f"{model.name}, {num_seqs} x {seq_len} sharing {num_shared}, bfloat16"
+    print(f"plan: {name}: {seconds['plan'] * 1e3:.2f} ms of {least * 1e3:.0f} at least, {seconds['plan'] / least:.2%}")
+    return {"num_shared": num_shared, "seconds": seconds["plan"], "least_seconds_of_call": least}
 
 
 def bench_prefill(
@@ -248,6 +272,9 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
     shared = [(model, dtype) for dtype in dtypes_shared for model in (MHA, GQA8)]
     rows += (table := [bench_shared_decode(*case, *options, matmul) for case in shared])
     print_rows(table)
+    with TemporaryDirectory() as directory:
+        planner = Planner.compile(Path(directory))
+        planning = [bench_planning(planner, n, options[1], reading, matmul) for n in NUM_PLANNED_SHARED]
     prefills = QUICK_PREFILLS if args.quick else PREFILLS
     dtypes = zip(args.dtypes, matmuls, strict=True)
     rows += (table := [bench_prefill(*case, dtype, *options, probe) for dtype, probe in dtypes for case in prefills])
@@ -255,7 +282,8 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
 
     print(f"\none call of many in a row: decode, {GQA8.name}, 1 sequence of 16 tokens")
     latencies = [bench_latency(dtype, args.device) for dtype in args.dtypes]
-    return rows, {"latency": {name: micros for of_dtype in latencies for name, micros in of_dtype.items()}}
+    latency_of = {name: micros for of_dtype in latencies for name, micros in of_dtype.items()}
+    return rows, {"planning": planning, "latency": latency_of}
 
 
 def tables_on_cuda(args: argparse.Namespace) -> tuple[list[Row], dict[str, object]]:
