@@ -1,18 +1,19 @@
 # make demo: the main job; make test: the tests. Both set up .venv first, on any machine with Python 3.11 or later,
-# a C++20 compiler and make.
+# a C++20 compiler and make. make serve: an OpenAI-compatible server with the same model, at http://127.0.0.1:8000.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build simt demo test test-long test-cuda check-cuda sanitize bench lint format clean
+.PHONY: help build simt demo serve test test-clients test-long test-cuda check-cuda sanitize bench lint format clean
 help:
-	@echo "make build | demo | test | test-long | test-cuda | check-cuda | sanitize | bench | lint | format | clean"
+	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | check-cuda | sanitize | bench | lint |" \
+	  "format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation.
 .venv/ready: pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet "setuptools>=77" "cmake>=3.24" ninja "pybind11>=3.0"
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[serve,dev]"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[serve,structured,dev]"
 	touch $@
 
 # After the first time, only what changed.
@@ -27,6 +28,9 @@ simt: build
 demo: build
 	$(BIN)/python python/examples/demo.py
 
+serve: build
+	$(BIN)/pagedattn serve
+
 # $(call for_each_capability,COMMAND): COMMAND once for each instruction set that this machine has.
 for_each_capability = set -e; for capability in $$($(BIN)/python -c \
 	    "import pagedattn_ext; print(*pagedattn_ext.build_info()['cpu_capabilities'])"); do \
@@ -39,6 +43,17 @@ test: simt
 	$(call for_each_capability,$(BIN)/python -m pytest -q tests/ops)
 	$(BIN)/python -m pytest -q tests/ops --device simt
 	$(BIN)/python -m pytest -q --ignore=tests/ops
+
+# The server through clients that are heavy to install, in an environment of their own, as strangers have them; and its
+# page in Chromium, if there is one.
+.venv-clients/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --upgrade "pip>=25.1"
+	.venv-clients/bin/pip install --quiet --group clients
+	touch $@
+
+test-clients: build .venv-clients/ready
+	PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest -q -rs tests/clients
 
 # Hypothesis searches for new examples, thousands for each property: hours.
 test-long: simt
@@ -95,5 +110,5 @@ format: .venv/ready
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

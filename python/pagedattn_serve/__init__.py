@@ -50,7 +50,7 @@ __all__ = list(_PUBLIC)
 
 # What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
-_SERVER_EXTRA = ("fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn")
+_SERVER_EXTRA = ("fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn")
 _NEED_EXTRA = ("llm", "engine", "async_engine", "calibration")
 
 

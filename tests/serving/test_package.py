@@ -28,6 +28,7 @@ def test_names_and_version() -> None:
 
 
 EXTRA = ["huggingface_hub", "numpy", "safetensors", "tqdm", "transformers"]
+SERVER_EXTRA = ["fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn"]
 
 
 @pytest.mark.parametrize("missing", [EXTRA, *([name] for name in EXTRA)], ids=lambda names: "-".join(names))
@@ -46,4 +47,14 @@ def test_without_the_extra(missing: list[str]) -> None:
 
 def test_the_extra_is_what_the_project_says() -> None:
     named = [requirement.split(">=")[0].replace("-", "_") for requirement in PROJECT["optional-dependencies"]["serve"]]
-    assert named == EXTRA
+    assert named == sorted(EXTRA + SERVER_EXTRA)
+
+
+@pytest.mark.parametrize("missing", SERVER_EXTRA)
+def test_serving_without_the_extra(missing: str) -> None:
+    hide = f"import sys; sys.modules[{missing!r}] = None;"
+    done = python(f"{hide} from pagedattn_serve.cli import main; sys.exit(main(['serve']))")
+    assert done.returncode == 1
+    expected = f"pagedattn: error: pagedattn_serve: expected {missing}: pip install 'pagedattn-ext[serve]'"
+    assert done.stderr.splitlines() == [expected]
+    assert python(f"{hide} from pagedattn_serve import LLM").returncode == 0
