@@ -29,9 +29,10 @@ ARROWS: dict[str, set[str]] = {
     # the HTTP server
     "server": set(),
     "server.app": {"server.completions", "server.chat_completions", "server.tokenization", "server.status"}
-    | {"server.middleware"},
+    | {"server.live", "server.middleware"},
     "server.completions": {"server.service", "server.streaming", "server.logprobs"},
     "server.chat_completions": {"server.service", "server.streaming", "server.logprobs"},
+    "server.live": {"server.service"},
     "server.tokenization": {"server.service", "server.responses"},
     "server.status": {"server.service", "server.responses"},
     "server.sampling": {"server.errors", "server.requests", "structured_output"},

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 
 import pagedattn_ext
 from pagedattn_serve.async_engine import AsyncLLMEngine
-from pagedattn_serve.server import chat_completions, completions, status, tokenization
+from pagedattn_serve.server import chat_completions, completions, live, status, tokenization
 from pagedattn_serve.server.config import ServerConfig
 from pagedattn_serve.server.errors import add_error_handlers
 from pagedattn_serve.server.metrics import add_metrics_route
@@ -41,7 +41,7 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
         },
     )
     app.state.service = service = Service(engine, config)
-    for module in (completions, chat_completions, tokenization, status):
+    for module in (completions, chat_completions, tokenization, status, live):
         app.include_router(module.router)
     add_metrics_route(app, service.metrics)
     add_error_handlers(app)

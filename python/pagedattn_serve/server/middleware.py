@@ -28,7 +28,8 @@ from pagedattn_serve.server.request_context import RequestContext, current_reque
 logger = logging.getLogger(__name__)
 
 # What is served without a key; all else, known or not, asks for one.
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
+OPEN_FOLDER = "/page/"
 # What is asked all the time, and logged on the level "debug" alone unless it fails.
 POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
 
@@ -156,7 +157,7 @@ class KeyCheck:
                 scope["pagedattn.key_id"] = digest.hex()
                 if context := current_request.get():
                     context.key_number = number
-            elif scope["path"] not in OPEN_PATHS:
+            elif scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 headers = {"www-authenticate": "Bearer"}
                 text = "API key: expected one of this server's as Authorization: Bearer KEY"
                 return await refuse(receive, send, 401, text, "invalid_api_key", headers)

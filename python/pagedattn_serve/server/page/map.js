@@ -1,0 +1,75 @@
+// The block map: one square a block, on a canvas.
+
+export const FREE = -1, CACHED = -2, SHARED = -3; // what a block is, if it is not one request's, whose index it has then
+
+const MAX_HEIGHT = 320; // of a map, in pixels of the page
+const GAP = 1;
+
+// A colour that a request keeps as long as it lives: its name is six random digits.
+export const colourOf = (request) => `hsl(${parseInt(request.name, 16) % 360} 65% 52%)`;
+
+// The blocks of [[what, how many], ...], one number a block.
+export function unpack(runs) {
+  return runs.flatMap(([what, count]) => Array(count).fill(what));
+}
+
+export class BlockMap {
+  #canvas; #blocks = []; #columns = 1; #cell = 1;
+
+  // onPoint is called with the number of the block under the pointer, or null.
+  constructor(canvas, onPoint) {
+    this.#canvas = canvas;
+    canvas.addEventListener("pointermove", (event) => onPoint(this.#blockAt(event)));
+    canvas.addEventListener("pointerleave", () => onPoint(null));
+  }
+
+  draw(blocks, requests, label) {
+    this.#blocks = blocks;
+    this.#canvas.setAttribute("aria-label", label);
+    const width = this.#canvas.clientWidth;
+    this.#cell = Math.min(16, Math.max(3, Math.floor(Math.sqrt((width * MAX_HEIGHT) / Math.max(1, blocks.length)))));
+    this.#columns = Math.max(1, Math.floor(width / this.#cell));
+    const height = Math.ceil(blocks.length / this.#columns) * this.#cell;
+    const ratio = window.devicePixelRatio || 1;
+    this.#canvas.style.height = `${height}px`;
+    this.#canvas.width = Math.round(width * ratio);
+    this.#canvas.height = Math.round(height * ratio);
+    const context = this.#canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    const style = getComputedStyle(document.documentElement);
+    const colours = { line: style.getPropertyValue("--line"), quiet: style.getPropertyValue("--quiet") };
+    blocks.forEach((what, i) => {
+      const x = (i % this.#columns) * this.#cell, y = Math.floor(i / this.#columns) * this.#cell;
+      drawBlock(context, x, y, this.#cell - GAP, what, requests, colours, style.getPropertyValue("--accent"));
+    });
+  }
+
+  #blockAt(event) {
+    const column = Math.floor(event.offsetX / this.#cell);
+    const block = Math.floor(event.offsetY / this.#cell) * this.#columns + column;
+    return column < this.#columns && block < this.#blocks.length ? block : null;
+  }
+}
+
+// What a block is shows in its shape as well as in its colour.
+function drawBlock(context, x, y, size, what, requests, colours, accent) {
+  if (what >= 0) {
+    context.fillStyle = colourOf(requests[what]);
+    context.fillRect(x, y, size, size);
+    return;
+  }
+  context.strokeStyle = what === SHARED ? accent : colours.line;
+  context.lineWidth = 1;
+  context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+  if (what === SHARED) {
+    context.fillStyle = accent;
+    context.beginPath();
+    context.moveTo(x, y);
+    context.lineTo(x + size, y);
+    context.lineTo(x, y + size);
+    context.fill();
+  } else if (what === CACHED) {
+    context.fillStyle = colours.quiet;
+    context.fillRect(x + size / 3, y + size / 3, size / 3, size / 3);
+  }
+}

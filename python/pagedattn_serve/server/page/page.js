@@ -1,0 +1,165 @@
+// The live page: asks the server for its state twice a second while somebody looks, and shows it.
+
+import { complete } from "./completion.js";
+import { BlockMap, CACHED, FREE, SHARED, colourOf, unpack } from "./map.js";
+
+const POLL_MILLISECONDS = 500;
+const HISTORY = 120; // polls: a minute
+const MAX_ROWS = 50; // of the table of requests
+
+const $ = (id) => document.getElementById(id);
+const number = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
+
+let state = null; // the server's last answer
+let pointed = null; // the block under the pointer
+const rates = []; // tokens a second, the latest last
+const blocks = new BlockMap($("blocks"), (block) => { pointed = block; showPointed(); });
+const hostBlocks = new BlockMap($("host-blocks"), () => {});
+
+// ---- the API key, where the server asks for one
+
+function headers() {
+  const key = sessionStorage.getItem("key");
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", $("key").value);
+  $("key-form").hidden = true;
+});
+
+// ---- the state
+
+async function poll() {
+  try {
+    const response = await fetch("state", { headers: headers() });
+    if (response.status === 401) {
+      $("key-form").hidden = false;
+      return showStatus("needs an API key", true);
+    }
+    const answer = await response.json();
+    if (response.ok) show(answer);
+    else showStatus(answer.error.message, true);
+  } catch (error) {
+    showStatus(`no answer from the server (${error.message})`, true);
+  }
+}
+
+async function pollForEver() {
+  for (;;) {
+    if (document.visibilityState === "visible") await poll();
+    await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
+  }
+}
+
+function show(next) {
+  showFigures(next, state);
+  state = next;
+  $("model").textContent = state.model;
+  showStatus(`on ${state.device}, blocks of ${state.block_size} tokens`, false);
+  showBlocks();
+  showRequests();
+}
+
+function showStatus(text, bad) {
+  if ($("status").textContent !== text) $("status").textContent = text; // else a screen reader says it each time
+  $("status").classList.toggle("bad", bad);
+}
+
+function showFigures({ stats, time }, last) {
+  const set = (id, text) => { $(id).textContent = text; };
+  set("running", stats.num_running);
+  set("waiting", stats.num_waiting);
+  set("swapped", stats.num_swapped);
+  set("use", percent.format(stats.num_used_blocks / stats.num_blocks));
+  set("preemptions", stats.num_recomputes + stats.num_swaps);
+  if (stats.num_looked_up_tokens) set("hits", percent.format(stats.num_found_tokens / stats.num_looked_up_tokens));
+  if (last === null) return;
+  const seconds = time - last.time, steps = stats.num_steps - last.stats.num_steps;
+  if (seconds <= 0) return;
+  rates.push((stats.num_output_tokens - last.stats.num_output_tokens) / seconds);
+  rates.splice(0, rates.length - HISTORY);
+  set("rate", number.format(rates.at(-1)));
+  if (steps > 0) set("step", `${number.format(((stats.step_seconds - last.stats.step_seconds) / steps) * 1000)} ms`);
+  const most = Math.max(...rates, 1);
+  const points = rates.map((rate, i) => `${HISTORY - rates.length + i},${23 - (rate / most) * 22}`);
+  $("history").firstElementChild.setAttribute("points", points.join(" "));
+}
+
+function showBlocks() {
+  const all = unpack(state.blocks);
+  const count = (test) => all.reduce((sum, what) => sum + test(what), 0);
+  const counts = {
+    free: count((what) => what === FREE), used: count((what) => what >= 0),
+    shared: count((what) => what === SHARED), cached: count((what) => what === CACHED),
+  };
+  for (const [name, value] of Object.entries(counts)) $(`num-${name}`).textContent = number.format(value);
+  const told = Object.entries(counts).map(([name, value]) => `${value} ${name}`).join(", ");
+  blocks.draw(all, state.requests, `${all.length} blocks: ${told}`);
+  const host = unpack(state.host_blocks);
+  const numSwapped = host.filter((what) => what !== FREE).length;
+  $("host").hidden = numSwapped === 0;
+  $("num-swapped").textContent = number.format(numSwapped);
+  if (numSwapped) hostBlocks.draw(host, state.requests, `${host.length} blocks of host memory, ${numSwapped} in use`);
+  showPointed(all);
+}
+
+function showPointed(all = state && unpack(state.blocks)) {
+  if (!state || pointed === null || pointed >= all.length) {
+    $("block").textContent = "Point at a block to see whose it is.";
+    return;
+  }
+  const what = all[pointed];
+  const names = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared by several sequences" };
+  $("block").textContent = `Block ${pointed}: ${names[what] ?? `request ${state.requests[what].name}`}`;
+}
+
+function showRequests() {
+  const owned = new Map();
+  for (const [what, count] of state.blocks) owned.set(what, (owned.get(what) ?? 0) + count);
+  const rows = state.requests.slice(0, MAX_ROWS).map((request, i) => {
+    const row = document.createElement("tr");
+    const texts = [request.name, request.state, request.num_prompt_tokens, request.num_output_tokens, owned.get(i) ?? 0];
+    for (const text of texts) row.insertCell().textContent = text;
+    const chip = document.createElement("i");
+    chip.className = "cell";
+    chip.style.background = chip.style.borderColor = colourOf(request);
+    row.cells[0].prepend(chip);
+    return row;
+  });
+  $("requests").replaceChildren(...rows);
+  const numMore = state.requests.length - rows.length;
+  $("more").textContent = numMore ? `and ${numMore} more` : rows.length ? "" : "None at the moment.";
+}
+
+// ---- the prompt box
+
+$("prompt-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const stop = new AbortController();
+  const onStop = () => stop.abort();
+  $("stop").addEventListener("click", onStop);
+  $("send").disabled = true;
+  $("stop").disabled = false;
+  $("answer").textContent = "";
+  $("timing").textContent = "";
+  try {
+    const wanted = {
+      model: state?.model, prompt: $("prompt").value,
+      maxTokens: $("max-tokens").valueAsNumber, temperature: $("temperature").valueAsNumber,
+    };
+    const result = await complete(wanted, headers(), stop.signal, (text) => $("answer").append(text));
+    $("timing").textContent = `${result.tokens} tokens in ${number.format(result.seconds)} s, the first after ` +
+      `${number.format(result.firstTokenSeconds * 1000)} ms; ended by ${result.finishReason}`;
+  } catch (error) {
+    $("timing").textContent = stop.signal.aborted ? "stopped" : error.message;
+  } finally {
+    $("stop").removeEventListener("click", onStop);
+    $("send").disabled = false;
+    $("stop").disabled = true;
+  }
+});
+
+pollForEver();
