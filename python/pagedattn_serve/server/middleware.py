@@ -159,7 +159,7 @@ class KeyCheck:
                     context.key_number = number
             elif scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 headers = {"www-authenticate": "Bearer"}
-                text = "API key: expected one of this server's as Authorization: Bearer KEY"
+                text = "Incorrect API key provided: expected one of this server's as Authorization: Bearer KEY"
                 return await refuse(receive, send, 401, text, "invalid_api_key", headers)
         await self.app(scope, receive, send)
 
