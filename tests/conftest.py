@@ -14,6 +14,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from op_table import DEVICES, OPS, load_simt, num_simt_launches
 
+# They have an environment of their own, and leave this file out: make test-clients.
+collect_ignore = ["clients"]
+
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
     "ci", derandomize=True, database=None, max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
