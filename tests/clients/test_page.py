@@ -1,5 +1,6 @@
 """The live page in a browser: Chromium without a window, driven by Playwright."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -49,12 +50,12 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
     page.fill("#prompt", "A class definition")
     page.fill("#max-tokens", "400")
     page.click("#send")
-    page.wait_for_function("document.getElementById('answer').textContent.length > 0")
+    expect(page.locator("#answer")).to_have_text(re.compile(r"\S"), timeout=PATIENCE)
     early = page.locator("#answer").inner_text()
     expect(page.locator("#running")).to_have_text("1", timeout=PATIENCE)
     expect(page.locator("#requests tr")).to_have_count(1, timeout=PATIENCE)
     during = pixels(page)
-    page.wait_for_function("document.getElementById('timing').textContent.includes('ended by')")
+    expect(page.locator("#timing")).to_contain_text("ended by", timeout=PATIENCE)
     assert len(page.locator("#answer").inner_text()) > len(early)
     assert during != before
     expect(page.locator("#running")).to_have_text("0", timeout=PATIENCE)
@@ -65,7 +66,7 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
 def test_stop_frees_the_blocks(page: Page, complaints: list[str]) -> None:
     page.fill("#max-tokens", "400")
     page.click("#send")
-    page.wait_for_function("document.getElementById('answer').textContent.length > 0")
+    expect(page.locator("#answer")).to_have_text(re.compile(r"\S"), timeout=PATIENCE)
     page.click("#stop")
     expect(page.locator("#timing")).to_have_text("stopped")
     expect(page.locator("#running")).to_have_text("0", timeout=PATIENCE)
@@ -92,7 +93,7 @@ def contrast(page: Page, selector: str) -> float:
         selector,
         """element => {
             const rgb = (colour) => colour.match(/[\\d.]+/g).map(Number);
-            const solid = (each) => { const [, , , a = 1] = rgb(getComputedStyle(each).backgroundColor); return a > 0; };
+            const solid = (each) => (rgb(getComputedStyle(each).backgroundColor)[3] ?? 1) > 0;
             let behind = element;
             while (!solid(behind)) behind = behind.parentElement;
             return [rgb(getComputedStyle(element).color), rgb(getComputedStyle(behind).backgroundColor)];
