@@ -40,11 +40,21 @@ async function poll() {
       return showStatus("needs an API key", true);
     }
     const answer = await response.json();
-    if (response.ok) show(answer);
+    if (response.ok) show(answer, await fetchFirstTokens());
     else showStatus(answer.error.message, true);
   } catch (error) {
     showStatus(`no answer from the server (${error.message})`, true);
   }
+}
+
+// How many requests have had their first token, and the seconds that they waited for it, together.
+async function fetchFirstTokens() {
+  const metrics = await (await fetch("metrics")).text();
+  const read = (what) => {
+    const line = metrics.match(new RegExp(`^pagedattn:time_to_first_token_seconds_${what}\\{.*\\} (.+)$`, "m"));
+    return line ? Number(line[1]) : 0;
+  };
+  return { count: read("count"), seconds: read("sum") };
 }
 
 async function pollForEver() {
@@ -54,7 +64,8 @@ async function pollForEver() {
   }
 }
 
-function show(next) {
+function show(next, firstTokens) {
+  next.firstTokens = firstTokens;
   showFigures(next, state);
   state = next;
   $("model").textContent = state.model;
@@ -68,8 +79,9 @@ function showStatus(text, bad) {
   $("status").classList.toggle("bad", bad);
 }
 
-function showFigures({ stats, time }, last) {
+function showFigures({ stats, time, firstTokens }, last) {
   const set = (id, text) => { $(id).textContent = text; };
+  const milliseconds = (seconds) => `${number.format(seconds * 1000)} ms`;
   set("running", stats.num_running);
   set("waiting", stats.num_waiting);
   set("swapped", stats.num_swapped);
@@ -82,7 +94,9 @@ function showFigures({ stats, time }, last) {
   rates.push((stats.num_output_tokens - last.stats.num_output_tokens) / seconds);
   rates.splice(0, rates.length - HISTORY);
   set("rate", number.format(rates.at(-1)));
-  if (steps > 0) set("step", `${number.format(((stats.step_seconds - last.stats.step_seconds) / steps) * 1000)} ms`);
+  if (steps > 0) set("step", milliseconds((stats.step_seconds - last.stats.step_seconds) / steps));
+  const numFirst = firstTokens.count - last.firstTokens.count;
+  if (numFirst > 0) set("first", milliseconds((firstTokens.seconds - last.firstTokens.seconds) / numFirst));
   const most = Math.max(...rates, 1);
   const points = rates.map((rate, i) => `${HISTORY - rates.length + i},${23 - (rate / most) * 22}`);
   $("history").firstElementChild.setAttribute("points", points.join(" "));
