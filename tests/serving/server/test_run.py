@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ServerProcess, server_process
+from run_process import ServerProcess, server_process
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.run import bind, listen, port_of
