@@ -35,6 +35,7 @@ class Service:
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.created = int(time.time())
+        self._num_in_threads = 0  # that have the tokenizer, or wait for it
 
     @property
     def tokenizer(self) -> Any:
@@ -57,13 +58,15 @@ class Service:
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
         """Token ids of each text; raises ApiError, which names the field, for what UTF-8 cannot write."""
-        return await _off_loop(
+        return await self._with_tokenizer(
             sum(map(len, texts)), lambda: [self._llm.tokenize(text, add_special_tokens) for text in texts], param
         )
 
     async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
         """The text of each prompt, special tokens too; raises ApiError, which names the field, for unknown ids."""
-        return await _off_loop(sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param)
+        return await self._with_tokenizer(
+            sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param
+        )
 
     async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """A chat as the text that its model continues; raises ApiError for what the template refuses."""
@@ -118,6 +121,23 @@ class Service:
                 code="context_length_exceeded",
             )
 
+    async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
+        """What `work` returns. Raises ApiError, which names the field, for what it refuses.
+
+        It is done in a thread if it is long, or while one that is has the tokenizer, which is for one at a time: the
+        event loop never waits for that.
+        """
+        try:
+            if size < LONG_TEXT and self._num_in_threads == 0:
+                return work()
+            self._num_in_threads += 1
+            try:
+                return await asyncio.to_thread(work)
+            finally:
+                self._num_in_threads -= 1
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"{param}: {str(error).partition(': ')[2] or error}", param=param) from None
+
     def _salt(self, key_id: str, own: str) -> str:
         """Prompts share cached blocks with those of the same salt alone: the request's own, within its key's."""
         if not self.config.salt_by_key:
@@ -129,11 +149,3 @@ def service_of(request: Request) -> Service:
     """A FastAPI dependency."""
     service: Service = request.app.state.service
     return service
-
-
-async def _off_loop(size: int, work: Callable[[], T], param: str) -> T:
-    """What `work` returns; in a thread if it is long. Raises ApiError, which names the field, for what it refuses."""
-    try:
-        return work() if size < LONG_TEXT else await asyncio.to_thread(work)
-    except (TypeError, ValueError) as error:
-        raise ApiError(400, f"{param}: {str(error).partition(': ')[2] or error}", param=param) from None
