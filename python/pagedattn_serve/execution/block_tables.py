@@ -8,7 +8,8 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class BlockTables:
-    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed.
+    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed,
+    or when they are the most.
 
     An interrupt between any two statements does no harm: a row counts as written when that is done, and which rows are
     free is found out from those that are not.
@@ -22,6 +23,8 @@ class BlockTables:
 
     def update(self, scheduled: list[ScheduledSequence]) -> npt.NDArray[np.int32]:
         """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's own blocks lies anything."""
+        if len(self._row_of) > 2 * len(scheduled):  # those that have ended keep all that they said in memory
+            self._take_back()
         rows = np.array([self._row(each) for each in scheduled], dtype=np.int64)
         tables = [each.block_table for each in scheduled]
         lengths = np.array([len(table) for table in tables], dtype=np.int64)
