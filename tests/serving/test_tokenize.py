@@ -126,7 +126,7 @@ def test_one_thread_at_a_time() -> None:
     def use(i: int) -> None:
         assert inputs.tokenize("a") == [1]
         assert inputs.detokenize([1]) == "a"
-        inputs.make_request(str(i), "a", SamplingParams(bad_words=["a"]), None, None, 0)
+        inputs.make_request(str(i), "a", SamplingParams(bad_words=["a"]), None, None, 0, "")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(use, range(16)))
