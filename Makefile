@@ -53,7 +53,8 @@ test: simt
 	touch $@
 
 test-clients: build .venv-clients/ready
-	PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest -q -rs tests/clients
+	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
+	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
 
 # Hypothesis searches for new examples, thousands for each property: hours.
 test-long: simt
@@ -110,5 +111,5 @@ format: .venv/ready
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
