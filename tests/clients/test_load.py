@@ -135,7 +135,7 @@ def test_many_streams(loaded_server: ServerProcess, texts: dict[str, str], capsy
     assert max(files[1:]) <= files[0]
 
 
-NUM_SLOW = 6
+NUM_SLOW = 4
 SLOW: dict[str, Any] = {"max_tokens": 400, "n": 4, "ignore_eos": True, "logprobs": 20}  # a megabyte and more
 
 
@@ -143,7 +143,7 @@ def test_clients_that_stop_reading(loaded_server: ServerProcess, texts: dict[str
     """They slow nobody and cost no memory that stays; what they left lying is there when they read on."""
     server = loaded_server
     memory = []
-    for _ in range(5):
+    for _ in range(4):
         slow = [slow_client(server) for _ in range(NUM_SLOW)]
         seen = asyncio.run(stream(server, PROMPTS[0]))
         assert seen.text == texts[PROMPTS[0]]
