@@ -2,6 +2,7 @@
 
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
        python bench/serving.py sharing|samples|prefix|preemption|block-size [--quick] [--json F] [--plot F]
+       python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
 
 Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
 
@@ -13,6 +14,8 @@ batching over a paged cache; and the same on our ops (use_paged_attention).
 
 Experiments (serving_experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
 separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks.
+
+server (serving_http.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 """
 
 import argparse
@@ -29,11 +32,12 @@ import torch
 import transformers
 from harness import check_plot, hardware, keep_freed_memory, write_files
 from serving_experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
+from serving_http import compare_server
 from serving_peers import System, compare, load_peers, print_comparison, run_in_turns
 from serving_requests import SHAPES, WORKLOADS, Request, make_model, make_requests
 from serving_run import plot_run, print_summary, summarize, warm_server
 
-from pagedattn_serve import LLMEngine
+from pagedattn_serve import DEMO_MODEL, LLMEngine
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -57,11 +61,18 @@ def add_options(
     parser: argparse.ArgumentParser, shape: str, num_requests: int, num_quick_requests: int, num_rounds: int, plot: str
 ) -> None:
     """What the report and the experiments have in common, with their defaults."""
-    add, positive, count = parser.add_argument, at_least(1), at_least(0)
+    add, positive = parser.add_argument, at_least(1)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
     add("--shape", choices=list(SHAPES), default=shape, help="of the model made (default: %(default)s)")
-    add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="default: %(default)s")
     add("--requests", type=positive, metavar="N", help=f"default: {num_requests}; {num_quick_requests} with --quick")
+    parser.set_defaults(default_requests=(num_requests, num_quick_requests))
+    add_run_options(parser, num_rounds, plot)
+
+
+def add_run_options(parser: argparse.ArgumentParser, num_rounds: int, plot: str) -> None:
+    """What every command has."""
+    add, positive, count = parser.add_argument, at_least(1), at_least(0)
+    add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="default: %(default)s")
     add("--rounds", type=positive, metavar="N", help=f"in which what is compared takes turns (default: {num_rounds}; "
         "1 with --quick); medians are shown")  # fmt: skip
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")
@@ -69,9 +80,7 @@ def add_options(
     add("--quick", action="store_true", help="fewer requests and rounds, under a minute")
     add("--json", type=Path, metavar="FILE", help="write hardware, command and all numbers")
     add("--plot", type=Path, metavar="FILE.png", help=f"draw {plot} (needs matplotlib)")
-    parser.set_defaults(
-        parser=parser, default_requests=(num_requests, num_quick_requests), default_rounds=(num_rounds, 1)
-    )
+    parser.set_defaults(parser=parser, default_rounds=(num_rounds, 1))
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +98,15 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--num-blocks", type=positive, metavar="N", help="the cache's size in blocks of 16 tokens")
 
 
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    add, positive = parser.add_argument, at_least(1)
+    add("--model", default=str(DEMO_MODEL), metavar="DIR", help="with a tokenizer (default: the package's demo model)")
+    add("--concurrency", type=positive, nargs="+", metavar="N", help="requests at once, a row of the table for each "
+        "number (default: 64; 8 with --quick)")  # fmt: skip
+    add("--output-tokens", type=at_least(2), default=128, metavar="N", help="of each request (default: %(default)s)")
+    add_run_options(parser, 7, "bars of tokens/s")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Without a command: report.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -99,13 +117,17 @@ def parse_args() -> argparse.Namespace:
         command = commands.add_parser(name, help=f"experiment: {experiment.title}")
         plot = f"bars of {next(iter(experiment.columns))}"
         add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
+    add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
     arguments = sys.argv[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["report", *arguments]
     args = parser.parse_args(arguments)
     check_plot(args.parser, args.plot)
-    args.requests = args.requests or args.default_requests[args.quick]
     args.rounds = args.rounds or args.default_rounds[args.quick]
+    if args.command == "server":
+        args.concurrency = args.concurrency or [8 if args.quick else 64]
+        return args
+    args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
         args.workload = args.workload or ("alpaca" if args.quick else "sharegpt")
         if args.peer_requests is None:
@@ -160,6 +182,8 @@ def run_experiment(
 
 def main() -> None:
     args = parse_args()
+    if args.command == "server":
+        return compare_server(args)
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     transformers.utils.logging.set_verbosity_error()

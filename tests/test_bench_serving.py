@@ -192,6 +192,23 @@ def test_block_sizes(experiment):
     assert len(rows) == 10
 
 
+def test_server(tmp_path):
+    path = tmp_path / "report.json"
+    result = run("server", "--concurrency", "1", "3", "--output-tokens", "8", "--rounds", "2", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["concurrency"] for row in rows] == [1, 3]
+    for row in rows:
+        assert f"{row['concurrency']} at once" in result.stdout
+        assert row["same_texts"] == 1
+        assert row["num_tokens"] == 8 * row["concurrency"]
+        assert 1 <= row["tokens_per_event"] <= 8
+        assert 0 < row["first_event_ms"]["p50"] <= 1000 * max(row["server_seconds"])
+        ratios = [mine / theirs for mine, theirs in zip(row["generate_seconds"], row["server_seconds"], strict=True)]
+        assert row["ratio"] == pytest.approx(mean(ratios))  # the median of two
+        assert all(seconds > 0 for seconds in row["generate_cpu_seconds"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -199,6 +216,8 @@ def test_block_sizes(experiment):
         (["--rate", "0"], "argument --rate: expected a number above 0, got 0"),
         (["sharing", "--rounds", "0"], "argument --rounds: expected at least 1, got 0"),
         (["--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
+        (["server", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
+        (["server", "--output-tokens", "1"], "argument --output-tokens: expected at least 2, got 1"),
     ],
 )
 def test_bad_option(arguments, message):
