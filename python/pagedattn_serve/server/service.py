@@ -145,7 +145,7 @@ class Service:
         return f"{key_id}:{own}"
 
 
-def service_of(request: Request) -> Service:
-    """A FastAPI dependency."""
+async def service_of(request: Request) -> Service:
+    """A FastAPI dependency; async, as it would else be given a thread."""
     service: Service = request.app.state.service
     return service

@@ -212,3 +212,13 @@ def test_prompt_logprobs(demo: Any) -> None:
         assert entries[str(token_id)]["logprob"] == logprob
         assert sum(entry["rank"] <= 2 for entry in entries.values()) == 2
     assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])  # one, and the prompt's own
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_short_prompt_waits_for_no_other_thread(client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something of the request was given to a thread")
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", refuse)
+    response = client.post("/v1/completions", prompt=BEGINNING, max_tokens=2, stream=stream)
+    assert response.status_code == 200, response.text
