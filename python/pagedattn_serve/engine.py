@@ -208,6 +208,11 @@ class LLMEngine:
         """
         return self._inputs.detokenize(token_ids)
 
+    @property
+    def is_tokenizing(self) -> bool:
+        """Whether some thread is in the tokenizer, so that `tokenize` and `detokenize` would wait for it."""
+        return self._inputs.is_busy
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
         self._settle()

@@ -41,6 +41,11 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
 
+    @property
+    def is_busy(self) -> bool:
+        """`LLMEngine.is_tokenizing`."""
+        return self._lock.locked()
+
     def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
         """`LLMEngine.tokenize`; errors call the text `name`."""
         check_text(name, text)

@@ -35,7 +35,6 @@ class Service:
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.created = int(time.time())
-        self._num_in_threads = 0  # that have the tokenizer, or wait for it
 
     @property
     def tokenizer(self) -> Any:
@@ -124,17 +123,13 @@ class Service:
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
         """What `work` returns. Raises ApiError, which names the field, for what it refuses.
 
-        It is done in a thread if it is long, or while one that is has the tokenizer, which is for one at a time: the
-        event loop never waits for that.
+        It is done in a thread if it is long, or while another thread has the tokenizer, which is for one at a time: the
+        event loop does not wait for that.
         """
         try:
-            if size < LONG_TEXT and self._num_in_threads == 0:
+            if size < LONG_TEXT and not self._llm.is_tokenizing:
                 return work()
-            self._num_in_threads += 1
-            try:
-                return await asyncio.to_thread(work)
-            finally:
-                self._num_in_threads -= 1
+            return await asyncio.to_thread(work)
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"{param}: {str(error).partition(': ')[2] or error}", param=param) from None
 
