@@ -26,6 +26,7 @@ async def create_chat_completion(
     service.check_model(body.model)
     params = chat_params(body, service.defaults)
     text = await service.render(body.messages, body.add_generation_prompt is not False)
+    service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template has them
     service.check_room(len(token_ids), params.max_tokens, "messages")
     job = service.job("chatcmpl", [PromptTokens(text, token_ids)], params, body, request)

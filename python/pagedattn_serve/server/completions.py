@@ -47,6 +47,8 @@ async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTok
         message = f"prompt: expected 1 to {service.config.max_waiting} prompts (the queue's places), got {len(prompts)}"
         raise ApiError(400, message, param="prompt")
     if isinstance(prompts[0], str):
+        for text in prompts:
+            service.check_characters(text, "prompt")
         token_ids = await service.tokenize(prompts, body.add_special_tokens is not False)
         return list(map(PromptTokens, prompts, token_ids))
     texts = await service.detokenize(prompts) if body.echo else [None] * len(prompts)

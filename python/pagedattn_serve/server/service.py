@@ -35,6 +35,7 @@ class Service:
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.created = int(time.time())
+        self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def tokenizer(self) -> Any:
@@ -75,6 +76,18 @@ class Service:
             )
         except (TypeError, ValueError) as error:
             raise ApiError(400, str(error), param="messages") from None
+
+    def check_characters(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that would not fit if all of its tokens were the longest one: to tokenize it could
+        take a minute, for which the tokenizer is nobody else's."""
+        if len(text) > self._max_characters:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(text)} characters in the {param}, which are more.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def job(
         self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody, request: Request

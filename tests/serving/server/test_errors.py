@@ -150,6 +150,20 @@ def test_more_than_the_model_has_positions_for(client: Any, fields: dict[str, An
     assert "128 tokens" in error["message"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_far_more_than_the_model_has_positions_for(client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by its characters, without the minute that its tokens would take."""
+    monkeypatch.setattr(client.engine.engine, "tokenize", None)
+    text = "x" * 100_000
+    fields = {"prompt": ["a", text]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    response = client.post(path, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(fields))
+    assert "128 tokens" in error["message"] and "100000 characters" in error["message"]
+
+
 def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
     empty = {"tools": [], "functions": None, "tool_choice": "none", "modalities": ["text"], "audio": None}
     without_effect = {"user": "a", "metadata": {"b": "c"}, "store": True, "service_tier": "auto", "suffix": None}
