@@ -15,7 +15,8 @@ def first_stop(text: str, stop_strings: tuple[str, ...], num_searched: int = 0) 
 
 def longest_stop_prefix(text: str, stop_strings: tuple[str, ...]) -> int:
     """Characters at the end of `text` that begin a stop string, which the next token may complete."""
-    for length in range(max(map(len, stop_strings), default=0) - 1, 0, -1):
+    longest = max(map(len, stop_strings), default=0) - 1
+    for length in range(min(longest, len(text)), 0, -1):
         if any(text.endswith(stop[:length]) for stop in stop_strings if len(stop) > length):
             return length
     return 0
