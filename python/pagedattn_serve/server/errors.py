@@ -99,7 +99,8 @@ def error_response(error: ApiError) -> JSONResponse:
 
 def validation_error(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, as `name: expected X, got Y`."""
-    first, *_ = error.errors()
+    errors = error.errors()
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])  # of a list that is right else
     location = [str(part) for part in first["loc"][1:]]
     given = first.get("input")
     if first["type"] == "json_invalid":
@@ -159,6 +160,8 @@ def _expected(name: str, error: dict[str, Any]) -> str:
             return f"a number {sign} {context[bound]:g}"
     if "min_length" in context:
         return f"a length of {context['min_length']} at least"
+    if "max_length" in context:
+        return f"a length of {context['max_length']} at most"
     text: str = error["msg"].removeprefix("Input should be ")
     return text
 

@@ -11,7 +11,9 @@ from pagedattn_serve.sampling_params import MAX_LOGPROBS
 
 # One error for a list is enough, which may have a million wrong items.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+MAX_TEXTS = 1000  # of stop and bad_words, which are looked for after each token; OpenAI takes 4
 Texts = Annotated[list[str], Field(fail_fast=True)]
+FewTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
     *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "suffix"),
@@ -58,7 +60,7 @@ class SamplingBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: str | FewTexts | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None
@@ -86,7 +88,7 @@ class SamplingBody(Body):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: Texts | None = None
+    bad_words: FewTexts | None = None
     allowed_token_ids: TokenIds | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None

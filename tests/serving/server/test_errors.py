@@ -150,6 +150,14 @@ def test_more_than_the_model_has_positions_for(client: Any, fields: dict[str, An
     assert "128 tokens" in error["message"]
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_more_texts_than_are_looked_for(client: Any, name: str) -> None:
+    status, blamed, message = client.error(COMPLETIONS, prompt=BEGINNING, **{name: ["a"] * 1001})
+    assert (status, blamed) == (400, name)
+    assert message.startswith(f"{name}: expected a length of 1000 at most, got ['a', ")
+    assert client.post(COMPLETIONS, prompt=BEGINNING, **{name: ["Z"] * 1000}).status_code == 200
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_far_more_than_the_model_has_positions_for(client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known by its characters, without the minute that its tokens would take."""
