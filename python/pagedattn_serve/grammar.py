@@ -114,7 +114,8 @@ def _grammar(form: StructuredOutput) -> str:
     if form.grammar is not None:
         return LLMatcher.grammar_from_lark(form.grammar)
     if form.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choices)))
+        # As one terminal: of rules, llguidance follows 2,000 at once and no more.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choices)))
     options: Any = None if form.whitespace_pattern is None else {"whitespace_pattern": form.whitespace_pattern}
     return LLMatcher.grammar_from_json_schema(form.schema, overrides=options)
 

@@ -139,6 +139,13 @@ def test_references_in_a_row_do_not_end_the_process(compiler: GrammarCompiler) -
     assert threading.stack_size() == 0
 
 
+def test_thousands_of_choices(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    """All begin alike, so that all go on after the first token."""
+    matcher = compiler.matcher(StructuredOutput(choice=[f"a{i}" for i in range(5000)])).advance([])
+    assert matcher.consume_tokens(ids(tokenizer, "a4321")) and error_of(matcher) is None
+    assert allowed(matcher) >= EOS
+
+
 def test_a_form_is_compiled_once(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(grammar, "_compile", lambda tokens, form: compiled.append(form))
