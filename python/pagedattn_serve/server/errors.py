@@ -16,7 +16,7 @@ CLIENT_GONE = 499  # what proxies log of a client that left
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
 _ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
 # Names in messages of the engine, and those that a client has for them.
-_PARAM_OF = {"prompt_token_ids": "prompt"}
+_PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _FORM = "structured_output: "
 # Fields with several forms, of which pydantic would name one alone.
 _FORMS = {

@@ -15,6 +15,9 @@ from pagedattn_serve.server.errors import ApiError, ClientGoneError, engine_erro
 
 T = TypeVar("T")
 
+# How the engine's error begins where it is the request's own parameters that cannot be followed, as is seen at last.
+_OWN_FAULT = ("structured_output: ", "sampling_params: ")
+
 
 @dataclass(slots=True, frozen=True)
 class PromptTokens:
@@ -129,14 +132,16 @@ async def _checked(job: Job, outputs: Outputs) -> Outputs:
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
-                    _raise_failure(output)
+                    _raise_failure(output, job.form_field)
                 yield output
     except (EngineBusyError, EngineDeadError, TypeError, ValueError, ImportError) as error:
         raise engine_error(error, job.form_field) from None
 
 
-def _raise_failure(output: RequestOutput) -> None:
+def _raise_failure(output: RequestOutput, form_field: str | None) -> None:
     reasons = {completion.finish_reason for completion in output.outputs}
+    if "error" in reasons and output.error is not None and output.error.startswith(_OWN_FAULT):
+        raise engine_error(ValueError(output.error), form_field)
     if "error" in reasons:
         raise ApiError(500, f"the request could not go on: {output.error}", code="generation_failed")
     if "abort" in reasons:

@@ -76,3 +76,18 @@ def test_forms_that_are_none(demo: Any, path: str, fields: dict[str, Any], param
     for stream in (False, True):
         status, blamed, message = demo.error(path, **PROMPTS[path], **fields, stream=stream)
         assert (status, blamed) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"$ref": "#"}}, "guided_json"),
+        ({"guided_regex": "a", "min_tokens": 9}, None),
+        ({"guided_regex": "[ab]", "allowed_token_ids": [5]}, None),
+    ],
+    ids=str,
+)
+def test_forms_that_nothing_has(demo: Any, fields: dict[str, Any], param: str | None) -> None:
+    """It shows when the output is made, and is no failure of the server, which clients would ask again."""
+    status, blamed, message = demo.error(COMPLETIONS, prompt="A class", **fields)
+    assert (status, blamed) == (400, param), message
