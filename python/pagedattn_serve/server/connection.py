@@ -1,8 +1,10 @@
 """One client's connection: uvicorn's, with limits of its own on those who send headers, or read answers, too slowly."""
 
 import asyncio
+import sys
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 << 10  # of one request, with its line
@@ -21,6 +23,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
         self._write_timer: asyncio.TimerHandle | None = None  # runs while a client does not read
         self._num_header_bytes = 0
+        self._received = b""  # what the parser is at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -32,6 +35,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._received = data
         super().data_received(data)
         if self._timer is not None:
             self._num_header_bytes += len(data)
@@ -45,7 +49,31 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        super().on_headers_complete()
+        if not self._is_offer():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_offer():
+            super().on_message_complete()
+
+    def _is_offer(self) -> bool:
+        """Whether the request offers to go on in another protocol, as Java's client does with HTTP/2 in each."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """In place of uvicorn's: the offer is declined by an answer in HTTP/1.1.
+
+        The parser has stopped behind the headers, without the body, so it begins anew, with a request that offers
+        nothing.
+        """
+        error = sys.exception()
+        if not isinstance(error, httptools.HttpParserUpgrade) or not self._is_offer():
+            return super()._unsupported_upgrade_warning()
+        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        rest = self._received[error.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def pause_writing(self) -> None:
         self._write_timer = self.loop.call_later(self.timeout, self.transport.abort)

@@ -146,6 +146,28 @@ def test_an_idle_connection_stays() -> None:
     with_server(client)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 9])
+def test_an_offer_of_another_protocol_is_passed_by(num_parts: int) -> None:
+    """Java's client offers HTTP/2 with each request, until one is answered in it."""
+    request = (
+        b"POST /length HTTP/1.1\r\nHost: server\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAMAAABk\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
+    )
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            for i in range(num_parts):
+                writer.write(request[len(request) * i // num_parts : len(request) * (i + 1) // num_parts])
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+                assert await reader.readexactly(4) == b"5000"
+
+    with_server(client)
+
+
 def test_a_reader_that_stops_is_cut_off_and_its_request_ended() -> None:
     left: list[str] = []
 
