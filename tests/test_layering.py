@@ -59,12 +59,15 @@ ARROWS: dict[str, set[str]] = {
     "cli.parser": {"cli.options"},
     "cli.options": {"config"},
     "llm": {"engine", "text.chat_template"},
-    "engine": {"engine_setup", "inputs", "models.packed_linear"},
+    "engine": {"engine_setup", "requests.inputs", "models.packed_linear"},
     "engine_setup": {"execution.cache_memory"},
-    "inputs": {"beam_request", "prompts", "generation_config", "grammar", "text.tokenizer"},
-    "beam_request": {"request", "scheduling.beam_search"},
-    "request": {"completion", "scheduling.scheduler"},
-    "completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
+    # a request from what a caller says to what it is told
+    "requests": set(),
+    "requests.inputs": {"requests.beam_request", "requests.prompts", "generation_config", "grammar", "text.tokenizer"},
+    "requests.beam_request": {"requests.request", "scheduling.beam_search"},
+    "requests.request": {"requests.completion", "scheduling.scheduler"},
+    "requests.completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
+    "requests.prompts": set(),
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {"scheduling.block_manager", "scheduling.prompt_lookup", "scheduling.batch"},
@@ -112,7 +115,6 @@ ARROWS: dict[str, set[str]] = {
     # plain data that users hold and any room may read
     "outputs": set(),
     "generation_config": {"checkpoint", "sampling_params"},
-    "prompts": set(),
     "sampling_params": {"structured_output"},
     "grammar": {"structured_output"},
     "structured_output": {"config"},
@@ -130,12 +132,13 @@ def room(name: str) -> set[str]:
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
 PLAIN_DATA = {"config", "sampling_params", "structured_output", "outputs"}
 DOORS = room("cli") | room("server")
-DOORS |= {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine", "inputs", "request"}
+DOORS |= {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine"}
 WALLS: dict[str, set[str]] = {
-    "scheduling": DOORS | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
-    "execution": DOORS | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
-    "models": DOORS | room("execution") | room("scheduling") | room("text"),
-    "text": DOORS | room("execution") | room("models") | room("scheduling") | {"pagedattn_ext"},
+    "requests": DOORS | room("execution") | room("models") | {"pagedattn_ext"},
+    "scheduling": DOORS | room("requests") | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
+    "execution": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
+    "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
+    "text": DOORS | room("requests") | room("execution") | room("models") | room("scheduling") | {"pagedattn_ext"},
 }
 TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA | {"grammar"}
 

@@ -19,7 +19,7 @@ from pagedattn_serve.config import check_int
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_loop import EngineLoop, News, describe
 from pagedattn_serve.outputs import EngineStats, RequestOutput
-from pagedattn_serve.prompts import Prompt
+from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.stream import Stream
 

@@ -11,7 +11,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.metadata import AttentionMetadata
-from pagedattn_serve.prompts import Prompt, split_prompts
+from pagedattn_serve.requests.prompts import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
 
 CHUNK_SIZE = 512  # tokens of a step

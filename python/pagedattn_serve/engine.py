@@ -10,7 +10,6 @@ from typing import Any, overload
 import torch
 
 from pagedattn_serve.checkpoint import model_directory
-from pagedattn_serve.completion import SampledToken
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.engine_setup import (
     check_options,
@@ -23,13 +22,14 @@ from pagedattn_serve.engine_setup import (
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
-from pagedattn_serve.inputs import InputProcessor
 from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.models.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
-from pagedattn_serve.prompts import Prompt
-from pagedattn_serve.request import Request
+from pagedattn_serve.requests.completion import SampledToken
+from pagedattn_serve.requests.inputs import InputProcessor
+from pagedattn_serve.requests.prompts import Prompt
+from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler

@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import EngineStats, RequestOutput
-from pagedattn_serve.request import Request
+from pagedattn_serve.requests.request import Request
 from pagedattn_serve.stream import Stream
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
-from pagedattn_serve.prompts import Prompt, split_prompts, without_array
+from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
 

@@ -24,9 +24,9 @@ FILES = {
     for name in (
         "llm.py",
         "engine.py",
-        "request.py",
-        "beam_request.py",
-        "completion.py",
+        "requests/request.py",
+        "requests/beam_request.py",
+        "requests/completion.py",
         "grammar.py",
         "scheduling/beam_search.py",
         "scheduling/sequence.py",

@@ -4,13 +4,13 @@ import threading
 import time
 from typing import Any
 
-from pagedattn_serve.beam_request import BeamRequest
-from pagedattn_serve.completion import OutputRules
 from pagedattn_serve.config import check_bool, check_float, check_int
 from pagedattn_serve.generation_config import GenerationDefaults
 from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
-from pagedattn_serve.prompts import Prompt, text_or_ids, to_ids
-from pagedattn_serve.request import Request
+from pagedattn_serve.requests.beam_request import BeamRequest
+from pagedattn_serve.requests.completion import OutputRules
+from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
+from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 from pagedattn_serve.text.tokenizer import bad_word_ids

@@ -1,7 +1,7 @@
 """A request as the engine holds it: its group of sequences, their outputs, and what its user is told."""
 
-from pagedattn_serve.completion import Completion, OutputRules, SampledToken, decode_tokens
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_output
+from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken, decode_tokens
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup

@@ -1,7 +1,7 @@
 """A request whose outputs beam search chooses, as the engine holds it."""
 
-from pagedattn_serve.completion import Completion, OutputRules, SampledToken
-from pagedattn_serve.request import Request
+from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
+from pagedattn_serve.requests.request import Request
 from pagedattn_serve.scheduling.beam_search import BeamSearch, Continuation
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
