@@ -1,14 +1,16 @@
 """OpenAI's own client, against a server in a process of its own: what its users call, and the errors they catch."""
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from checkpoints import BEGINNING, SPEECH
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 from server_process import ServerProcess, serving
 from transformers import AutoTokenizer
 
@@ -123,6 +125,36 @@ def test_the_helper_for_streams(speaker: OpenAI) -> None:
         contents = [event.delta for event in stream if event.type == "content.delta"]
         assert "".join(contents) == SPEECH
         assert stream.get_final_completion().choices[0].message.content == SPEECH
+
+
+class Verdict(BaseModel):
+    """An output of a few tokens, whatever the model."""
+
+    answer: Literal["yes", "no"]
+    certain: bool
+
+
+def test_parsed_outputs(demo: OpenAI) -> None:
+    fields: dict[str, Any] = {**DEMO, "max_tokens": 100, "n": 3, "seed": 5, "temperature": 1}
+    completion = demo.chat.completions.parse(messages=QUESTION, response_format=Verdict, **fields)
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Verdict)
+    with demo.chat.completions.stream(messages=QUESTION, response_format=Verdict, **fields) as stream:
+        streamed = stream.get_final_completion()
+    assert [each.message.parsed for each in streamed.choices] == [each.message.parsed for each in completion.choices]
+
+
+def test_guided_outputs(demo: OpenAI) -> None:
+    choices = ["a list", "a tuple", "a dictionary"]
+    for guide, is_one in (
+        ({"guided_choice": choices}, lambda text: text in choices),
+        ({"guided_regex": r"[0-9]{3}-[a-f]{2}"}, re.compile(r"[0-9]{3}-[a-f]{2}").fullmatch),
+        ({"guided_grammar": 'start: "(" start ")" | "x"'}, re.compile(r"(\(*)x(\)*)").fullmatch),
+    ):
+        completion = demo.completions.create(prompt=PROMPT, extra_body=guide, **{**DEMO, "max_tokens": 40})
+        assert completion.choices[0].finish_reason == "stop"
+        assert is_one(completion.choices[0].text)
 
 
 def test_the_raw_response(speaker: OpenAI) -> None:
