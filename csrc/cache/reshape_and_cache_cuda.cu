@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cache/reshape_and_cache.h"
+#include "cuda_float8.cuh"
 #include "cuda_vec.cuh"
 #include "dispatch.h"
 
@@ -81,42 +82,14 @@ __device__ void store_chunk(T* target, const Chunk<T>& chunk, bool is_aligned) {
 
 // ---- rows of T, as they become a chunk of the cache
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 890
-// To the nearest element of a float8 format, ties to even; the largest one beyond it, and NaN for NaN, both with the
-// sign.
-template <typename CacheT>
-__device__ uint32_t to_float8(float value) {
-  constexpr bool IS_E4M3 = std::is_same_v<CacheT, float8_e4m3>;
-  constexpr int MANTISSA_BITS = IS_E4M3 ? 3 : 2;
-  constexpr int DROPPED_BITS = 23 - MANTISSA_BITS;
-  constexpr uint32_t BIAS = IS_E4M3 ? 7 : 15;
-  constexpr float LARGEST = IS_E4M3 ? 448.0f : 57344.0f;
-  constexpr uint32_t SMALLEST_NORMAL = (127 + 1 - BIAS) << 23;
-  // Adding a power of two whose last bit is the denormals' step rounds to it.
-  constexpr uint32_t ROUND_DENORMAL = (127 + 24 - BIAS - MANTISSA_BITS) << 23;
-
-  const uint32_t sign = std::bit_cast<uint32_t>(value) >> 24 & 0x80;
-  const float magnitude = fminf(fabsf(value), LARGEST);
-  const auto bits = std::bit_cast<uint32_t>(magnitude);
-  const uint32_t to_nearest = ((1u << (DROPPED_BITS - 1)) - 1) + (bits >> DROPPED_BITS & 1);
-  const uint32_t normal = ((bits + to_nearest) >> DROPPED_BITS) - ((127 - BIAS) << MANTISSA_BITS);
-  const float denormal = magnitude + std::bit_cast<float>(ROUND_DENORMAL);
-  const uint32_t result = bits < SMALLEST_NORMAL ? std::bit_cast<uint32_t>(denormal) - ROUND_DENORMAL : normal;
-  return (value == value ? result : 0x7f) | sign;
-}
-#endif
-
-// Two of them, `low` in the low byte.
-template <typename CacheT>
-__device__ uint32_t to_float8x2(float low, float high) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 890
-  return to_float8<CacheT>(low) | to_float8<CacheT>(high) << 8;
-#else
-  // Which NaN the instruction gives, and with which sign, is its own affair.
-  const uint32_t signs = (std::bit_cast<uint32_t>(low) >> 24 & 0x80) | (std::bit_cast<uint32_t>(high) >> 16 & 0x8000);
-  const uint32_t nans = (low == low ? 0 : 0x7f) | (high == high ? 0 : 0x7f00);
-  return ptx::to_float8x2<CacheT>(low, high) | signs | nans;
-#endif
+// The signs of elements i, which is even, and i + 1 in bits 7 and 15: of what lies in memory, as even the conversion of
+// a float16 to float may lose that of NaN.
+template <typename T>
+__device__ uint32_t pair_signs(const Chunk<T>& chunk, int i) {
+  constexpr int PER_WORD = 4 / sizeof(T);
+  const uint32_t low = chunk.words[i / PER_WORD] >> (PER_WORD == 2 ? 8 : 24);
+  const uint32_t high = chunk.words[(i + 1) / PER_WORD] >> 16;
+  return (low & 0x80) | (high & 0x8000);
 }
 
 // The elements of a chunk of the cache, before they are converted.
@@ -143,7 +116,9 @@ struct SourceChunk {
 #pragma unroll
         for (int e = 0; e < N; e += 2) {
           const int first = i * N + e;
-          result.words[first / 4] |= to_float8x2<CacheT>(x[e] / scale, x[e + 1] / scale) << first % 4 * 8;
+          const uint32_t pair =
+              to_float8x2<CacheT>(__fdiv_rn(x[e], scale), __fdiv_rn(x[e + 1], scale), pair_signs(parts[i], e));
+          result.words[first / 4] |= pair << first % 4 * 8;
         }
       }
       return result;

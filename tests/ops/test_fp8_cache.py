@@ -186,6 +186,19 @@ def test_infinities_saturate_and_nan_stays(device, cache):
         assert stored.contiguous().view(dtype).double()[2].isnan()
 
 
+@pytest.mark.parametrize("cache", FP8_CACHES, ids=FP8_IDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_nan_keeps_its_sign(device, dtype, cache, scale):
+    """Also where arithmetic, the division by the scale, gives NaN without one."""
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    key = torch.tensor([torch.iinfo(integer).max, -1] * 8, dtype=integer).view(dtype).view(1, 1, 16)
+    arguments = make_reshape_arguments(device, key, key.flip(-1), [0], cache, scales=(scale, scale))
+    OPS.reshape_and_cache(**arguments)
+    assert arguments["key_cache"].view(torch.uint8)[0, 0, 0, 0].tolist() == [0x7F, 0xFF] * 8
+    assert arguments["value_cache"].view(torch.uint8)[0, 0, :, 0].tolist() == [0xFF, 0x7F] * 8
+
+
 def test_many_tokens(device, several_threads):
     """Large enough to run in parallel, from a fused qkv."""
     generator = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 // by the last lane to arrive. Layouts of fragments are formulas of lane and register here, as in the document.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cfloat>
 #include <cmath>
@@ -17,10 +18,11 @@ namespace pagedattn::ptx {
 // ---- numbers
 
 inline float to_float(float16 x) {
+  if ((x.bits & 0x7fffu) > 0x7c00u) return std::bit_cast<float>(0x7fffffffu);  // NaN, as in arithmetic
   // Exponent and mantissa moved into place; 2^112 corrects the bias, subnormals included.
   const float magnitude = std::bit_cast<float>((x.bits & 0x7fffu) << 13) * 0x1p112f;
   const bool finite = (x.bits & 0x7c00u) != 0x7c00u;
-  const uint32_t bits = finite ? std::bit_cast<uint32_t>(magnitude) : 0x7f800000u | (x.bits & 0x3ffu) << 13;
+  const uint32_t bits = finite ? std::bit_cast<uint32_t>(magnitude) : 0x7f800000u;
   return std::bit_cast<float>(bits | (x.bits & 0x8000u) << 16);
 }
 
@@ -47,6 +49,26 @@ inline uint32_t pack(float low, float high) {
 inline float exp2_approx(float x) {
   const float result = exp2f(x);
   return result < FLT_MIN ? 0.0f : result;
+}
+
+// "satfinite": the largest number beyond it. NaN becomes 0x7f, whatever its sign.
+template <typename T>
+inline uint32_t to_float8(float x) {
+  constexpr bool IS_E4M3 = std::is_same_v<T, float8_e4m3>;
+  constexpr int MANTISSA_BITS = IS_E4M3 ? 3 : 2, BIAS = IS_E4M3 ? 7 : 15;
+  if (x != x) return 0x7f;
+  const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+  const float magnitude = std::fmin(std::fabs(x), IS_E4M3 ? 448.0f : 57344.0f);
+  // In steps of the last bit, which below the normal range stay what they are there.
+  const int exponent = magnitude == 0 ? 1 - BIAS : std::max(std::ilogb(magnitude), 1 - BIAS);
+  const float num_steps = std::nearbyint(std::ldexp(magnitude, MANTISSA_BITS - exponent));
+  const uint32_t exponent_bits = static_cast<uint32_t>(exponent + BIAS - 1) << MANTISSA_BITS;
+  return sign | (exponent_bits + static_cast<uint32_t>(num_steps));
+}
+
+template <typename T>
+inline uint32_t to_float8x2(float low, float high) {
+  return to_float8<T>(low) | to_float8<T>(high) << 8;
 }
 
 inline uint32_t e4m3x2_to_f16x2(uint32_t x) {

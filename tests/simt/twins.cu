@@ -1,6 +1,7 @@
 // Each function of ptx.cuh against what it is documented to do, computed by plain code: run on the simt device for its
 // emulated twins (test_simt.py), and on a GPU for the PTX itself. Exit status: 0 right, 1 wrong (the reasons on
 // stderr), 2 error.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "cuda_float8.cuh"
 #include "simt/program.cuh"
 
 namespace pagedattn::cuda {
@@ -45,6 +47,7 @@ float decode(uint32_t bits, int num_exponent_bits, int num_mantissa_bits, bool h
 float decode(float16 x) { return decode(x.bits, 5, 10, true); }
 float decode(bfloat16 x) { return decode(x.bits, 8, 7, true); }
 float decode(float8_e4m3 x) { return decode(x.bits, 4, 3, false); }
+float decode(float8_e5m2 x) { return decode(x.bits, 5, 2, true); }
 
 // ---- matrices
 
@@ -275,6 +278,87 @@ void check_rounding() {
   expect(std::isnan(exp2[i]), "exp2_approx", in[i], in[i], exp2[i]);
 }
 
+// ---- float8
+
+constexpr uint32_t NOT_RUN = ~0u;
+
+struct Float8Numbers {
+  const float* in;
+  int num;
+  uint32_t* by_ptx;  // (x, -x); NOT_RUN before sm_89
+  uint32_t* alone;
+  uint32_t* in_pairs;  // (x, -x)
+};
+
+// Blocks of 128; a thread takes one number.
+template <typename T>
+__global__ void float8_kernel(Float8Numbers n) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= n.num) return;
+  const float x = n.in[i];
+#if __CUDA_ARCH__ >= 890 || defined(PAGEDATTN_SIMT)
+  n.by_ptx[i] = ptx::to_float8x2<T>(x, -x);
+#else
+  n.by_ptx[i] = NOT_RUN;
+#endif
+  n.alone[i] = to_float8<T>(x);
+  n.in_pairs[i] = to_float8x2<T>(x, -x, __float_as_uint(x) >> 31 ? 0x80 : 0x8000);
+}
+
+// Of all finite elements of T the nearest to x, which is not NaN; of two, the even one.
+template <typename T>
+uint32_t nearest_float8(float x, uint32_t largest) {
+  const double magnitude = std::min<double>(std::fabs(x), decode(T{static_cast<uint8_t>(largest)}));
+  const auto distance = [&](uint32_t bits) { return std::abs(decode(T{static_cast<uint8_t>(bits)}) - magnitude); };
+  uint32_t nearest = 0;
+  for (uint32_t bits = 1; bits <= largest; ++bits) {
+    const double nearer = distance(nearest) - distance(bits);
+    if (nearer > 0 || (nearer == 0 && bits % 2 == 0)) nearest = bits;
+  }
+  return nearest | (std::signbit(x) ? 0x80 : 0);
+}
+
+// Each element, the middle to the next, what lies beside both; and far beyond the largest.
+template <typename T>
+void check_float8(const char* name, uint32_t largest) {
+  const float huge = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> numbers = {huge, -huge, 1e30f, std::numeric_limits<float>::denorm_min()};
+  for (uint32_t bits = 0; bits <= largest; ++bits) {
+    const float x = decode(T{static_cast<uint8_t>(bits)});
+    const float step =
+        bits < largest ? decode(T{static_cast<uint8_t>(bits + 1)}) - x : x - decode(T{static_cast<uint8_t>(bits - 1)});
+    for (const float center : {x, x + step / 2}) {
+      for (const float y : {center, std::nextafter(center, 0.0f), std::nextafter(center, huge)}) {
+        numbers.push_back(y);
+        numbers.push_back(-y);
+      }
+    }
+  }
+  const size_t num_finite = numbers.size();
+  numbers.push_back(nan);
+  numbers.push_back(-nan);
+  Buffer<float> in(numbers.size());
+  Buffer<uint32_t> by_ptx(in.size()), alone(in.size()), in_pairs(in.size());
+  std::copy(numbers.begin(), numbers.end(), in.data());
+  run_kernel(float8_kernel<T>, dim3(static_cast<unsigned>(ceil_div<size_t>(in.size(), 128))), dim3(128), 0,
+             Float8Numbers{in.data(), static_cast<int>(in.size()), by_ptx.data(), alone.data(), in_pairs.data()});
+
+  for (size_t i = 0; i < in.size(); ++i) {
+    const uint32_t nan_bits = std::signbit(in[i]) ? 0xff : 0x7f;
+    const uint32_t bits = i < num_finite ? nearest_float8<T>(in[i], largest) : nan_bits;
+    const uint32_t pair = bits | (bits ^ 0x80) << 8;
+    expect(in_pairs[i] == pair, name, in[i], pair, in_pairs[i]);
+    if (i < num_finite) {
+      expect(alone[i] == bits, name, in[i], bits, alone[i]);
+      expect(by_ptx[i] == pair || by_ptx[i] == NOT_RUN, name, in[i], pair, by_ptx[i]);
+    } else if (by_ptx[i] != NOT_RUN) {  // the instruction's NaN may have any sign
+      for (const uint32_t byte : {by_ptx[i] & 0xff, by_ptx[i] >> 8}) {
+        expect(std::isnan(decode(T{static_cast<uint8_t>(byte)})), name, in[i], nan_bits, byte);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pagedattn::cuda
 
@@ -287,6 +371,8 @@ int main() {
     cuda::check_copies();
     cuda::check_widening();
     cuda::check_rounding();
+    cuda::check_float8<float8_e4m3>("float8_e4m3", 0x7e);
+    cuda::check_float8<float8_e5m2>("float8_e5m2", 0x7b);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return cuda::ERROR;

@@ -241,10 +241,15 @@ inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+// What a GPU computes is NaN of one kind, without the sign and the payload of an operand; the host's operators keep
+// both.
+inline float simt_canonical(float x) { return x == x ? x : std::bit_cast<float>(0x7fffffffu); }
+
+inline float __expf(float x) { return simt_canonical(expf(x)); }
+inline float __fdiv_rn(float a, float b) { return simt_canonical(a / b); }
+inline float __fdividef(float a, float b) { return simt_canonical(a / b); }
+inline float __frcp_rn(float x) { return simt_canonical(1.0f / x); }
+inline float rsqrtf(float x) { return simt_canonical(1.0f / sqrtf(x)); }
 
 // Of two floats, the one that is not NaN.
 template <typename A, typename B>
