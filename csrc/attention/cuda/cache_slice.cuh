@@ -88,6 +88,7 @@ struct CacheSlice {
       load<NUM_THREADS, true>(a, work, token, blocks, slice, thread);
     } else {
       load<NUM_THREADS, false>(a, work, token, blocks, slice, thread);
+      __syncwarp();  // loops of bytes may part the lanes; ldmatrix and mma come next, and want them together
     }
   }
 
