@@ -65,9 +65,11 @@ void transfer_on_cpu(const BlockTransferParams& params) {
 }
 
 // The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
-// as the op returns, so it is not that which is copied later.
-Tensor on_gpu(const Door& door, const Tensor& mapping) {
+// as the op returns, so it is not that which is copied later. A graph would copy from what is gone when it is replayed.
+Tensor on_gpu(const Door& door, const Tensor& mapping, cudaStream_t stream) {
   if (is_on_cuda(mapping) && mapping.get_device_index() == door.device().index()) return mapping;
+  door.check(!cuda::is_capturing(stream), "block_mapping", "expected a tensor on ", door.device(),
+             " while a CUDA graph is captured, got one on ", mapping.device());
   return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
@@ -123,7 +125,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
         for (const BlockTransferParams& transfer : make_transfers(mapping)) transfer_on_cpu(transfer);
       },
       [&](cudaStream_t stream) {
-        const Tensor mapping = on_gpu(door, block_mapping);
+        const Tensor mapping = on_gpu(door, block_mapping, stream);
         cuda::transfer_blocks(make_transfers(mapping), stream);
       });
 }
@@ -159,7 +161,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
                                 : cuda::is_reachable(pool.const_data_ptr());
         };
         const bool in_a_kernel = is_reachable(src) && is_reachable(dst);
-        const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping) : on_host(block_mapping);
+        const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping, stream) : on_host(block_mapping);
         const BlockTransferParams transfer = make_transfer(src, dst, mapping);
         if (in_a_kernel) {
           cuda::transfer_blocks({transfer}, stream);

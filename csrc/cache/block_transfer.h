@@ -31,6 +31,8 @@ void transfer_blocks(const std::vector<BlockTransferParams>& transfers, cudaStre
 void copy_block_runs(const BlockTransferParams& transfer, cudaStream_t stream);
 // Whether kernels can read and write host memory at this address: pinned memory, not pageable memory.
 bool is_reachable(const void* host_pointer);
+// Whether what is launched on `stream` goes into a CUDA graph, to be run later.
+bool is_capturing(cudaStream_t stream);
 }  // namespace cuda
 
 }  // namespace pagedattn

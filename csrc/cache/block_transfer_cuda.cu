@@ -124,4 +124,10 @@ bool is_reachable(const void* host_pointer) {
   return attributes.type != cudaMemoryTypeUnregistered && attributes.devicePointer == host_pointer;
 }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  PAGEDATTN_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace pagedattn::cuda

@@ -201,9 +201,10 @@ def test_swap_blocks_between_two_gpus(device):
     src, dst = make_pool("cuda", device, 0), make_pool("cuda", other, 1)
     mapping = torch.tensor([[3, 9], [4, 10], [0, 23]])
     expected = reference.swap_blocks(src.cpu(), dst.cpu(), mapping)
-    torch.cuda.synchronize(other)
+    src_stream, dst_stream = torch.cuda.current_stream(device), torch.cuda.current_stream(other)
+    src_stream.wait_stream(dst_stream)
     ops.swap_blocks(src, dst, mapping)
-    torch.cuda.synchronize(device)
+    dst_stream.wait_stream(src_stream)
     assert_same_bits(dst.cpu(), expected)
 
 
@@ -221,6 +222,30 @@ def test_copy_blocks_with_a_mapping_on_the_host(device, pin_memory):
     mapping.fill_(2**40)
     for cache, copy in zip(key_caches + value_caches, expected[0] + expected[1], strict=True):
         assert_same_bits(cache, copy)
+
+
+@pytest.mark.parametrize("mapping_on", ["pinned", "pageable"])
+def test_a_graph_takes_a_mapping_on_the_gpu_and_no_other(device, mapping_on):
+    """A copy of one on the host would be gone when the graph is replayed."""
+    pairs = torch.tensor([[3, 9], [4, 10]])
+    key_cache, value_cache, pool = (make_pool("cuda", device, seed) for seed in range(3))
+    expected = reference.copy_blocks([key_cache], [value_cache], pairs), reference.swap_blocks(pool, key_cache, pairs)
+    on_gpu, on_host = pairs.to(device), placed(pairs, mapping_on, device)
+    calls = {
+        "copy_blocks": lambda mapping: ops.copy_blocks([key_cache], [value_cache], mapping),
+        "swap_blocks": lambda mapping: ops.swap_blocks(pool, key_cache, mapping),
+    }
+    for i, (op, call) in enumerate(calls.items()):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            message = (
+                f"^{op}: block_mapping: expected a tensor on {device} while a CUDA graph is captured, got one on cpu"
+            )
+            with pytest.raises(ValueError, match=message):
+                call(on_host)
+            call(on_gpu)
+        graph.replay()
+        assert_same_bits(key_cache, (expected[0][0][0], expected[1])[i])
 
 
 def test_caches_on_the_cpu_with_a_mapping_on_the_gpu(device):
