@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "../simt.h"
@@ -366,6 +368,17 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
+// As many as PAGEDATTN_SIMT_MULTIPROCESSORS says, or few, so that blocks loop over their work.
+inline int simt_num_multiprocessors() {
+  const char* request = getenv("PAGEDATTN_SIMT_MULTIPROCESSORS");
+  if (request == nullptr) return 4;
+  const int count = atoi(request);
+  if (count < 1) {
+    throw std::runtime_error("PAGEDATTN_SIMT_MULTIPROCESSORS: expected 1 or more, got " + std::string(request));
+  }
+  return count;
+}
+
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
@@ -375,7 +388,7 @@ enum cudaDeviceAttr {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = 4;
+      *value = simt_num_multiprocessors();
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = simt::MAX_SHARED_BYTES;
