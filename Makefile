@@ -40,9 +40,7 @@ for_each_capability = set -e; for capability in $$($(BIN)/python -c \
 
 # What CUDA kernels do depends on how many multiprocessors there are to fill: 4 on the simt device, if nothing is said,
 # and here as many as an H100 has.
-TESTS_OF_SIZES := $(addprefix tests/ops/,test_activation.py test_layernorm.py test_merge_attn_states.py \
-  test_sampling.py test_attention.py::test_paged_attention \
-  test_attention.py::test_every_named_head_size_and_block_size)
+TESTS_OF_SIZES := $(patsubst %,tests/ops/test_%.py,activation attention layernorm merge_attn_states sampling)
 
 # The op tests once for each instruction set, and on the simt device; the rest once.
 test: simt
