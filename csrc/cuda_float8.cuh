@@ -31,7 +31,7 @@ __device__ inline uint32_t to_float8(float value) {
 }
 
 // Two of them, `low` in the low byte; NaN becomes NaN with the sign that bit 7 (low) or 15 (high) of `nan_signs` says:
-// a GPU's arithmetic gives NaN without the sign of its operand.
+// a GPU's arithmetic does not keep that of an operand.
 template <typename T>
 __device__ inline uint32_t to_float8x2(float low, float high, uint32_t nan_signs) {
 #if __CUDA_ARCH__ >= 890 || defined(PAGEDATTN_SIMT)

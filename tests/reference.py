@@ -28,7 +28,7 @@ def element_dtype(cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
 def quantise(tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """tensor / scale in fp32, rounded to the nearest element of the float8 dtype (even on ties), +-max beyond it.
 
-    On the CPU wherever the tensor is: a GPU's arithmetic gives NaN without its sign.
+    On the CPU wherever the tensor is: a GPU's arithmetic does not keep the sign of NaN.
     """
     on_cpu = tensor.cpu().float()
     divided = on_cpu if scale is None else on_cpu / scale.cpu()

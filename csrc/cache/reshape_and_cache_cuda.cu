@@ -83,7 +83,7 @@ __device__ void store_chunk(T* target, const Chunk<T>& chunk, bool is_aligned) {
 // ---- rows of T, as they become a chunk of the cache
 
 // The signs of elements i, which is even, and i + 1 in bits 7 and 15: of what lies in memory, as even the conversion of
-// a float16 to float may lose that of NaN.
+// float16 to float may lose that of NaN.
 template <typename T>
 __device__ uint32_t pair_signs(const Chunk<T>& chunk, int i) {
   constexpr int PER_WORD = 4 / sizeof(T);

@@ -190,7 +190,7 @@ def test_infinities_saturate_and_nan_stays(device, cache):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_nan_keeps_its_sign(device, dtype, cache, scale):
-    """Also where arithmetic, the division by the scale, gives NaN without one."""
+    """Also where arithmetic, the division by the scale, does not keep it."""
     integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     key = torch.tensor([torch.iinfo(integer).max, -1] * 8, dtype=integer).view(dtype).view(1, 1, 16)
     arguments = make_reshape_arguments(device, key, key.flip(-1), [0], cache, scales=(scale, scale))

@@ -243,8 +243,8 @@ inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 
-// What a GPU computes is NaN of one kind, without the sign and the payload of an operand; the host's operators keep
-// both.
+// Which NaN a GPU computes in float is unspecified; here it is this one. The host's operators keep the sign and the
+// payload of an operand.
 inline float simt_canonical(float x) { return x == x ? x : std::bit_cast<float>(0x7fffffffu); }
 
 inline float __expf(float x) { return simt_canonical(expf(x)); }
