@@ -87,7 +87,7 @@ def test_readme_code(code):
 
 
 def test_readme_has_its_examples():
-    assert len(python_blocks(README)) == 4 and ">>>" in README
+    assert len(python_blocks(README)) == 5 and ">>>" in README
 
 
 def test_readme_sessions():

@@ -94,7 +94,7 @@ def test_a_reader_that_stops_reading_misses_what_was_between_and_holds_up_nobody
             fast = await asyncio.gather(*(read(serving, "on", greedy(40)) for _ in range(3)))
             assert {len(output.outputs[0].token_ids) for output in fast} == {40}
             await until(lambda: serving.num_unfinished == 0)
-            assert serving.stats().num_used_blocks == 0
+            await until(lambda: serving.stats().num_used_blocks == 0)  # counted again when the engine is idle
             rest = [output async for output in slow]
             assert [output.finished for output in rest] == [True]
             assert len(rest[0].outputs[0].token_ids) == 30
