@@ -1,4 +1,4 @@
-"""What the scheduler and the cache may use, checked once at construction, and the two checks that do it."""
+"""What the scheduler and the cache may use, checked once at construction, and the checks that do it."""
 
 import math
 from dataclasses import dataclass
@@ -31,6 +31,17 @@ def check_bool(name: str, value: object) -> bool:
     """`value`; raises TypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """`value`; raises TypeError unless it is a string, ValueError unless UTF-8 can write it."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
     return value
 
 

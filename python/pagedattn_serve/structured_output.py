@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagedattn_serve.config import check_bool
+from pagedattn_serve.config import check_bool, check_text
 
 # Of a schema, regex or grammar, or of all choices: bounds how long it takes to compile, and how deep that recurses.
 MAX_CHARACTERS = 100_000
@@ -94,11 +94,6 @@ def _choices(choices: object) -> tuple[str, ...]:
 
 
 def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
+    length = len(check_text(name, text))
+    if length > MAX_CHARACTERS:
+        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {length:,}")

@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any
 
-from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.generation_config import GenerationDefaults
 from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.requests.beam_request import BeamRequest
@@ -150,13 +150,3 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )
-
-
-def check_text(name: str, text: object) -> None:
-    """Raise TypeError unless `text` is a string, ValueError unless UTF-8 can write it."""
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -42,9 +42,9 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        check_text("host", self.host)
+        check_not_empty("host", self.host)
         check_int("port", self.port, 0, 65535)
-        check_text("served_model_name", self.served_model_name)
+        check_not_empty("served_model_name", self.served_model_name)
         check_int("max_waiting", self.max_waiting, 1)
         check_int("max_body_bytes", self.max_body_bytes, 1)
         check_bool("salt_by_key", self.salt_by_key)
@@ -63,10 +63,8 @@ class ServerConfig:
         check_api_keys(self.api_keys)
 
 
-def check_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a string, got {type(value).__name__}")
-    if not value:
+def check_not_empty(name: str, value: object) -> None:
+    if not check_text(name, value):
         raise ValueError(f"{name}: expected a text, got an empty one")
 
 
