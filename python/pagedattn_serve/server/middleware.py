@@ -33,9 +33,8 @@ OPEN_FOLDER = "/page/"
 # What is asked all the time, and logged on the level "debug" alone unless it fails.
 POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
 
-LINGER_SECONDS = (
-    2.0  # for a refused client to stop sending: closed before, the connection would take the answer with it
-)
+# For a refused client to stop sending: closed before, the connection would take the answer with it.
+LINGER_SECONDS = 2.0
 
 
 def add_middleware(app: Starlette, config: ServerConfig) -> None:

@@ -81,13 +81,7 @@ class Service:
         """Raises ApiError for a text that would not fit if all of its tokens were the longest one: to tokenize it could
         take a minute, for which the tokenizer is nobody else's."""
         if len(text) > self._max_characters:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{len(text)} characters in the {param}, which are more.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
     def job(
         self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody, request: Request
@@ -123,15 +117,19 @@ class Service:
         """
         if num_tokens == 0:
             raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
-        if num_tokens + (max_tokens or 1) > self.max_model_len:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{num_tokens + (max_tokens or 1)} tokens ({num_tokens} in the {param}, {max_tokens or 1} for the "
-                "completion).",
-                param=param,
-                code="context_length_exceeded",
+        num_output = max_tokens or 1
+        if num_tokens + num_output > self.max_model_len:
+            requested = (
+                f"{num_tokens + num_output} tokens ({num_tokens} in the {param}, {num_output} for the completion)"
             )
+            raise self._too_long(requested, param)
+
+    def _too_long(self, requested: str, param: str) -> ApiError:
+        """In OpenAI's words, which clients look for."""
+        text = (
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested}."
+        )
+        return ApiError(400, text, param=param, code="context_length_exceeded")
 
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
         """What `work` returns. Raises ApiError, which names the field, for what it refuses.
