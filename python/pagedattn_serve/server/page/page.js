@@ -6,6 +6,7 @@ import { BlockMap, CACHED, FREE, SHARED, colourOf, unpack } from "./map.js";
 const POLL_MILLISECONDS = 500;
 const HISTORY = 120; // polls: a minute
 const MAX_ROWS = 50; // of the table of requests
+const NAMES = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared" };
 
 const $ = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
@@ -65,9 +66,8 @@ async function pollForEver() {
 }
 
 function show(next, firstTokens) {
-  next.firstTokens = firstTokens;
-  showFigures(next, state);
-  state = next;
+  showFigures({ ...next, firstTokens }, state);
+  state = { ...next, firstTokens, blocks: unpack(next.blocks), host_blocks: unpack(next.host_blocks) };
   $("model").textContent = state.model;
   showStatus(`on ${state.device}, blocks of ${state.block_size} tokens`, false);
   showBlocks();
@@ -103,36 +103,28 @@ function showFigures({ stats, time, firstTokens }, last) {
 }
 
 function showBlocks() {
-  const all = unpack(state.blocks);
-  const count = (test) => all.reduce((sum, what) => sum + test(what), 0);
-  const counts = {
-    free: count((what) => what === FREE), used: count((what) => what >= 0),
-    shared: count((what) => what === SHARED), cached: count((what) => what === CACHED),
-  };
+  const counts = { free: 0, used: 0, shared: 0, cached: 0 };
+  for (const what of state.blocks) counts[NAMES[what] ?? "used"]++;
   for (const [name, value] of Object.entries(counts)) $(`num-${name}`).textContent = number.format(value);
   const told = Object.entries(counts).map(([name, value]) => `${value} ${name}`).join(", ");
-  blocks.draw(all, state.requests, `${all.length} blocks: ${told}`);
-  const host = unpack(state.host_blocks);
+  blocks.draw(state.blocks, state.requests, `${state.blocks.length} blocks: ${told}`);
+  const host = state.host_blocks;
   const numSwapped = host.filter((what) => what !== FREE).length;
   $("host").hidden = numSwapped === 0;
   $("num-swapped").textContent = number.format(numSwapped);
   if (numSwapped) hostBlocks.draw(host, state.requests, `${host.length} blocks of host memory, ${numSwapped} in use`);
-  showPointed(all);
+  showPointed();
 }
 
-function showPointed(all = state && unpack(state.blocks)) {
-  if (!state || pointed === null || pointed >= all.length) {
-    $("block").textContent = "Point at a block to see whose it is.";
-    return;
-  }
-  const what = all[pointed];
-  const names = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared by several sequences" };
-  $("block").textContent = `Block ${pointed}: ${names[what] ?? `request ${state.requests[what].name}`}`;
+function showPointed() {
+  const what = state?.blocks[pointed];
+  const owner = what === SHARED ? "shared by several sequences" : NAMES[what] ?? `request ${state?.requests[what]?.name}`;
+  $("block").textContent = what === undefined ? "Point at a block to see whose it is." : `Block ${pointed}: ${owner}`;
 }
 
 function showRequests() {
   const owned = new Map();
-  for (const [what, count] of state.blocks) owned.set(what, (owned.get(what) ?? 0) + count);
+  for (const what of state.blocks) owned.set(what, (owned.get(what) ?? 0) + 1);
   const rows = state.requests.slice(0, MAX_ROWS).map((request, i) => {
     const row = document.createElement("tr");
     const texts = [request.name, request.state, request.num_prompt_tokens, request.num_output_tokens, owned.get(i) ?? 0];
