@@ -1,32 +1,56 @@
 """`pagedattn serve` as a process of its own, on a real socket, for tests of any environment: no more is imported."""
 
+import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from queue import Queue
-from threading import Thread
+from pathlib import Path
 
-COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main())"
+COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
 START_SECONDS = 120  # on a busy machine
 STOP_SECONDS = 60
 _SAMPLE = re.compile(r"(?:pagedattn:)?([^{ ]+)(?:\{(.*)\})? (\S+)")
 
 
 class ServerProcess:
-    """A server that runs. url: http://127.0.0.1:PORT; model: what it calls its model; pid: its process."""
+    """A server. Once it serves, url: http://127.0.0.1:PORT; model: what it calls its model."""
 
-    def __init__(self, process: "subprocess.Popen[str]", facts: dict[str, str], errors_file: str) -> None:
-        self._process = process
-        self._errors_file = errors_file
-        self.url = facts["URL"]
-        self.model = facts["model"]
-        self.pid = process.pid
+    def __init__(self, process: "subprocess.Popen[bytes]", stdout: Path, stderr: Path) -> None:
+        self.process = process
+        self._stdout = stdout
+        self._stderr = stderr
+        self.url = ""
+        self.model = ""
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text(encoding="utf-8")
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text(encoding="utf-8")
+
+    def wait_until_it_serves(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not (facts := self._told_facts()):
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"it does not serve: {self.process.returncode}, {self.stderr}")
+            time.sleep(0.02)
+        self.url, self.model = facts["URL"], facts["model"]
+
+    def _told_facts(self) -> dict[str, str]:
+        """The table that it prints once it takes connections, names in 15 columns and the URL last; or that line of a
+        log in JSON. Empty before."""
+        facts = {line[:15].strip(): line[15:].strip() for line in self.stdout.splitlines(keepends=True) if "\n" in line}
+        if "URL" in facts:
+            return facts
+        lines = [json.loads(line) for line in self.stderr.splitlines() if line.startswith("{") and line.endswith("}")]
+        return next((line for line in lines if "URL" in line), {})
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says, by name without pagedattn: and labels but model_name: kv_cache_blocks{state="used"}."""
@@ -52,70 +76,44 @@ class ServerProcess:
         """Until no request is left, nor a block in use; that it comes to this within so many seconds is asserted."""
         wait_for(lambda: self.num_unfinished() == 0 and self.num_used_blocks() == 0, seconds)
 
-    def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
 
-    def wait(self, seconds: float = STOP_SECONDS) -> int:
-        """The exit status, once it has ended."""
-        return self._process.wait(seconds)
+@contextmanager
+def running(
+    *arguments: str, python: str, environment: Mapping[str, str] | None = None, program: str = COMMAND
+) -> Iterator[ServerProcess]:
+    """`pagedattn serve ARGUMENTS` on a free port, once it serves; killed in the end, if it still runs.
 
-    def errors(self) -> str:
-        """What it has written to standard error."""
-        with open(self._errors_file, encoding="utf-8") as file:
-            return file.read()
+    python: an interpreter that has pagedattn_serve. What it wrote can be read as long as the context lasts.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        stdout, stderr = Path(directory, "stdout"), Path(directory, "stderr")
+        without_key = {name: value for name, value in os.environ.items() if name != "PAGEDATTN_API_KEY"}
+        with stdout.open("wb") as out, stderr.open("wb") as err:
+            process = subprocess.Popen(
+                [python, "-c", program, *arguments],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env={**without_key, **(environment or {})},
+            )
+        try:
+            server = ServerProcess(process, stdout, stderr)
+            server.wait_until_it_serves()
+            yield server
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
-def serving(
-    *arguments: str, python: str, environment: Mapping[str, str] | None = None, status: int = 0
-) -> Iterator[ServerProcess]:
-    """`pagedattn serve ARGUMENTS` on a free port; SIGTERM ends it, unless it has ended before.
-
-    python: an interpreter that has pagedattn_serve. Asserts the exit status, and that there was no traceback.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".log") as errors_file:
-        process = subprocess.Popen(
-            [python, "-c", COMMAND, "serve", "--port", "0", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=errors_file,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            server = ServerProcess(process, read_facts(process, errors_file.name), errors_file.name)
-            yield server
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(STOP_SECONDS) == status, server.errors()
-            assert "Traceback" not in server.errors(), server.errors()
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-
-
-def read_facts(process: "subprocess.Popen[str]", errors_file: str) -> dict[str, str]:
-    """The table that a server prints once it takes connections: names in 15 columns, then values; the URL is last."""
-    lines: Queue[str] = Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            lines.put(line)
-        lines.put("")
-
-    Thread(target=read, daemon=True).start()
-    facts: dict[str, str] = {}
-    end = time.monotonic() + START_SECONDS
-    while "URL" not in facts:
-        line = lines.get(timeout=end - time.monotonic())
-        if not line:
-            with open(errors_file, encoding="utf-8") as file:
-                raise RuntimeError(f"the server ended before it served: {file.read()}")
-        facts[line[:15].strip()] = line[15:].strip()
-    return facts
+def serving(*arguments: str, python: str, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """As `running`, but SIGTERM ends it, unless it has ended before: asserts status 0, and that there was no
+    traceback."""
+    with running(*arguments, python=python, environment=environment) as server:
+        yield server
+        server.process.terminate()
+        assert server.process.wait(STOP_SECONDS) == 0, server.stderr
+        assert "Traceback" not in server.stderr, server.stderr
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 10) -> None:

@@ -35,4 +35,4 @@ def test_the_server_is_as_it_says(server: ServerProcess) -> None:
 
 def answers(server: ServerProcess) -> Counter[tuple[str, str]]:
     """How many answers there were of each path and status, from the server's log."""
-    return Counter(re.findall(r" method=POST path=(\S+) status=(\d+) ", server.errors()))
+    return Counter(re.findall(r" method=POST path=(\S+) status=(\d+) ", server.stderr))

@@ -292,7 +292,8 @@ def test_a_task_may_be_cancelled_at_any_point(engine: LLMEngine, num_turns: int)
     expect_nothing_left(engine)
 
 
-def test_leaving_while_the_prompt_is_prepared(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def hold_make_request(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until the event is set, no prompt gets prepared."""
     make_request, may_go_on = engine.make_request, threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -300,6 +301,11 @@ def test_leaving_while_the_prompt_is_prepared(engine: LLMEngine, monkeypatch: py
         return make_request(*args, **options)
 
     monkeypatch.setattr(engine, "make_request", slow)
+    return may_go_on
+
+
+def test_leaving_while_the_prompt_is_prepared(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = hold_make_request(engine, monkeypatch)
 
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
@@ -350,13 +356,7 @@ def test_abort(engine: LLMEngine) -> None:
 
 
 def test_abort_of_a_request_that_the_engine_has_not_got(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_request, may_go_on = engine.make_request, threading.Event()
-
-    def slow(*args: Any, **options: Any) -> Any:
-        assert may_go_on.wait(60)
-        return make_request(*args, **options)
-
-    monkeypatch.setattr(engine, "make_request", slow)
+    may_go_on = hold_make_request(engine, monkeypatch)
 
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
-from run_process import ServerProcess, server_process
+from server_process import ServerProcess, running
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.run import bind, listen, port_of
@@ -45,9 +44,9 @@ class Streams:
             thread.join()
 
 
-def test_its_life(tmp_path: Path) -> None:
+def test_its_life() -> None:
     """Table, answers, and SIGTERM while requests run: they end as if nothing was, and no new one begins."""
-    with server_process(tmp_path) as server:
+    with running(python=sys.executable) as server:
         names = [line[:15].rstrip() for line in server.stdout.splitlines()]
         assert names == ["model", "architecture", "device", "dtype", "cache", "limits", "API key", "URL"]
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -59,16 +58,17 @@ def test_its_life(tmp_path: Path) -> None:
                 time.sleep(0.02)
         streams.join()
         assert server.process.wait(30) == 0
-    for text in streams.texts:
-        assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
-    assert "Traceback" not in server.stderr and server.stderr.count("status=200") == 4
-    assert "in_flight=4" in server.stderr and server.stderr.rstrip().endswith("stopped")
+        for text in streams.texts:
+            assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        assert "Traceback" not in server.stderr and server.stderr.count("status=200") == 4
+        assert "in_flight=4" in server.stderr and server.stderr.rstrip().endswith("stopped")
 
 
-def test_what_does_not_end_in_time_is_aborted(tmp_path: Path) -> None:
+def test_what_does_not_end_in_time_is_aborted() -> None:
     """With an answer that says so. The log is JSON here, and has neither key nor prompt."""
     options = ["--shutdown-timeout", "0", "--log-format", "json", "--served-model-name", "demo_model"]
-    with server_process(tmp_path, *options, environment={"PAGEDATTN_API_KEY": "first-key,second-key"}) as server:
+    environment = {"PAGEDATTN_API_KEY": "first-key,second-key"}
+    with running(*options, python=sys.executable, environment=environment) as server:
         headers = {"Authorization": "Bearer second-key"}
         assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
         body = {**LONG, "max_tokens": 2, "prompt": "secret-prompt"}
@@ -85,18 +85,18 @@ def test_what_does_not_end_in_time_is_aborted(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         asking.join()
         assert server.process.wait(30) == 0
-    [response] = responses
-    assert response.status_code == 503 and set(response.json()) == {"error"}
-    lines = [json.loads(line) for line in server.stderr.splitlines()]
-    assert server.stdout == "" and lines[0]["message"] == "serving" and lines[0]["API key"] == "asked for, any of 2"
-    requests = [line for line in lines if line["message"] == "request"]
-    assert [(line["status"], line.get("key")) for line in requests] == [(401, None), (200, 2), (503, 2)]
-    assert requests[1]["output_tokens"] == 2 and requests[1]["prompt_tokens"] > 0
-    assert not any(word in server.stderr for word in ("first-key", "second-key", "secret-prompt", "A class"))
+        [response] = responses
+        assert response.status_code == 503 and set(response.json()) == {"error"}
+        lines = [json.loads(line) for line in server.stderr.splitlines()]
+        assert server.stdout == "" and lines[0]["message"] == "serving" and lines[0]["API key"] == "asked for, any of 2"
+        requests = [line for line in lines if line["message"] == "request"]
+        assert [(line["status"], line.get("key")) for line in requests] == [(401, None), (200, 2), (503, 2)]
+        assert requests[1]["output_tokens"] == 2 and requests[1]["prompt_tokens"] > 0
+        assert not any(word in server.stderr for word in ("first-key", "second-key", "secret-prompt", "A class"))
 
 
-def test_a_second_signal_waits_for_nothing(tmp_path: Path) -> None:
-    with server_process(tmp_path) as server:
+def test_a_second_signal_waits_for_nothing() -> None:
+    with running(python=sys.executable) as server:
         streams = Streams(server, 2)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
@@ -104,7 +104,7 @@ def test_a_second_signal_waits_for_nothing(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 128 + signal.SIGTERM
         streams.join()
-    assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
+        assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
 
 
 BREAKS = """
@@ -124,9 +124,9 @@ sys.exit(run_server(engine, ServerConfig(), bind("127.0.0.1", 0)))
 """
 
 
-def test_an_engine_that_breaks_ends_the_process_with_1(tmp_path: Path) -> None:
+def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
     """Its requests have their errors before."""
-    with server_process(tmp_path, program=BREAKS) as server:
+    with running(python=sys.executable, program=BREAKS) as server:
         statuses = []
         while server.process.poll() is None and len(statuses) < 20:
             try:
@@ -134,8 +134,8 @@ def test_an_engine_that_breaks_ends_the_process_with_1(tmp_path: Path) -> None:
             except httpx.TransportError:
                 break
         assert server.process.wait(30) == 1
-    assert statuses and set(statuses) <= {500, 503}
-    assert "the engine broke: RuntimeError: planted" in server.stderr
+        assert statuses and set(statuses) <= {500, 503}
+        assert "the engine broke: RuntimeError: planted" in server.stderr
 
 
 # --- what keeps it from starting ---
