@@ -5,10 +5,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from pagedattn_ext import _C
+from .huge_pages import empty_huge_pages
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HUGE_PAGE_BYTES = 2 << 20
 CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -61,7 +60,7 @@ def allocate_kv_cache(
 
     def allocate(shape: tuple[int, ...]) -> Tensor:
         if torch.device(device).type == "cpu":
-            return _allocate_huge_pages(shape, dtype)
+            return empty_huge_pages(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
     return [(allocate(key_shape), allocate(value_shape)) for _ in range(num_layers)]
@@ -74,16 +73,6 @@ def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
     """
     x = 16 // dtype.itemsize
     return -(-head_size // x) * x
-
-
-def _allocate_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Begins at a huge page: the hardware fetches ahead within a page of 4 KiB, so a head's part of a block should not
-    lie across two."""
-    num_bytes = prod(shape) * dtype.itemsize
-    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
-    tensor = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes].view(dtype).view(shape)
-    _C.advise_huge_pages(tensor.data_ptr(), num_bytes)
-    return tensor
 
 
 def _check_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
