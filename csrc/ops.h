@@ -65,6 +65,10 @@ void gelu_new(Tensor& out, const Tensor& input);
 void gelu_fast(Tensor& out, const Tensor& input);
 void gelu_quick(Tensor& out, const Tensor& input);
 
+// linear: on the CPU alone
+Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
+                     const std::optional<Tensor>& bias);
+
 // sampling
 void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);
 

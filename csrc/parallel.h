@@ -13,6 +13,9 @@ namespace pagedattn {
 // machine, milliseconds).
 inline constexpr int64_t PARALLEL_GRAIN = 32768;
 
+// Multiply-adds that are, where there are many an element.
+inline constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
+
 // Calls body(begin, end) over ranges of [0, num_rows), on this thread alone when there is little to do.
 template <typename Body>
 void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& body) {

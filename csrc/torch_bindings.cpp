@@ -62,6 +62,11 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 
   // sampling
   m.def("apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()");
+
+#if !defined(PAGEDATTN_SIMT)
+  // linear, on the CPU alone
+  m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
+#endif
 }
 
 namespace {
@@ -92,7 +97,12 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) { register_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
+  register_ops(m);
+#if !defined(PAGEDATTN_SIMT)
+  m.impl("linear_packed", TORCH_BOX(&pagedattn::linear_packed));
+#endif
+}
 #if defined(PAGEDATTN_WITH_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CUDA, m) { register_ops(m); }
 #endif

@@ -30,6 +30,7 @@ gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
+linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
@@ -41,6 +42,10 @@ CALLS = [
     "rotary_embedding of a batch",
     "apply_token_bitmask of every row",
 ]
+
+
+CPU_OPS = ["linear_packed"]  # which have no CUDA kernels
+CALLS_ON_CUDA = [call for call in CALLS if call not in CPU_OPS]
 
 
 def op_of(call: str) -> str:
@@ -122,6 +127,12 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "logits": normal(n + 1, 70),
             "bitmask": torch.randint(-(2**31), 2**31, (n, 3), dtype=torch.int32, generator=generator),
             "indices": torch.arange(n, 0, -1),
+        },
+        "linear_packed": {
+            "input": normal(n, 12),
+            "packed_weight": normal(2, 12, 16),
+            "out_features": 20,
+            "bias": normal(20),
         },
     }[op_of(call)]
     batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}

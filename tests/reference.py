@@ -221,6 +221,12 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype =
     return input * torch.rsqrt(input.square().mean(-1, keepdim=True) + epsilon) * weight.to(dtype)
 
 
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """input @ weight.T + bias."""
+    out = input.to(dtype) @ weight.to(dtype).T
+    return out if bias is None else out + bias.to(dtype)
+
+
 def fused_add_rms_norm(
     input: Tensor, residual: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:

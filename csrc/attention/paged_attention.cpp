@@ -10,8 +10,6 @@
 namespace pagedattn {
 namespace {
 
-// Multiply-adds that are worth waking another thread for.
-constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
 // The doors without such an argument bound a sequence by its row of block_tables alone.
 constexpr int64_t NO_MAX_SEQ_LEN = INT64_MAX;
 

@@ -13,7 +13,7 @@ import reference
 import torch
 from attention_cases import Case, assert_attention, make_arguments
 from checks import assert_close_to_reference, assert_same_bits, random_bits, to_device
-from op_calls import CALLS, op_of, positional, results
+from op_calls import CALLS_ON_CUDA, op_of, positional, results
 from op_calls import make_arguments as arguments_of
 from op_table import OPS
 
@@ -27,7 +27,7 @@ def call_on(device: torch.device, call: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.devices("simt", "cuda")
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS_ON_CUDA)
 def test_each_op_as_on_the_cpu(device, call):
     """One small call, for compute-sanitizer too."""
     expected = results(getattr(torch.ops.pagedattn_ext, op_of(call)), arguments_of(call))
@@ -39,7 +39,7 @@ def test_each_op_as_on_the_cpu(device, call):
             assert_same_bits(actual.cpu(), wanted)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS_ON_CUDA)
 def test_opcheck(device, call):
     args, kwargs = positional(op_of(call), to_device(arguments_of(call), device))
     torch.library.opcheck(getattr(OPS, op_of(call)).default, args, kwargs)
@@ -120,12 +120,12 @@ def test_the_device_of_the_tensors_need_not_be_the_current_one(device):
     arguments = make_arguments(Case(((1, 700), (9, 40))), other)
     with torch.cuda.device(device):
         assert_attention(arguments, *OPS.paged_attention(**arguments))
-        for call in CALLS:
+        for call in CALLS_ON_CUDA:
             call_on(other, call)
         assert torch.cuda.current_device() == device.index
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS_ON_CUDA)
 def test_no_op_waits_for_the_gpu(device, call):
     arguments = to_device(arguments_of(call), device)
     torch.cuda.set_sync_debug_mode("error")

