@@ -86,5 +86,14 @@ def signature(function) -> str:
     return function.__name__ + str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
+# They prepare a weight for an op, in plain torch.
+PACKERS = [name for name in ops.__all__ if name.startswith("pack_")]
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_packer_is_documented(name):
+    assert f"ops.{signature(getattr(ops, name))}" in FLAT_TEXT
+
+
 def test_every_op_is_found():
-    assert set(OP_NAMES) == set(ops.__all__)
+    assert {*OP_NAMES, *PACKERS} == set(ops.__all__)

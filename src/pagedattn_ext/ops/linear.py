@@ -32,7 +32,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     num_panels = -(-out_features // PANEL_FEATURES)
     packed = empty_huge_pages((num_panels, in_features, PANEL_FEATURES), weight.dtype)
     num_full = out_features // PANEL_FEATURES
-    packed[:num_full] = weight[: num_full * PANEL_FEATURES].unflatten(0, (num_full, PANEL_FEATURES)).transpose(1, 2)
+    packed[:num_full] = weight[: num_full * PANEL_FEATURES].view(num_full, PANEL_FEATURES, in_features).transpose(1, 2)
     if num_full < num_panels:
         rest = weight[num_full * PANEL_FEATURES :].T
         packed[num_full] = F.pad(rest, (0, PANEL_FEATURES - rest.shape[1]))
