@@ -99,6 +99,7 @@ bench: build
 	$(BIN)/python bench/sweep.py --quick
 	$(BIN)/python bench/cache.py --quick
 	$(BIN)/python bench/elementwise.py --quick
+	$(BIN)/python bench/linear.py --quick
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py
 

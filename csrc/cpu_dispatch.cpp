@@ -19,8 +19,9 @@ CpuCapability best_cpu_capability() {
         __builtin_cpu_supports("avx512vl"))) {
     return CpuCapability::AVX2;
   }
-  // Every processor with the first also has the second, but for one generation of servers (Cooper Lake).
-  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  // Every processor with the first also has the others, but for one generation of servers without vbmi (Cooper Lake).
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                    __builtin_cpu_supports("avx512vnni");
   return bf16 ? CpuCapability::AVX512_BF16 : CpuCapability::AVX512;
 #else
   return CpuCapability::DEFAULT;

@@ -68,6 +68,8 @@ void gelu_quick(Tensor& out, const Tensor& input);
 // linear: on the CPU alone
 Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
                      const std::optional<Tensor>& bias);
+void linear_int8(Tensor& out, const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
+                 const std::optional<Tensor>& bias);
 
 // sampling
 void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);

@@ -66,6 +66,8 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 #if !defined(PAGEDATTN_SIMT)
   // linear, on the CPU alone
   m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()");
 #endif
 }
 
@@ -101,6 +103,7 @@ STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
   register_ops(m);
 #if !defined(PAGEDATTN_SIMT)
   m.impl("linear_packed", TORCH_BOX(&pagedattn::linear_packed));
+  m.impl("linear_int8", TORCH_BOX(&pagedattn::linear_int8));
 #endif
 }
 #if defined(PAGEDATTN_WITH_CUDA)

@@ -29,10 +29,12 @@ gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
 gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
+linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
+CPU_OPS = ["linear_packed", "linear_int8"]  # which have no CUDA kernels
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
@@ -44,7 +46,6 @@ CALLS = [
 ]
 
 
-CPU_OPS = ["linear_packed"]  # which have no CUDA kernels
 CALLS_ON_CUDA = [call for call in CALLS if call not in CPU_OPS]
 
 
@@ -123,6 +124,13 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "rotary_embedding_neox": rotary,
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
+        "linear_int8": {
+            "out": torch.zeros(n, 20),
+            "input": normal(n, 14),
+            "packed_weight": torch.randint(1, 256, (2, 4, 16, 4), dtype=torch.uint8, generator=generator),
+            "weight_scales": normal(20),
+            "bias": normal(20),
+        },
         "apply_token_bitmask": {
             "logits": normal(n + 1, 70),
             "bitmask": torch.randint(-(2**31), 2**31, (n, 3), dtype=torch.int32, generator=generator),

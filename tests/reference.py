@@ -303,6 +303,26 @@ def gelu_quick(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+# ---- linear --------------------------------------------------------------------------------------------------------
+
+
+def quantise_to_int8(input: Tensor) -> tuple[Tensor, Tensor]:
+    """round(x * (127 / max|x|)) in fp32, and max|x| / 127 [..., 1], of each row; zeros if max|x| is below 2^-119."""
+    input = input.float()
+    largest = input.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest < 2.0**-119, 0, largest)
+    max_code = torch.tensor(127.0)  # a plain number is divided by way of a reciprocal, which rounds twice
+    codes = torch.where(largest > 0, input * (max_code / largest), 0).round()
+    return codes.long(), largest / max_code
+
+
+def linear_int8(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(codes @ weight.T) * (scale of the row) * (scale of the column) + bias, the sums in integers."""
+    codes, scales = quantise_to_int8(input)
+    out = (codes @ weight.T.long()).double() * scales.double() * weight_scales.double()
+    return out if bias is None else out + bias.double()
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 

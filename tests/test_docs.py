@@ -79,20 +79,20 @@ def test_function_is_documented(name):
     assert f"pagedattn_ext.{signature(getattr(pagedattn_ext, name))}" in FLAT_TEXT
 
 
-def signature(function) -> str:
-    """Without annotations: name(query, *, scale=None)."""
-    bare = inspect.signature(function)
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in bare.parameters.values()]
-    return function.__name__ + str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-
-
 # They prepare a weight for an op, in plain torch.
 PACKERS = [name for name in ops.__all__ if name.startswith("pack_")]
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_packer_is_documented(name):
+def test_packing_is_documented(name):
     assert f"ops.{signature(getattr(ops, name))}" in FLAT_TEXT
+
+
+def signature(function) -> str:
+    """Without annotations: name(query, *, scale=None)."""
+    bare = inspect.signature(function)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in bare.parameters.values()]
+    return function.__name__ + str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def test_every_op_is_found():

@@ -18,7 +18,7 @@ OUTSIDE = "outside"  # of the namespaces cpu_*
 # In AT&T syntax. A mnemonic with a v is VEX or EVEX coded, and faults on a machine without AVX whatever its registers.
 VEX = re.compile(r"^v")
 EVEX = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
-BF16 = re.compile(r"^v(dpbf16|cvtne2?ps2?bf16|cvtneps2bf16)")
+BF16 = re.compile(r"^v(dpbf16|cvtne2?ps2?bf16|cvtneps2bf16|pdpbusd)")
 FORBIDDEN = {OUTSIDE: [VEX], "default": [VEX], "avx2": [EVEX], "avx512": [BF16], "avx512_bf16": []}
 
 

@@ -1,0 +1,103 @@
+"""Linear layers with packed weights, beside those of torch.
+
+Usage: python bench/linear.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
+
+Weights are in no cache: calls cycle through copies of a layer. GB/s counts a layer's packed weight once, and nothing
+else: one row is bound by that, and its share of the read probe says how well; many rows are bound by arithmetic, and
+their share falls. Packed weights and the probe's memory lie in huge pages where the system grants them.
+
+The peer of int8 is torch.ops.quantized.linear_dynamic (FBGEMM), which takes fp32. It rounds all rows with one scale, to
+7 bits where it would overflow with 8, so its results are coarser than ours: they are compared at 3% of the largest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from harness import (
+    Probe,
+    Row,
+    check_and_time,
+    finish,
+    hardware,
+    make_inputs,
+    parse_args,
+    print_probes,
+    print_rows,
+    read_probe,
+)
+from torch import Tensor
+
+from pagedattn_ext import ops
+
+LAYERS = [(768, 4096), (2048, 8192)]  # in_features, out_features
+NUM_ROWS = (1, 4, 32, 512)
+PEER_TOLERANCE = 3e-2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One copy of a layer in our format and, where there is a peer, in the peer's."""
+
+    packed_weight: Tensor
+    ours: Callable[[Tensor], Tensor]
+    peers: dict[str, Callable[[Tensor], Tensor]]
+
+
+def make_int8(in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
+    weight = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
+    scales = torch.rand(out_features) * 1e-3 + 1e-4
+    bias = torch.randn(out_features)
+    packed = ops.pack_linear_weight_int8(weight)
+
+    def ours(rows: Tensor) -> Tensor:
+        return ops.linear_int8(rows, packed, scales, bias)
+
+    if dtype != torch.float32:
+        return Layer(packed, ours, {})
+    quantized = torch._make_per_channel_quantized_tensor(weight, scales.double(), torch.zeros(out_features).long(), 0)
+    theirs = torch.ops.quantized.linear_prepack(quantized, bias)
+    return Layer(packed, ours, {"torch": lambda rows: torch.ops.quantized.linear_dynamic(rows, theirs, True)})
+
+
+FORMATS = {"int8": make_int8}
+
+
+def bench(
+    name: str, layer_size: tuple[int, int], num_rows: int, dtype: torch.dtype, num_rounds: int, probe: Probe
+) -> Row:
+    in_features, out_features = layer_size
+    make = partial(FORMATS[name], in_features, out_features, dtype)
+    rows = torch.randn(num_rows, in_features, dtype=dtype)
+    first = make()
+    layers = make_inputs(make, first.packed_weight.nbytes, "cpu")
+    functions: dict[str, Callable[[Layer], Tensor]] = {"ours": lambda layer: layer.ours(rows)}
+    for peer in first.peers:
+        functions[peer] = lambda layer, peer=peer: layer.peers[peer](rows)
+    seconds = check_and_time(functions, layers, PEER_TOLERANCE, num_rounds, probe)
+    case = f"{name}, {in_features} x {out_features}, {num_rows} row{'s' * (num_rows > 1)}"
+    return Row("linear", case, dtype, first.packed_weight.nbytes, probe, seconds)
+
+
+def main() -> None:
+    args = parse_args(__doc__.splitlines()[0])
+    if args.device != "cpu":
+        raise SystemExit("bench/linear.py: these ops run on the CPU only")
+    facts = hardware(args.device)
+    probe = read_probe()
+    print_probes(probe)
+    num_rounds = 5 if args.quick else 25
+    rows = [
+        bench(name, layer, num_rows, dtype, num_rounds, probe)
+        for name in FORMATS
+        for layer in LAYERS[: 1 if args.quick else None]
+        for dtype in args.dtypes
+        for num_rows in NUM_ROWS
+    ]
+    print_rows(rows)
+    finish(args, facts, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+// linear_int8 and linear_int4: parameters and kernels. They have no CUDA kernels.
+//
+// A packed weight consists of panels of 16 output features, the last one filled up with zeros, each read from front to
+// back. Rows of input become 8-bit integers first, in chunks that stay in a cache while the panels pass by.
+#pragma once
+
+#include "cpu_dispatch.h"
+#include "types.h"
+
+namespace pagedattn {
+
+constexpr int LINEAR_PANEL = 16;            // output features
+constexpr int QUAD = 4;                     // elements of a row that meet adjacent weights
+constexpr int MAX_QUANTIZED_ROWS = 128;     // of a chunk
+constexpr int QUANTIZED_ROW_MULTIPLE = 32;  // a row's codes are written in whole vectors
+
+constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // so many products of at most 128 * 127 have a sum below 2^31
+
+// Codes of a quad that add to those that the row has there.
+struct ExcessQuad {
+  int32_t quad;
+  int8_t codes[QUAD];
+};
+
+struct LinearInt8Params {
+  DType dtype;       // of input and out
+  int64_t num_rows;  // at most MAX_QUANTIZED_ROWS
+  int64_t in_features;
+  int64_t out_features;
+  const void* input;           // [num_rows, in_features]
+  int64_t input_stride;        // elements between rows
+  const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each 128 more than it is
+  const float* weight_scales;  // [out_features]
+  const float* bias;           // [out_features], or nullptr
+  void* out;                   // [num_rows, out_features]
+  int64_t out_stride;
+
+  // Scratch: the quantized rows.
+  int8_t* codes;  // [num_rows, in_features]
+  int64_t code_stride;
+  float* row_scales;      // [num_rows]
+  int32_t* code_sums;     // [num_rows]
+  ExcessQuad* excess;     // [num_rows, ceil(in_features / 4)]
+  int32_t* num_excesses;  // [num_rows]
+};
+
+// Rows [begin, end).
+PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
+// Panels [begin, end), for rows that are quantized.
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
+
+}  // namespace pagedattn

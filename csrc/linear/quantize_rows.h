@@ -1,0 +1,60 @@
+// Elements to 8-bit integers with a scale of their own: what both quantized linear layers do with their input.
+#pragma once
+
+#include "cpu_rows.h"
+#include "cpu_vec.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+constexpr float MAX_CODE = 127.0f;
+// Elements that are all smaller count as zeros: MAX_CODE divided by them could be infinite.
+constexpr float MIN_LARGEST = 0x1p-119f;
+
+struct Quantized {
+  float scale;         // element = code * scale; NaN if one of them is not finite
+  float sum_of_codes;  // exact for up to 2^17 codes
+};
+
+PAGEDATTN_INLINE IntVec max_bits(IntVec a, IntVec b) { return a > b ? a : b; }
+
+template <typename IndexOf>
+PAGEDATTN_INLINE IntVec max_with_shuffled(IntVec v, IndexOf index_of) {
+  return max_bits(v, (IntVec)shuffle((Vec)v, (Vec)v, index_of));
+}
+
+PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
+  if constexpr (VEC_SIZE > 8) v = max_with_shuffled(v, [](int i) { return i ^ 8; });
+  if constexpr (VEC_SIZE > 4) v = max_with_shuffled(v, [](int i) { return i ^ 4; });
+  v = max_with_shuffled(v, [](int i) { return i ^ 2; });
+  return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
+}
+
+// Writes round(x * 127 / max|x|) for each of `size` elements, and zeros behind them up to a whole vector.
+template <typename T>
+PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, int8_t* codes) {
+  // Ordered as integers, infinity and NaN are larger than any finite magnitude.
+  IntVec largest_bits{};
+  for_each_vector(size, [&](int64_t i, auto load, auto) {
+    largest_bits = max_bits(largest_bits, (IntVec)load(input + i) & 0x7fffffff);
+  });
+  const int32_t bits = reduce_max_bits(largest_bits);
+  constexpr int32_t INFINITE_BITS = 0x7f800000;
+  const float largest = __builtin_bit_cast(float, bits);
+  if (bits >= INFINITE_BITS || largest < MIN_LARGEST) {
+    for (int64_t i = 0; i < size; i += VEC_SIZE) store_bytes(codes + i, UintVec{});
+    return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, 0.0f};
+  }
+  const Vec inverse_scale = broadcast(MAX_CODE / largest);
+  const Vec round_to_int = broadcast(0x1.8p23f);
+  Vec sums{};
+  for_each_vector(size, [&](int64_t i, auto load, auto) {
+    const Vec rounded = (load(input + i) * inverse_scale + round_to_int) - round_to_int;
+    sums = sums + rounded;
+    store_bytes(codes + i, (UintVec) __builtin_convertvector(rounded, IntVec));
+  });
+  return {largest / MAX_CODE, reduce_sum(sums)};
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -1,0 +1,212 @@
+"""Linear layers with weights of 8 bits: exact sums, each row by itself, edges, wrong arguments."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from checks import (
+    DTYPES,
+    assert_close_to_reference,
+    assert_rejected,
+    assert_row_gap_untouched,
+    assert_same_bits,
+    with_row_gap,
+)
+from hypothesis import example, given
+from hypothesis import strategies as st
+from op_calls import make_arguments
+from op_table import OPS
+from torch import Tensor
+
+from pagedattn_ext import ops
+
+
+def make_int8_layer(
+    in_features: int, out_features: int, seed: int = 0, with_bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """weight, weight_scales, bias; of all values that a weight can have."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8, generator=generator)
+    scales = torch.rand(out_features, generator=generator) / 100 + 1e-3
+    return weight, scales, torch.randn(out_features, generator=generator) if with_bias else None
+
+
+def make_rows(num_rows: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Of very different magnitudes, each with a few elements that are larger than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, in_features, generator=generator) * torch.logspace(-2, 2, num_rows)[:, None]
+    return torch.where(torch.rand(rows.shape, generator=generator) < 0.02, rows * 8, rows).to(dtype)
+
+
+def check_int8(rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    assert_close_to_reference(out, reference.linear_int8(rows, weight, scales, bias))
+
+
+# ---- int8 ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    num_rows=st.integers(0, 40),
+    in_features=st.integers(1, 300),
+    out_features=st.integers(1, 100),
+    dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    gap=st.sampled_from([0, 3]),
+    seed=st.integers(0, 9),
+)
+@example(130, 2100, 17, torch.float32, True, 0, 0)  # more than a chunk of rows, more than a block of a panel
+def test_int8(num_rows, in_features, out_features, dtype, with_bias, gap, seed):
+    weight, scales, bias = make_int8_layer(in_features, out_features, seed, with_bias)
+    rows = with_row_gap(make_rows(num_rows, in_features, dtype, seed), gap)
+    out = with_row_gap(torch.zeros(num_rows, out_features, dtype=dtype), gap)
+    OPS.linear_int8(out, rows, ops.pack_linear_weight_int8(weight), scales, bias)
+    check_int8(rows, weight, scales, bias, out)
+    assert_row_gap_untouched(out)
+    assert_same_bits(ops.linear_int8(rows, ops.pack_linear_weight_int8(weight), scales, bias), out.contiguous())
+
+
+def test_int8_takes_any_leading_dimensions():
+    weight, scales, bias = make_int8_layer(20, 33)
+    rows, packed = make_rows(6, 20, torch.float32), ops.pack_linear_weight_int8(weight)
+    expected = ops.linear_int8(rows, packed, scales, bias)
+    assert_same_bits(ops.linear_int8(rows[0], packed, scales, bias), expected[0])
+    assert_same_bits(ops.linear_int8(rows.view(2, 3, 20), packed, scales, bias), expected.view(2, 3, 33))
+    assert ops.linear_int8(rows[:0].view(0, 3, 20), packed, scales, bias).shape == (0, 3, 33)
+
+
+def test_packed_int8_weight():
+    weight, _, _ = make_int8_layer(6, 18)
+    packed = ops.pack_linear_weight_int8(weight)
+    assert packed.shape == (2, 2, 16, 4) and packed.data_ptr() % (2 << 20) == 0
+    assert packed[1, 1, 1].tolist() == [weight[17, 4] + 128, weight[17, 5] + 128, 128, 128]
+    assert (packed[1, :, 2:] == 128).all()
+
+
+@pytest.mark.parametrize("value", [-128, 127])
+@pytest.mark.parametrize("in_features", [4, 12288, 131072])
+@pytest.mark.parametrize("signs", ["same", "pairs", "alternating"])
+def test_int8_sums_of_the_largest_products(in_features, value, signs):
+    """Exact, and never saturated on the way."""
+    k = torch.arange(in_features)
+    sign = {"same": torch.ones_like(k), "pairs": 1 - 2 * (k // 2 % 2), "alternating": 1 - 2 * (k % 2)}[signs]
+    rows = (127 * sign).float().expand(3, -1)
+    weight = torch.full((5, in_features), value, dtype=torch.int8)
+    weight[1] = (value * sign).clamp(-128, 127)
+    weight[2] = 0
+    out = ops.linear_int8(rows, ops.pack_linear_weight_int8(weight), torch.ones(5))
+    assert_same_bits(out, (rows.long() @ weight.T.long()).float())
+
+
+def test_int8_sums_are_exact():
+    """Codes that are the elements themselves."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-127, 128, (40, 777), generator=generator)
+    rows[:, 5] = 127
+    weight, _, _ = make_int8_layer(777, 50)
+    out = ops.linear_int8(rows.float(), ops.pack_linear_weight_int8(weight), torch.ones(50))
+    assert_same_bits(out, (rows @ weight.T.long()).float())
+
+
+def test_ties_are_rounded_to_even():
+    rows = torch.tensor([[127.0, 0.5, 1.5, -2.5, 3.5, 0.0]])
+    out = ops.linear_int8(rows, ops.pack_linear_weight_int8(torch.eye(6, dtype=torch.int8)), torch.ones(6))
+    assert out.tolist() == [[127, 0, 2, -2, 4, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_int8_row_that_is_not_finite(bad, dtype):
+    """NaN in all its outputs, whichever element it is; other rows do not see it."""
+    weight, scales, bias = make_int8_layer(37, 20)
+    packed = ops.pack_linear_weight_int8(weight)
+    rows = make_rows(9, 37, dtype)
+    expected = ops.linear_int8(rows, packed, scales, bias)
+    others = torch.arange(9) != 4
+    for column in (0, 35, 36):
+        changed = rows.clone()
+        changed[4, column] = bad
+        out = ops.linear_int8(changed, packed, scales, bias)
+        assert out[4].isnan().all()
+        assert_same_bits(out[others], expected[others])
+
+
+@pytest.mark.parametrize("tiny", [0.0, -0.0, 1e-45, 1e-38, 1e-36])
+def test_int8_row_of_next_to_nothing(tiny):
+    weight, scales, bias = make_int8_layer(37, 20)
+    out = ops.linear_int8(torch.full((2, 37), tiny), ops.pack_linear_weight_int8(weight), scales, bias)
+    assert_same_bits(out, bias.expand(2, -1).contiguous())
+
+
+def test_int8_row_of_the_largest_elements():
+    rows = torch.tensor([[3e38, -3e38, 1e38, 0.0]])
+    weight = torch.eye(4, dtype=torch.int8)
+    out = ops.linear_int8(rows, ops.pack_linear_weight_int8(weight), torch.full((4,), 0.5))
+    torch.testing.assert_close(out, rows / 2, rtol=1e-2, atol=0)
+
+
+def assert_rows_are_independent(linear: Callable[[Tensor], Tensor], in_features: int) -> None:
+    """Batches of 1 to 70 rows, and of more than a chunk, on one thread and on two: the bits of each row alone."""
+    for dtype in DTYPES:
+        rows = make_rows(140, in_features, dtype)
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(row[None]) for row in rows])
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for num_rows in [*range(1, 71), 140]:
+                assert_same_bits(linear(rows[-num_rows:]), alone[-num_rows:])
+
+
+def test_int8_rows_are_independent(several_threads):
+    weight, scales, bias = make_int8_layer(1100, 70)
+    packed = ops.pack_linear_weight_int8(weight)
+    assert_rows_are_independent(lambda rows: ops.linear_int8(rows, packed, scales, bias), 1100)
+
+
+# ---- wrong arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "error"),
+    [
+        ("input", torch.zeros(3, 14, dtype=torch.float64), TypeError),
+        ("input", torch.zeros(3, 14, 2)[..., 0], ValueError),
+        ("input", torch.zeros(3, 0), ValueError),
+        ("input", torch.zeros(1, 131073), ValueError),
+        ("packed_weight", torch.zeros(2, 4, 16, 4, dtype=torch.int8), TypeError),
+        ("packed_weight", torch.zeros(2, 4, 64, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(1, 4, 16, 4, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(2, 3, 16, 4, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(2, 4, 4, 16, dtype=torch.uint8).transpose(2, 3), ValueError),
+        ("weight_scales", torch.zeros(20, dtype=torch.float16), TypeError),
+        ("weight_scales", torch.zeros(20, 1), ValueError),
+        ("weight_scales", torch.zeros(40)[::2], ValueError),
+        ("bias", torch.zeros(20, dtype=torch.float16), TypeError),
+        ("bias", torch.zeros(19), ValueError),
+        ("bias", torch.zeros(40)[::2], ValueError),
+        ("out", torch.zeros(3, 20, dtype=torch.float16), TypeError),
+        ("out", torch.zeros(3, 21), ValueError),
+        ("out", torch.zeros(4, 20), ValueError),
+        ("out", torch.zeros(3, 1, 20), ValueError),
+        ("out", torch.zeros(1, 20).expand(3, -1), ValueError),
+    ],
+)
+def test_linear_int8_rejects(argument, wrong, error):
+    assert_rejected("linear_int8", make_arguments("linear_int8") | {argument: wrong}, argument, error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [(torch.zeros(3, 4), TypeError), (torch.zeros(4, dtype=torch.int8), ValueError), ("x", TypeError)],
+    ids=str,
+)
+def test_pack_int8_rejects(wrong, error):
+    with pytest.raises(error, match=r"^pack_linear_weight_int8: weight: expected .+, got .+"):
+        ops.pack_linear_weight_int8(wrong)
+
+
+def test_input_on_another_device():
+    arguments = {name: tensor.to("meta") for name, tensor in make_arguments("linear_int8").items() if name != "out"}
+    with pytest.raises(ValueError, match=r"^linear_int8: input: expected a tensor on cpu, got one on meta"):
+        ops.linear_int8(**arguments)
