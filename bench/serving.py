@@ -3,6 +3,7 @@
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
        python bench/serving.py sharing|samples|prefix|preemption|block-size [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
+       python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
 
 Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
 
@@ -16,6 +17,8 @@ Experiments (serving_experiments.py): blocks saved by samples or beams of one pr
 separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks.
 
 server (serving_http.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
+
+profile (serving_profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from harness import check_plot, hardware, keep_freed_memory, write_files
 from serving_experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
 from serving_http import compare_server
 from serving_peers import System, compare, load_peers, print_comparison, run_in_turns
+from serving_profile import limits_of_profile, run_profile
 from serving_requests import SHAPES, WORKLOADS, Request, make_model, make_requests
 from serving_run import plot_run, print_summary, summarize, warm_server
 
@@ -69,18 +73,24 @@ def add_options(
     add_run_options(parser, num_rounds, plot)
 
 
-def add_run_options(parser: argparse.ArgumentParser, num_rounds: int, plot: str) -> None:
+def add_run_options(
+    parser: argparse.ArgumentParser,
+    num_rounds: int,
+    plot: str,
+    num_quick_rounds: int = 1,
+    rounds: str = "in which what is compared takes turns",
+) -> None:
     """What every command has."""
     add, positive, count = parser.add_argument, at_least(1), at_least(0)
     add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="default: %(default)s")
-    add("--rounds", type=positive, metavar="N", help=f"in which what is compared takes turns (default: {num_rounds}; "
-        "1 with --quick); medians are shown")  # fmt: skip
+    add("--rounds", type=positive, metavar="N", help=f"{rounds} (default: {num_rounds}; {num_quick_rounds} with "
+        "--quick); medians are shown")  # fmt: skip
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")
     add("--seed", type=count, default=0, help="of weights, lengths, tokens and arrivals (default: %(default)s)")
     add("--quick", action="store_true", help="fewer requests and rounds, under a minute")
     add("--json", type=Path, metavar="FILE", help="write hardware, command and all numbers")
     add("--plot", type=Path, metavar="FILE.png", help=f"draw {plot} (needs matplotlib)")
-    parser.set_defaults(parser=parser, default_rounds=(num_rounds, 1))
+    parser.set_defaults(parser=parser, default_rounds=(num_rounds, num_quick_rounds))
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +117,16 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, 7, "bars of tokens/s")
 
 
+def add_profile_options(parser: argparse.ArgumentParser) -> None:
+    add, positive = parser.add_argument, at_least(1)
+    add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
+    add("--shape", choices=list(SHAPES), default="small", help="of the model made (default: %(default)s)")
+    add("--sequences", type=positive, nargs="+", default=[1, 8, 32, 256], metavar="N", help="running at once, columns "
+        "of the table for each number (default: 1 8 32 256)")  # fmt: skip
+    add("--context", type=positive, default=128, metavar="N", help="tokens of each in the cache (default: %(default)s)")
+    add_run_options(parser, 20, "bars of the shares", num_quick_rounds=5, rounds="steps to measure")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Without a command: report.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -118,6 +138,7 @@ def parse_args() -> argparse.Namespace:
         plot = f"bars of {next(iter(experiment.columns))}"
         add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
     add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
+    add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     arguments = sys.argv[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["report", *arguments]
@@ -126,6 +147,7 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
+    if args.command in ("server", "profile"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -201,10 +223,14 @@ def main() -> None:
             start = partial(
                 start, max_num_seqs=args.max_num_seqs, num_blocks=args.num_blocks, kv_cache_memory=args.kv_cache_memory
             )
+        elif args.command == "profile":
+            start = partial(start, **limits_of_profile(args))
         try:
             engine = start()
         except (FileNotFoundError, ValueError) as error:
             args.parser.error(str(error))
+        if args.command == "profile":
+            return run_profile(args, facts, engine)
         args.vocab_size = transformers.AutoConfig.from_pretrained(args.model).vocab_size
         run(args, facts, start, engine)
 

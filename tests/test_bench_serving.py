@@ -209,6 +209,21 @@ def test_server(tmp_path):
         assert all(seconds > 0 for seconds in row["generate_cpu_seconds"])
 
 
+def test_profile(tmp_path):
+    path, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    plotting = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
+    size = ["--shape", "micro", "--sequences", "3", "1", "--context", "20", "--rounds", "4"]
+    result = run("profile", *size, "--json", str(path), *plotting)
+    assert result.returncode == 0, result.stderr
+    assert plot.exists() == bool(plotting)
+    profiles = json.loads(path.read_text())["profiles"]
+    assert [profile["num_sequences"] for profile in profiles] == [3, 1]
+    for profile in profiles:
+        assert f"{profile['num_sequences']} at once" in result.stdout
+        assert {"qkv_proj", "down_proj", "lm_head", "attention", "RMSNorm", "sampler"} <= set(profile["seconds"])
+        assert all(len(seconds) == 4 and min(seconds) > 0 for seconds in profile["seconds"].values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +232,7 @@ def test_server(tmp_path):
         (["sharing", "--rounds", "0"], "argument --rounds: expected at least 1, got 0"),
         (["--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["server", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
+        (["profile", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["server", "--output-tokens", "1"], "argument --output-tokens: expected at least 2, got 1"),
     ],
 )
