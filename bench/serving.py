@@ -3,6 +3,7 @@
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
        python bench/serving.py sharing|samples|prefix|preemption|block-size [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
+       python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
 
 Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
@@ -18,6 +19,8 @@ separate requests; a prefix shared by all prompts; preemption by recomputing or 
 
 server (serving_http.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
+engines (serving_engines.py): OpenVINO GenAI and llama.cpp beside the engine, as far as they are installed.
+
 profile (serving_profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 """
 
@@ -31,6 +34,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import serving_engines
 import torch
 import transformers
 from harness import check_plot, hardware, keep_freed_memory, write_files
@@ -39,7 +43,7 @@ from serving_http import compare_server
 from serving_peers import System, compare, load_peers, print_comparison, run_in_turns
 from serving_profile import limits_of_profile, run_profile
 from serving_requests import SHAPES, WORKLOADS, Request, make_model, make_requests
-from serving_run import plot_run, print_summary, summarize, warm_server
+from serving_run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 
@@ -82,7 +86,8 @@ def add_run_options(
 ) -> None:
     """What every command has."""
     add, positive, count = parser.add_argument, at_least(1), at_least(0)
-    add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="default: %(default)s")
+    add("--format", choices=FORMATS, default="float32", help="of the weights; transformers has float32 for int8 and "
+        "int4 (default: %(default)s)")  # fmt: skip
     add("--rounds", type=positive, metavar="N", help=f"{rounds} (default: {num_rounds}; {num_quick_rounds} with "
         "--quick); medians are shown")  # fmt: skip
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")
@@ -117,6 +122,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, 7, "bars of tokens/s")
 
 
+def add_engines_options(parser: argparse.ArgumentParser) -> None:
+    workloads = "; ".join(f"{name}: {what}" for name, what in serving_engines.WORKLOADS.items())
+    add = parser.add_argument
+    add("--workload", choices=list(serving_engines.WORKLOADS), default="many", help=f"{workloads} (default: many)")
+    add("--shape", choices=list(SHAPES), default="small", help="of the LLaMA made (default: %(default)s)")
+    add_run_options(parser, 1, "bars of tokens per CPU-second")
+
+
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, at_least(1)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
@@ -138,6 +151,7 @@ def parse_args() -> argparse.Namespace:
         plot = f"bars of {next(iter(experiment.columns))}"
         add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
     add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
+    add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     arguments = sys.argv[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
@@ -147,7 +161,7 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
-    if args.command in ("server", "profile"):
+    if args.command in ("server", "engines", "profile"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -182,7 +196,7 @@ def report(
     if args.peer_requests:
         # The same requests come several times: no system is to find them in its cache.
         ours = warm_server(start(enable_prefix_caching=False))
-        systems: dict[str, System] = {"engine": ours, **load_peers(args.model, args.dtype)}
+        systems: dict[str, System] = {"engine": ours, **load_peers(args.model, engine_options(args.format)["dtype"])}
         offline = [replace(request, arrival=0.0) for request in requests[: args.peer_requests]]
         comparison = compare(run_in_turns(systems, offline, args.rounds))
         print_comparison(comparison, len(offline), args.rounds)
@@ -211,12 +225,14 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     facts = hardware("cpu")
-    print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.dtype}")
+    if args.command == "engines":
+        return serving_engines.compare_engines(args, facts)
+    print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.format}")
     with tempfile.TemporaryDirectory() as made:
         if not args.model:
             args.model = made
             make_model(args.shape, args.seed, made)
-        start = partial(LLMEngine, args.model, dtype=args.dtype, device="cpu")
+        start = partial(LLMEngine, args.model, device="cpu", **engine_options(args.format))
         run = run_experiment
         if args.command == "report":
             run = report

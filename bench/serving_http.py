@@ -26,7 +26,7 @@ import torch
 from harness import draw_bars, hardware, print_table, write_files
 from http_streams import exchange, make_message, read_stream
 from serving_requests import Request, make_requests
-from serving_run import percentiles
+from serving_run import engine_options, percentiles
 
 from pagedattn_serve import LLM, SamplingParams
 
@@ -131,7 +131,9 @@ def cpu_seconds_of(url: str) -> float:
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
     """A server on a free port, as its URL. Raises RuntimeError if it does not start; why is on standard error."""
-    options = ["--port", "0", "--dtype", args.dtype, "--device", "cpu", "--log-level", "warning"]
+    options = ["--port", "0", "--device", "cpu", "--log-level", "warning"]
+    for name, value in engine_options(args.format).items():
+        options += [f"--{name}", value]
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, "serve", args.model, *options, "--max-num-seqs", str(max(args.concurrency))],
         stdout=subprocess.PIPE,
@@ -206,10 +208,10 @@ def compare_server(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     facts = hardware("cpu")
     try:
-        llm = LLM(args.model, dtype=args.dtype, device="cpu", max_num_seqs=max(args.concurrency))
+        llm = LLM(args.model, device="cpu", max_num_seqs=max(args.concurrency), **engine_options(args.format))
     except (FileNotFoundError, ValueError) as error:
         args.parser.error(str(error))
-    print(f"{args.model}, {args.dtype}; {args.output_tokens} tokens of output each; medians of {args.rounds} rounds")
+    print(f"{args.model}, {args.format}; {args.output_tokens} tokens of output each; medians of {args.rounds} rounds")
     with serving(args) as url:
         offline, served = partial(generate, llm), partial(stream, url)
         rows = [measure(args, llm, offline, served, concurrency) for concurrency in args.concurrency]

@@ -110,7 +110,7 @@ def load_peers(model: str, dtype: str) -> dict[str, System]:
 
 def run_in_turns(systems: dict[str, System], requests: list[Request], num_rounds: int) -> dict[str, list[Run]]:
     """Each system's peer_runs; a peer that does not run is left out, with a line that says why."""
-    warm_up = [Request(request.prompt_token_ids, 2) for request in requests[:2]]
+    warm_up = [Request(request.prompt_token_ids[:64], 2) for request in requests[:2]]
     num_tokens = [request.max_tokens for request in requests]
     runs: dict[str, list[Run]] = {name: [] for name in systems}
     for _ in range(num_rounds):

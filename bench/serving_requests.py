@@ -8,16 +8,31 @@ is 0.04). Straight lines lie above the data's quantiles, which are convex: the m
 
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy
 import torch
 import transformers
 
 QUANTILE_RANKS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cent; the table of ShareGPT begins at 10
-SHAPES = {  # hidden, layers, heads, KV heads, vocabulary
-    "micro": (32, 1, 2, 1, 256),  # where blocks are counted and the model only keeps the engine going
-    "tiny": (256, 4, 4, 2, 2048),
-    "small": (768, 12, 12, 4, 32000),
+
+
+class Shape(NamedTuple):
+    """Of a LLaMA."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+SHAPES = {
+    "micro": Shape(32, 88, 1, 2, 1, 256),  # where blocks are counted and the model only keeps the engine going
+    "tiny": Shape(256, 704, 4, 4, 2, 2048),
+    "small": Shape(768, 2112, 12, 12, 4, 32000),
+    "1B": Shape(2048, 8192, 16, 32, 8, 32000),
 }
 
 
@@ -93,12 +108,8 @@ def make_requests(
     ]
 
 
-def make_model(shape: str, seed: int, directory: str) -> None:
-    """Write a LLaMA with random weights."""
+def make_model(shape: str, seed: int, directory: str, max_len: int = 2048) -> None:
+    """Write a LLaMA with random weights and this many positions."""
     torch.manual_seed(seed)
-    hidden, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=2048,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(**SHAPES[shape]._asdict(), max_position_embeddings=max_len)
     transformers.LlamaForCausalLM(config).save_pretrained(directory)

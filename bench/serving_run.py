@@ -96,6 +96,16 @@ class ServedRun(Run):
         return num_found / (self.after.num_prompt_tokens - self.before.num_prompt_tokens)
 
 
+FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")  # of weights
+
+
+def engine_options(weight_format: str) -> dict[str, str]:
+    """Arguments of LLMEngine, which are options of `pagedattn serve` as well; int8 and int4 meet rows in fp32."""
+    if weight_format in ("int8", "int4"):
+        return {"dtype": "float32", "quantization": weight_format}
+    return {"dtype": weight_format}
+
+
 Server = Callable[..., ServedRun]  # takes requests and, by name, more of SamplingParams
 
 

@@ -209,6 +209,25 @@ def test_server(tmp_path):
         assert all(seconds > 0 for seconds in row["generate_cpu_seconds"])
 
 
+@pytest.mark.parametrize("workload", ["many", "one"])
+def test_engines(tmp_path, workload):
+    """Beside those that are installed here."""
+    path = tmp_path / "report.json"
+    result = run("engines", "--quick", "--shape", "tiny", "--workload", workload, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())["engines"]
+    for name, needed in {"engine": "torch", "OpenVINO GenAI": "openvino_genai", "llama.cpp": "llama_cpp"}.items():
+        is_installed = importlib.util.find_spec(needed) is not None
+        assert (name in rows) == is_installed
+        assert is_installed or f"{name}: left out, not importable: {needed}" in result.stdout
+    for name, row in rows.items():
+        assert f"\n{name}  " in result.stdout
+        assert row["same_tokens"] > 0.9
+        assert row["tokens_per_cpu_s"] > 0 and row["cpu_ratio"] == pytest.approx(
+            rows["engine"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"]
+        )
+
+
 def test_profile(tmp_path):
     path, plot = tmp_path / "report.json", tmp_path / "plot.png"
     plotting = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []

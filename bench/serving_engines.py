@@ -1,0 +1,172 @@
+"""The engine beside OpenVINO GenAI and llama.cpp, in turns, on the same requests and random weights.
+
+Each has a process of its own, as their thread pools and allocators would get in each other's way, and a process's CPU
+time is then that of one of them. All generate greedily from the same prompts, so many tokens each whatever they are.
+Those that are not installed are left out: `pip install openvino-genai openvino gguf llama-cpp-python`, with openvino of
+the version that openvino-genai is built for.
+
+Weights: --format. The others have their own forms of int8 and int4 (peer_openvino.py, peer_llama_cpp.py), so that only
+float32 must give the same tokens, but for near ties of random weights.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy
+import torch
+from harness import draw_bars, keep_freed_memory, print_table, write_files
+from serving_peers import System, compare, run_in_turns
+from serving_requests import SHAPES, Request, make_model, make_requests
+from serving_run import Run, engine_options, warm_server
+
+from pagedattn_serve import LLMEngine
+
+PEERS = {  # their modules here, and what these need
+    "OpenVINO GenAI": ("peer_openvino", ("openvino_genai", "openvino")),
+    "llama.cpp": ("peer_llama_cpp", ("llama_cpp", "gguf")),
+}
+MAX_LEN = 4096  # tokens of prompt and output
+CACHE_BYTES = 2 << 30
+WORKLOADS = {
+    "many": "32 requests with prompts as of ShareGPT and 100 tokens of output at the mean (with --quick 8, of 20)",
+    "one": "one of 128 tokens and 128 (32)",
+    "long": "8 of 2048 tokens and 64 (2 of 512 and 16)",
+}
+LEAST_SAME = 0.5  # of the tokens in float32, or it is not the same model
+
+
+def make_workload(name: str, quick: bool, vocab_size: int, seed: int) -> list[Request]:
+    if name == "many":
+        num_requests, mean_output = (8, 20) if quick else (32, 100)
+        return make_requests("sharegpt", num_requests, 2048, vocab_size, seed, mean_output=mean_output)
+    num_requests, length, num_tokens = {
+        "one": (1, 128, 32 if quick else 128),
+        "long": (2, 512, 16) if quick else (8, 2048, 64),
+    }[name]
+    rng = numpy.random.default_rng(seed)
+    prompts = rng.integers(vocab_size, size=(num_requests, length)).tolist()
+    return [Request(prompt, num_tokens) for prompt in prompts]
+
+
+# ---- a process for each ---------------------------------------------------------------------------------------------
+
+
+def load_engine(model: str, weight_format: str, threads: int, made: str) -> System:
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    options = engine_options(weight_format)
+    # The same requests come several times: they are not to be found in the cache.
+    return warm_server(
+        LLMEngine(model, device="cpu", kv_cache_memory=CACHE_BYTES, enable_prefix_caching=False, **options)
+    )
+
+
+def load_peer(module: str, *arguments: Any) -> System:
+    return importlib.import_module(module).load(*arguments)
+
+
+class InOwnProcess:
+    """A system that `load` makes in a process of its own, which ends with this one. Errors there are raised here."""
+
+    def __init__(self, load: Callable[[], System]) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawning.Pipe()
+        spawning.Process(target=answer, args=(theirs, load), daemon=True).start()
+        theirs.close()
+
+    def __call__(self, requests: list[Request]) -> Run:
+        self._connection.send(requests)
+        result = self._connection.recv()
+        if isinstance(result, str):
+            raise RuntimeError(result)
+        return result
+
+
+def answer(connection: Connection, load: Callable[[], System]) -> None:
+    """What runs there."""
+    system = None
+    while True:
+        try:
+            requests = connection.recv()
+        except EOFError:
+            return
+        try:
+            system = system or load()
+            connection.send(system(requests))
+        except Exception as error:  # whatever another library raises
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def same_tokens(ours: Run, theirs: Run) -> float:
+    """Share of the tokens; after the first that differs, none count."""
+
+    def num_same(mine: list[int], others: list[int]) -> int:
+        return next((i for i, pair in enumerate(zip(mine, others, strict=True)) if pair[0] != pair[1]), len(mine))
+
+    pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
+    return sum(num_same(*pair) for pair in pairs) / ours.num_output_tokens
+
+
+def print_engines(rows: Mapping[str, Mapping[str, Any]], title: str, num_tokens: int) -> None:
+    table = [[title, "tokens", "CPU s", "tokens/CPU-s", "ours is", "tokens/s", "ours is", "same tokens"]]
+    for name, row in rows.items():
+        rates = [f"{num_tokens / row['tokens_per_cpu_s']:.2f}", f"{row['tokens_per_cpu_s']:.1f}"]
+        ratios = [f"{row['cpu_ratio']:.2f}x", f"{row['tokens_per_s']:.1f}", f"{row['ratio']:.2f}x"]
+        table.append([name, str(num_tokens), *rates, *ratios, f"{row['same_tokens']:.0%}"])
+    print_table(table)
+    peers = {name: row["cpu_ratio"] for name, row in rows.items() if name != "engine"}
+    if peers:
+        best = min(peers, key=peers.__getitem__)
+        print(f"\nof the best other, {best}: {peers[best]:.2f}x the tokens per CPU-second")
+
+
+def plot_engines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Bars of tokens per CPU-second."""
+    figure, axes = draw_bars({"tokens/CPU-s": {name: row["tokens_per_cpu_s"] for name, row in rows.items()}}, "{:.1f}")
+    axes.set_title(title, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def compare_engines(args: argparse.Namespace, facts: dict[str, object]) -> None:
+    """The command `engines`."""
+    print(f"LLaMA of shape {args.shape} with random weights, {args.format}")
+    requests = make_workload(args.workload, args.quick, SHAPES[args.shape].vocab_size, args.seed)
+    means = [mean(len(each.prompt_token_ids) for each in requests), mean(each.max_tokens for each in requests)]
+    print(f"{len(requests)} requests at once, mean tokens in and out: {means[0]:.0f} and {means[1]:.0f}")
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as made:
+        make_model(args.shape, args.seed, model, MAX_LEN)
+        runs = run_in_turns(start_systems(args, model, made), requests, args.rounds)
+    ours, rows = runs["engine"][0], compare(runs)
+    for name, row in rows.items():
+        row["same_tokens"] = same_tokens(ours, runs[name][0])
+        if args.format == "float32" and row["same_tokens"] < LEAST_SAME:
+            sys.exit(f"{name}: {row['same_tokens']:.0%} of its tokens are the engine's: not the same model")
+    rounds = f"median of {args.rounds} rounds" if args.rounds > 1 else "one round"
+    print_engines(rows, f"{args.workload}, {args.format}; {rounds}", ours.num_output_tokens)
+    write_files(args, facts, partial(plot_engines, rows=rows), {"engines": rows})
+
+
+def start_systems(args: argparse.Namespace, model: str, made: str) -> dict[str, System]:
+    """model: directory of a LLaMA in fp32; made: one to write to."""
+    arguments = (model, args.format, args.threads, made)
+    systems: dict[str, System] = {"engine": InOwnProcess(partial(load_engine, *arguments))}
+    for name, (module, needed) in PEERS.items():
+        missing = [each for each in needed if find_spec(each) is None]
+        if missing:
+            print(f"{name}: left out, not importable: {', '.join(missing)}")
+        else:
+            systems[name] = InOwnProcess(partial(load_peer, module, *arguments))
+    return systems
