@@ -59,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.parser": {"cli.options"},
     "cli.options": {"config"},
     "llm": {"engine", "text.chat_template"},
-    "engine": {"engine_setup", "requests.inputs", "models.packed_linear"},
+    "engine": {"engine_setup", "requests.inputs"},
     "engine_setup": {"execution.cache_memory"},
     # a request from what a caller says to what it is told
     "requests": set(),
@@ -91,7 +91,8 @@ ARROWS: dict[str, set[str]] = {
     # the families and what they share
     "models": {"models.loader"},
     "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
-    | {"models.kv_scales", "checkpoint"},
+    | {"models.weights"},
+    "models.weights": {"models.causal_lm", "models.linear", "models.kv_scales", "checkpoint"},
     "models.kv_scales": set(),
     "models.bloom": {"models.causal_lm"},
     "models.gpt2": {"models.causal_lm"},
@@ -99,10 +100,12 @@ ARROWS: dict[str, set[str]] = {
     "models.opt": {"models.causal_lm"},
     "models.transformers_model": {"models.causal_lm", "models.transformers_trial"},
     "models.transformers_trial": set(),
-    "models.causal_lm": {"models.layers"},
+    "models.causal_lm": {"models.quantized_checkpoint"},
+    "models.quantized_checkpoint": {"models.layers", "models.quantization"},
+    "models.linear": {"models.quantization", "pagedattn_ext"},
+    "models.quantization": set(),
     "models.layers": {"models.metadata", "models.rope", "pagedattn_ext"},
     "models.rope": set(),
-    "models.packed_linear": set(),
     "models.metadata": set(),
     # between text and token ids
     "text": set(),

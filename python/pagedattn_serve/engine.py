@@ -24,7 +24,6 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.models.kv_scales import GivenScales
 from pagedattn_serve.models.loader import choose_kv_scales, load_model
-from pagedattn_serve.models.packed_linear import pack_linear_layers
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
 from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
@@ -74,6 +73,8 @@ class LLMEngine:
         speculation: "ngram" guesses that a sequence that repeats its last few tokens goes on as it did before, and lets
             the model verify the guesses in one step: the same tokens, in fewer steps where text recurs. None: off.
         num_speculative_tokens: most tokens guessed for a sequence in a step.
+        quantization: "int8" or "int4" quantizes the weights of linear layers when they are loaded, on the CPU alone.
+            None: they are as in the checkpoint, which may come quantized.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
     `tokenize`, `detokenize` and `make_request`.
@@ -107,6 +108,7 @@ class LLMEngine:
         kv_scales: GivenScales | None = None,
         speculation: str | None = None,
         num_speculative_tokens: int = 5,
+        quantization: str | None = None,
     ) -> None:
         if seed is None:
             seed = secrets.randbits(64)
@@ -123,16 +125,15 @@ class LLMEngine:
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
         )
         device = choose_device(device)
         directory = model_directory(model)
         self.tokenizer = load_tokenizer(directory, tokenizer)
         end_token_ids = frozenset(eos_token_ids(directory))
         defaults = generation_defaults(directory)
-        causal_lm = load_model(directory, dtype, device)
+        causal_lm = load_model(directory, dtype, device, quantization)
         scales = choose_kv_scales(kv_cache_dtype, kv_scales, directory, causal_lm.num_layers)
-        if device == "cpu":
-            pack_linear_layers(causal_lm, causal_lm.dtype)
         scheduler_config = SchedulerConfig(
             max_model_len=choose_max_model_len(max_model_len, causal_lm.max_model_len),
             max_num_seqs=max_num_seqs,

@@ -18,6 +18,7 @@ from pagedattn_serve.execution.cache_memory import (
     num_useful_blocks,
 )
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.linear import check_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def check_options(
     enforce_eager: bool,
     tensor_parallel_size: int,
     kv_cache_dtype: str,
+    quantization: str | None,
 ) -> None:
     """Raises ValueError or TypeError for what is wrong whatever the model, before anything of it is read."""
     check_int("block_size", block_size, 8, 256)
@@ -57,6 +59,7 @@ def check_options(
     if tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
     choose_cache_dtype(kv_cache_dtype, torch.float32)
+    check_quantization(quantization)
 
 
 def choose_device(name: str) -> str:

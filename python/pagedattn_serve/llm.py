@@ -42,6 +42,7 @@ class LLM:
         kv_scales: GivenScales | None = None,
         speculation: str | None = None,
         num_speculative_tokens: int = 5,
+        quantization: str | None = None,
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -67,6 +68,7 @@ class LLM:
             kv_scales=kv_scales,
             speculation=speculation,
             num_speculative_tokens=num_speculative_tokens,
+            quantization=quantization,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call

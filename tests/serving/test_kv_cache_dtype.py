@@ -190,9 +190,14 @@ def test_a_checkpoint_without_scales(llama: Checkpoint, caplog: pytest.LogCaptur
     assert "kv_cache_dtype=fp8_e5m2: keys and values are not scaled" in record.getMessage()
 
 
-def test_quantized_weights_are_refused_beside_scales(tmp_path: Path) -> None:
+def test_weights_in_another_format_are_refused_beside_scales(tmp_path: Path) -> None:
     path = save_with_scales(tmp_path, "llama")
-    groups = {"group_0": dict(targets=["Linear"], weights=dict(num_bits=8))}
-    change_config(tmp_path, quantization_config=dict(kv_cache_scheme=dict(num_bits=8), config_groups=groups))
-    with pytest.raises(ValueError, match="quantization_config: expected none"):
+    config = dict(
+        quant_method="compressed-tensors",
+        format="float-quantized",
+        kv_cache_scheme=dict(num_bits=8),
+        config_groups={"group_0": dict(targets=["Linear"], weights=dict(num_bits=8))},
+    )
+    change_config(tmp_path, quantization_config=config)
+    with pytest.raises(ValueError, match=r"quantization_config: format: .*, got 'float-quantized'"):
         LLMEngine(path, kv_cache_dtype="fp8")

@@ -26,4 +26,5 @@ def make_engine(args: argparse.Namespace) -> LLMEngine:
         kv_cache_dtype=args.kv_cache_dtype,
         kv_scales=args.kv_scales,
         speculation=args.speculation,
+        quantization=args.quantization,
     )

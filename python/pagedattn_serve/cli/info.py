@@ -5,12 +5,13 @@ import sys
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
-from pagedattn_serve.models.loader import build_model
+from pagedattn_serve.models.loader import build_model, describe_linear_layers, linear_forms
 
 
 def info(args: argparse.Namespace) -> int:
     CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
     model = build_model(args.model, args.dtype)
+    linear_layers = describe_linear_layers(model, linear_forms(model, args.quantization))
     memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
     block_bytes = block_bytes_of(model, args.block_size, args.kv_cache_dtype)
     num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize, args.kv_cache_dtype)
@@ -21,6 +22,7 @@ def info(args: argparse.Namespace) -> int:
         ("runs", model.runs),
         ("parameters", f"{num_parameters:,} ({num_parameters * model.dtype.itemsize:,} bytes)"),
         ("dtype", str(model.dtype).removeprefix("torch.")),
+        ("linear layers", f"{linear_layers} (on the CPU)"),
         ("layers", f"{model.num_layers}"),
         ("heads", f"{model.num_heads} query, {model.num_kv_heads} key-value, of size {model.head_size}"),
         ("vocabulary", f"{model.vocab_size:,}"),

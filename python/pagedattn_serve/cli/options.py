@@ -17,6 +17,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face directory, or a repository in its cache (default: the demo model of the package)",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    parser.add_argument(
+        "--quantization",
+        metavar="FORM",
+        help="of the weights of linear layers, on the CPU: int8 or int4 (default: as in the checkpoint)",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -116,12 +116,20 @@ def choose_activation(activations: dict[str, Activation], config: Any, option: s
 class ConvertedLinear(nn.Linear):
     """A linear layer that is made of what a checkpoint holds: other tensors, or another order of their elements."""
 
+    def checkpoint_parts(self, name: str) -> dict[str, int]:
+        """Names and output sizes of the checkpoint's layers that make up the one called `name`."""
+        return {name: self.out_features}
+
     def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
         """Names and shapes of the checkpoint's tensors for the "weight" or "bias" of the layer called `name`."""
-        return {f"{name}.{kind}": list(self.get_parameter(kind).shape)}
+        inputs = self.get_parameter(kind).shape[1:]
+        return {f"{part}.{kind}": [size, *inputs] for part, size in self.checkpoint_parts(name).items()}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        """The weight or bias, of those tensors in the same order."""
+        """The weight or bias, of those tensors in the same order.
+
+        Of a quantized weight, kind is a field of `Int8Weight` or `Int4Weight`; dimension 0 has the output features.
+        """
         raise NotImplementedError
 
 
@@ -132,23 +140,22 @@ class FusedLinear(ConvertedLinear):
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = parts
 
-    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
+    def checkpoint_parts(self, name: str) -> dict[str, int]:
         parent = name.rpartition(".")[0]
-        inputs = self.get_parameter(kind).shape[1:]
-        return {f"{parent}.{part}.{kind}": [size, *inputs] for part, size in self.parts.items()}
+        return {f"{parent}.{part}": size for part, size in self.parts.items()}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)
 
 
 class TransposedLinear(ConvertedLinear):
-    """A linear layer whose weight the checkpoint keeps as [in_features, out_features]."""
+    """A linear layer whose weight the checkpoint keeps as [in_features, out_features], unless it is quantized."""
 
     def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
         return {f"{name}.{kind}": list(self.get_parameter(kind).shape[::-1])}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].t()  # which leaves a bias as it is
+        return tensors[0].t() if kind == "weight" else tensors[0]
 
 
 class InterleavedQKVLinear(ConvertedLinear):

@@ -1,8 +1,6 @@
-"""From a Hugging Face directory to a model with its weights: config.json and *.safetensors or pytorch_model*.bin."""
+"""From a Hugging Face directory to a model: what config.json says of it, then its weights."""
 
 import logging
-import pickle
-import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from os import PathLike
@@ -10,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoConfig
 
 from pagedattn_serve.checkpoint import model_directory, read_json
 from pagedattn_serve.models.bloom import BloomForCausalLM
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
+from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
-from pagedattn_serve.models.layers import ConvertedLinear
+from pagedattn_serve.models.linear import LinearForms, check_quantization, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
+from pagedattn_serve.models.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
+from pagedattn_serve.models.weights import load_weights, open_checkpoint, weight_files
 
 # The others run through transformers.
 NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
@@ -56,20 +53,21 @@ DTYPES = {
     "float": torch.float32,  # these two names are torch's and vLLM's as well
     "half": torch.float16,
 }
-# In order of preference: the one file, and the index that stands there if the weights lie in several.
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-
-HEAD = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
 
-
-def load_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto", device: str = "cpu") -> CausalLM:
-    """The model in directory `path`, on `device`, with weights of `dtype` ("auto": that of config.json).
+def load_model(
+    path: str | PathLike[str],
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    quantization: str | None = None,
+) -> CausalLM:
+    """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
 
     path: a directory, or a repository of Hugging Face that lies in its cache.
+    quantization: "int8", "int4", or None for the weights as the checkpoint has them. On the CPU alone, where linear
+        layers take the forms of `models.linear`.
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
     cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
@@ -77,11 +75,16 @@ def load_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto", dev
     """
     directory = model_directory(path)
     model = build_model(directory, dtype)
+    forms = linear_forms(model, quantization, device)
+    description = describe_linear_layers(model, forms)
     if isinstance(model, TransformersCausalLM):
         weight_files(directory)  # raises if there are none
         model.load_weights(directory, device)
     else:
-        load_weights(model, directory, device)
+        load_weights(model, directory, device, forms)
+    if forms is not None:
+        pack_linear_layers(model, forms)
+        logger.info("linear layers: %s", description)
     return model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
 
 
@@ -90,13 +93,51 @@ def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") ->
     config = read_config(model_directory(path) / "config.json")
     architecture = (config.architectures or ["none"])[0]
     quantization = getattr(config, "quantization_config", None)
+    weights = None
     if quantization is not None:
         if not is_for_cache_alone(quantization):
-            raise ValueError("quantization_config: expected none, as quantized weights are not supported")
+            weights = checkpoint_format(quantization)
+            if architecture not in NATIVE:
+                raise ValueError(
+                    f"quantization_config: expected none, as {architecture} runs through transformers, where quantized "
+                    "weights are not supported"
+                )
         del config.quantization_config  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     with torch.device("meta"):
-        return NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
+        model = NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
+    model.checkpoint_format = weights
+    return model
+
+
+def linear_forms(model: CausalLM, quantization: str | None, device: str = "cpu") -> LinearForms | None:
+    """Which forms the linear layers take that the checkpoint has not quantized; None: they stay as they are, on CUDA.
+
+    Raises ValueError for another quantization than the checkpoint's own, and on CUDA for any.
+    """
+    check_quantization(quantization)
+    own = model.checkpoint_format
+    if device != "cpu":
+        if own is not None:
+            raise ValueError(f"quantization_config: expected none on {device}, as quantized weights are for the CPU")
+        if quantization is not None:
+            raise ValueError(f"quantization: expected None on {device}, as quantized weights are for the CPU")
+        return None
+    if own is not None and quantization not in (None, own.QUANTIZATION):
+        raise ValueError(
+            f"quantization: expected None or {own.QUANTIZATION}, in which {own.METHOD} has quantized the checkpoint, "
+            f"got {quantization}"
+        )
+    return LinearForms(model.dtype, model.vocab_size, None if own is not None else quantization)
+
+
+def describe_linear_layers(model: CausalLM, forms: LinearForms | None) -> str:
+    """In words, of a model as `build_model` makes it."""
+    if forms is None:
+        return "torch's own"
+    words = forms.describe(model)
+    own = model.checkpoint_format
+    return words if own is None else f"{own.describe()}; where the checkpoint is not quantized: {words}"
 
 
 def read_config(file: Path) -> Any:
@@ -157,134 +198,3 @@ def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> 
     if name not in DTYPES:
         raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {name}")
     return DTYPES[name]
-
-
-def load_weights(model: NativeCausalLM, directory: Path, device: str) -> None:
-    """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors."""
-    with ExitStack() as open_files:
-        tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
-        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS) and not is_kv_scale(name)}
-        problems: list[str] = []
-        parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
-        # No bar where nobody looks: disable=None is "unless on a terminal".
-        for name in tqdm(parameters, desc="Loading weights", disable=None, leave=False):
-            shapes = checkpoint_shapes(model, name)
-            unexpected -= shapes.keys()
-            parts = read_tensors(tensors, shapes, problems)
-            if not problems:
-                weight = convert(model, name, parts).to(device, model.dtype).contiguous()
-                set_parameter(model, name, weight)
-        if HEAD in unexpected and not problems:  # its embeddings are tied
-            unexpected.discard(HEAD)
-            load_own_head(model, tensors[HEAD]().to(device, model.dtype))
-    problems += [f"unexpected {name}" for name in sorted(unexpected)]
-    if problems == [f"missing {HEAD}"]:
-        problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
-    if problems:
-        raise ValueError(misfit(directory, type(model).__name__, problems))
-
-
-def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
-    """What a checkpoint keeps as lm_head though the config ties it: mostly a copy; if not, it is the model's head."""
-    if not torch.equal(weight, model.lm_head.weight):
-        logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
-        model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
-    """Every tensor of the checkpoint, memory-mapped where the format allows it."""
-    tensors: Tensors = {}
-    for file in weight_files(directory):
-        try:
-            if file.suffix == ".safetensors":
-                handle = open_files.enter_context(safe_open(file, framework="pt"))
-                tensors |= {name: lambda h=handle, n=name: h.get_tensor(n) for name in handle.keys()}  # noqa: SIM118
-            else:
-                # Before torch 1.6 it was another format, which cannot be mapped.
-                mmap = zipfile.is_zipfile(file)
-                state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-                if not isinstance(state, dict):
-                    raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
-                tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
-        except pickle.UnpicklingError:  # whose message advises to run what the file holds
-            raise ValueError(
-                f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
-            ) from None
-        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0] or "it ends too early"
-            raise ValueError(f"model: cannot read the weights in {file}: {reason}") from None
-    return tensors
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, safetensors if there are any."""
-    for name in WEIGHT_FILES:
-        index = directory / f"{name}.index.json"
-        if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError(f"weight_map: expected the files of tensors in {index}, got {weight_map!r:.80}")
-            files = [directory / file for file in sorted(set(weight_map.values()))]
-            for file in files:
-                if not file.is_file():
-                    raise FileNotFoundError(f"model: expected {file.name} in {directory}, as {index.name} names it")
-            return files
-        if (directory / name).is_file():
-            return [directory / name]
-    # Files of any other name: shards without their index.
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        if files := sorted(directory.glob(pattern)):
-            return files
-    raise FileNotFoundError(f"model: expected {' or '.join(WEIGHT_FILES)} in {directory}, found neither")
-
-
-# ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
-
-
-def checkpoint_name(model: NativeCausalLM, name: str) -> str:
-    """The name of a checkpoint's tensor with the prefix that some checkpoints leave out."""
-    return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
-
-
-def checkpoint_shapes(model: NativeCausalLM, parameter_name: str) -> dict[str, list[int]]:
-    """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
-    layer_name, _, kind = parameter_name.rpartition(".")
-    layer = model.get_submodule(layer_name)
-    if isinstance(layer, ConvertedLinear):
-        return layer.checkpoint_shapes(layer_name, kind)
-    return {parameter_name: list(model.get_parameter(parameter_name).shape)}
-
-
-def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[str]) -> list[Tensor]:
-    """The named tensors; those that are missing or misshapen are added to `problems`."""
-    found = []
-    for name, shape in shapes.items():
-        if name not in tensors:
-            problems.append(f"missing {name}")
-            continue
-        tensor = tensors[name]()
-        if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
-            found.append(tensor)
-        else:
-            found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            problems.append(f"{name}: expected {shape}, got {found_instead}")
-    return found
-
-
-def convert(model: NativeCausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
-    layer_name, _, kind = parameter_name.rpartition(".")
-    layer = model.get_submodule(layer_name)
-    return layer.from_checkpoint(kind, tensors) if isinstance(layer, ConvertedLinear) else tensors[0]
-
-
-def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
-    """Replace a parameter wherever it is used: tied ones in both places."""
-    old = model.get_parameter(name)
-    new = nn.Parameter(weight, requires_grad=False)
-    for module in model.modules():
-        for attribute, parameter in list(module.named_parameters(recurse=False)):
-            if parameter is old:
-                setattr(module, attribute, new)

@@ -25,7 +25,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.models.loader import load_model
+from pagedattn_serve.models.causal_lm import NativeCausalLM
+from pagedattn_serve.models.loader import build_model, load_model
+from pagedattn_serve.models.weights import load_weights
 from pagedattn_serve.sampling_params import SamplingParams
 
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
@@ -47,6 +49,14 @@ def save(tmp_path: Path) -> Save:
         return tmp_path / name
 
     return save
+
+
+def load_unpacked(directory: str | Path, dtype: str = "auto") -> NativeCausalLM:
+    """The model as it is before its linear layers are packed."""
+    model = build_model(directory, dtype)
+    assert isinstance(model, NativeCausalLM)
+    load_weights(model, Path(directory), "cpu")
+    return model
 
 
 def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -77,10 +87,10 @@ def expect_misfit(directory: Path, *problems: str) -> None:
 
 def test_every_weight_is_the_checkpoint_s(checkpoint: Checkpoint) -> None:
     """Fused layers are those of the checkpoint one after the other; GPT-2's are transposed, BLOOM's heads sorted."""
-    model = load_model(checkpoint.path)
+    model = load_unpacked(checkpoint.path)
     config = checkpoint.model.config
     expected = checkpoint.model.state_dict()
-    assert not model.training
+    assert not load_model(checkpoint.path).training
     for name, parameter in model.named_parameters():
         parts = [
             name.replace("qkv_proj", f"{part}_proj").replace("gate_up_proj", f"{part}_proj")
@@ -105,14 +115,14 @@ def test_every_weight_is_the_checkpoint_s(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("prefix", ["with prefix", "without prefix"])
 def test_forms_of_a_checkpoint(save: Save, name: str, form: str, prefix: str) -> None:
     directory = save(name)
-    expected = dict(load_model(str(directory)).named_parameters())
+    expected = load_model(str(directory)).state_dict()
     if prefix == "without prefix":
         remove_prefix(make_model(name), directory)
     if form == "bin":
         convert_to_bin(directory)
-    actual = dict(load_model(str(directory)).named_parameters())
+    actual = load_model(str(directory)).state_dict()
     assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[parameter], expected[parameter]) for parameter in expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", TIED)
@@ -124,7 +134,7 @@ def test_a_copy_of_tied_embeddings_is_accepted(save: Save, name: str, form: str)
     change_weights(directory, lambda tensors: tensors.update({"lm_head.weight": weight}))
     if form == "bin":
         convert_to_bin(directory)
-    assert torch.equal(load_model(str(directory)).lm_head.weight, weight)
+    assert torch.equal(load_unpacked(directory).lm_head.weight, weight)
 
 
 def test_tensors_that_are_no_parameters_are_passed_over(save: Save) -> None:
@@ -525,15 +535,16 @@ def test_auto_is_the_checkpoint_s_dtype(save: Save, field: str) -> None:
     directory = save("llama-gqa")
     for name, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, torch.float32)):
         change_config(directory, **{"dtype": None, "torch_dtype": None, field: name})
-        assert load_model(str(directory)).lm_head.weight.dtype == expected
+        assert load_unpacked(directory).lm_head.weight.dtype == load_model(directory).dtype == expected
 
 
 def test_a_float64_checkpoint(tmp_path: Path) -> None:
     """No op takes float64, so "auto" refuses it by name or takes float32; a named dtype works."""
     make_model("llama-gqa").double().save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), "float32").lm_head.weight.dtype == torch.float32
+    assert load_unpacked(tmp_path, "float32").lm_head.weight.dtype == torch.float32
+    load_model(tmp_path, "float32")
     try:
-        loaded = load_model(str(tmp_path))
+        loaded = load_unpacked(tmp_path)
     except ValueError as error:
         assert "float64" in str(error)
     else:

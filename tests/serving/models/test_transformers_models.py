@@ -34,8 +34,8 @@ from transformers.masking_utils import (
 from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.models import transformers_model
+from pagedattn_serve.models.linear import LinearForms, PackedLinear, pack_linear_layers
 from pagedattn_serve.models.loader import build_model, load_model
-from pagedattn_serve.models.packed_linear import PackedLinear, pack_linear_layers
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
 from pagedattn_serve.models.transformers_trial import Refusal, TrialMask, check_mask
 from pagedattn_serve.sampling_params import SamplingParams
@@ -264,7 +264,7 @@ def test_linear_layers_are_packed_but_for_those_with_a_forward_of_their_own(save
     layers = [type(module) for module in model_of(LLMEngine(path)).model.modules()]
     assert layers.count(PackedLinear) == 2 * 4 + 1 and nn.Linear not in layers  # q, k, v, o of both layers; the head
     model = nn.Sequential(nn.Linear(4, 4), Router(4, 4))
-    pack_linear_layers(model, torch.float32)
+    pack_linear_layers(model, LinearForms(torch.float32, 100, None))
     assert [type(layer) for layer in model] == [PackedLinear, Router]
 
 

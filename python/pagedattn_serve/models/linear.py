@@ -1,0 +1,208 @@
+"""Linear layers on the CPU: the weight once, in the form and the order in which a product reads it.
+
+`LinearForms` chooses the form of each layer, `pack_linear_layers` replaces them. Whatever the form, the result of a row
+does not depend on the other rows.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import pagedattn_ext
+from pagedattn_ext import ops
+from pagedattn_serve.models.quantization import (
+    GROUP_SIZE,
+    Int4Weight,
+    Int8Weight,
+    chunks,
+    quantize_int4,
+    quantize_int8,
+)
+
+QUANTIZATIONS = ("int8", "int4")
+
+NUM_ROWS_HINT = 64  # rows of input that oneDNN's order is chosen for; products of any number of rows take it
+MAX_EXACT_ROWS = 32  # numbers of rows up to here are not padded: steps that only decode are the most frequent ones
+
+
+class PackedLinear(nn.Module):
+    """Weights of 32 or 16 bits and rows of any float dtype; sums in fp32."""
+
+    FORM = "not quantized, in 16 bits where these hold the weights exactly"
+    packed_weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features = weight.shape[0]
+        self.register_buffer("packed_weight", ops.pack_linear_weight(narrowed(weight)))
+        self.register_buffer("bias", as_fp32(bias))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features], of the same dtype; so do all of these."""
+        return ops.linear_packed(hidden, self.packed_weight, self.out_features, self.bias)
+
+
+class Int8Linear(nn.Module):
+    """Weights of 8 bits with a scale for each output feature. Each row is quantized as well when it comes."""
+
+    FORM = "int8, a scale for each output feature, rows quantized at run time"
+    packed_weight: Tensor
+    weight_scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("packed_weight", ops.pack_linear_weight_int8(weight.codes))
+        self.register_buffer("weight_scales", weight.scales)
+        self.register_buffer("bias", as_fp32(bias))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return ops.linear_int8(hidden, self.packed_weight, self.weight_scales, self.bias)
+
+
+class Int4Linear(nn.Module):
+    """Weights of 4 bits with a scale and a zero for each group. Rows are quantized to 8 bits when they come."""
+
+    FORM = f"int4 in groups of {GROUP_SIZE}, rows quantized at run time"
+    packed_weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features = weight.codes.shape[0]
+        self.group_size = weight.group_size
+        self.register_buffer("packed_weight", ops.pack_linear_weight_int4(weight.codes, weight.scales, weight.zeros))
+        self.register_buffer("bias", as_fp32(bias))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return ops.linear_int4(hidden, self.packed_weight, self.group_size, self.out_features, self.bias)
+
+
+class OneDNNLinear(nn.Module):
+    """oneDNN's packed product, the fastest for bf16 where the CPU has instructions for it.
+
+    oneDNN makes code for every number of rows that a shape of layer meets, about half a MiB each time, and keeps part
+    of it whatever the capacity of its cache. So the rows are padded to one of a few numbers, 82 of them up to 2560.
+    """
+
+    FORM = "bfloat16, by oneDNN"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features = weight.shape[0]
+        self.packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS_HINT)
+        self.register_buffer("bias", bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        num_rows = hidden.shape[:-1].numel()
+        padding = padded_num_rows(num_rows) - num_rows
+        if padding == 0:
+            return torch.ops.mkldnn._linear_pointwise(hidden, self.packed_weight, self.bias, "none", [], "")
+        rows = nn.functional.pad(hidden.flatten(0, -2), (0, 0, 0, padding))
+        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed_weight, self.bias, "none", [], "")
+        return out[:num_rows].view(*hidden.shape[:-1], self.out_features)
+
+
+LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear] | type[OneDNNLinear]
+
+
+@dataclass(slots=True, frozen=True)
+class LinearForms:
+    """Which form each linear layer of a model takes on this machine.
+
+    dtype: the model's. vocab_size: out_features of its last layer. quantization: of QUANTIZATIONS, or None.
+    """
+
+    dtype: torch.dtype
+    vocab_size: int
+    quantization: str | None
+
+    def of(self, linear: nn.Linear) -> LinearType:
+        """With int4, 8 bits are for the last layer, whose errors no later one evens out, and for layers whose
+        in_features are no multiple of a group."""
+        if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and not self.is_head(linear):
+            return Int4Linear
+        if self.quantization is not None:
+            return Int8Linear
+        return OneDNNLinear if self.dtype == torch.bfloat16 and has_bf16_instructions() else PackedLinear
+
+    def is_head(self, linear: nn.Linear) -> bool:
+        return linear.out_features == self.vocab_size
+
+    def pack(self, name: str, linear: nn.Linear) -> nn.Module:
+        """The layer, called `name`, in its form. ValueError for weights that cannot be quantized."""
+        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        form = self.of(linear)
+        if form in (Int4Linear, Int8Linear):
+            quantize = quantize_int4 if form is Int4Linear else quantize_int8
+            try:
+                return quantized_linear(quantize(weight), bias)
+            except ValueError as error:
+                raise ValueError(f"quantization: {name}: {error}") from None
+        if form is OneDNNLinear:
+            return OneDNNLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        return PackedLinear(weight, bias)
+
+    def describe(self, model: nn.Module) -> str:
+        """In words, for a model whose layers are not packed, on whatever device."""
+        layers = linear_layers(model).values()
+        counts = Counter(self.of(linear).FORM for linear in layers if not self.is_head(linear))
+        words = [form if len(counts) == 1 else f"{count} {form}" for form, count in counts.most_common()]
+        heads = {self.of(linear).FORM for linear in layers if self.is_head(linear)}
+        return "; ".join([*words, *(f"the last one {form}" for form in heads - counts.keys())])
+
+
+def quantized_linear(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> nn.Module:
+    return Int8Linear(weight, bias) if isinstance(weight, Int8Weight) else Int4Linear(weight, bias)
+
+
+def check_quantization(quantization: object) -> None:
+    """Raises ValueError unless it is None or one of QUANTIZATIONS."""
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization: expected None, {' or '.join(QUANTIZATIONS)}, got {quantization!r}")
+
+
+def has_bf16_instructions() -> bool:
+    has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_mkldnn and pagedattn_ext.cpu_capability() == "avx512_bf16"
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer whose forward is torch's, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
+
+
+def pack_linear_layers(model: nn.Module, forms: LinearForms) -> None:
+    """Replace these layers, one after the other: a weight that nothing else holds is gone when the next one comes."""
+    layers = linear_layers(model)
+    while layers:
+        name, linear = layers.popitem()
+        model.set_submodule(name, forms.pack(name, linear))
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """In 16 bits if one of the two dtypes holds every element, as it does if the weights once were in 16 bits."""
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            if all(torch.equal(weight[a:b].to(dtype).float(), weight[a:b]) for a, b in chunks(weight)):
+                return weight.to(dtype)
+    return weight
+
+
+def as_fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def padded_num_rows(num_rows: int) -> int:
+    """Beyond MAX_EXACT_ROWS the next of eight numbers to each power of two, so at most an eighth more."""
+    if num_rows <= MAX_EXACT_ROWS:
+        return num_rows
+    step = 1 << (num_rows - 1).bit_length() - 4
+    return -(-num_rows // step) * step

@@ -1,0 +1,262 @@
+"""Checkpoints whose weights come quantized: what `quantization_config` may say, and its tensors as our weights.
+
+The codes, scales and zeros are those of the checkpoint; nothing is quantized anew. A layer is quantized if its tensors
+say so, so whatever a checkpoint leaves as it is (lm_head, mostly) needs no list of names here.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_serve.models.layers import ConvertedLinear
+from pagedattn_serve.models.quantization import Int4Weight, Int8Weight
+
+ROW_GROUP = 32  # a group of weights is a multiple of the groups that rows are quantized in
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features in the 4-bit pieces of an int32, lowest first
+
+
+@dataclass(slots=True, frozen=True)
+class CheckpointFormat:
+    """How the tensors of a layer, named by what follows the layer's name, make up its weight.
+
+    MARKER: the tensor that a layer has if it is quantized. group_size: weights of a row with one scale; None: all.
+    """
+
+    METHOD: ClassVar[str]
+    QUANTIZATION: ClassVar[str]
+    MARKER: ClassVar[str]
+
+    group_size: int | None
+
+    def describe(self) -> str:
+        scales = "a scale for each output feature" if self.group_size is None else f"in groups of {self.group_size}"
+        return f"{self.QUANTIZATION}, {scales}, as {self.METHOD} made it, rows quantized at run time"
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
+        """Of the tensors that a layer must have."""
+        raise NotImplementedError
+
+    def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight | Int4Weight:
+        """The weight, of tensors with these names and shapes."""
+        raise NotImplementedError
+
+    def num_groups(self, in_features: int) -> int:
+        """Of a row. ValueError if a group is no multiple of ROW_GROUP, or no divisor of the row."""
+        size = self.group_size or in_features
+        if size % ROW_GROUP or in_features % size:
+            raise ValueError(
+                f"quantization_config: group_size: expected a multiple of {ROW_GROUP} and a divisor of its "
+                f"{in_features} in_features, got {size}"
+            )
+        return in_features // size
+
+
+class CompressedInt8(CheckpointFormat):
+    METHOD: ClassVar = "compressed-tensors"
+    QUANTIZATION: ClassVar = "int8"
+    MARKER: ClassVar = "weight_scale"
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
+        return {"weight": [out_features, in_features], "weight_scale": [out_features, 1]}
+
+    def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
+        check_dtype("weight", tensors["weight"], torch.int8)
+        return Int8Weight(tensors["weight"], tensors["weight_scale"][:, 0].float())
+
+
+@dataclass(slots=True, frozen=True)
+class CompressedInt4(CheckpointFormat):
+    METHOD: ClassVar = "compressed-tensors"
+    QUANTIZATION: ClassVar = "int4"
+    MARKER: ClassVar = "weight_packed"
+
+    symmetric: bool
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
+        num_groups = self.num_groups(in_features)
+        zeros = {} if self.symmetric else {"weight_zero_point": [-(-out_features // 8), num_groups]}
+        shapes = {"weight_packed": [out_features, in_features // 8], "weight_scale": [out_features, num_groups]}
+        return {**shapes, **zeros, "weight_shape": [2]}
+
+    def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
+        scales = tensors["weight_scale"]
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+        if not self.symmetric:
+            zeros = unpack_nibbles("weight_zero_point", tensors["weight_zero_point"].t()).t()[: len(scales)]
+        return Int4Weight(unpack_nibbles("weight_packed", tensors["weight_packed"]), scales, zeros)
+
+
+@dataclass(slots=True, frozen=True)
+class Gptq(CheckpointFormat):
+    METHOD: ClassVar = "gptq"
+    QUANTIZATION: ClassVar = "int4"
+    MARKER: ClassVar = "qweight"
+
+    zero_offset: int  # what the first version of the format subtracts from its zeros
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
+        num_groups = self.num_groups(in_features)
+        shapes = {"qweight": [in_features // 8, out_features], "qzeros": [num_groups, out_features // 8]}
+        return {**shapes, "scales": [num_groups, out_features], "g_idx": [in_features]}
+
+    def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
+        codes = unpack_nibbles("qweight", tensors["qweight"].t())
+        scales = tensors["scales"].t()
+        group_size = codes.shape[1] // scales.shape[1]
+        if not torch.equal(tensors["g_idx"].long(), torch.arange(codes.shape[1]) // group_size):
+            raise ValueError("g_idx: expected groups in order, got a permutation of them")
+        zeros = unpack_nibbles("qzeros", tensors["qzeros"]).add_(self.zero_offset).bitwise_and_(15).t()
+        return Int4Weight(codes, scales, zeros)
+
+
+class Awq(CheckpointFormat):
+    METHOD: ClassVar = "awq"
+    QUANTIZATION: ClassVar = "int4"
+    MARKER: ClassVar = "qweight"
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
+        num_groups = self.num_groups(in_features)
+        shapes = {"qweight": [in_features, out_features // 8], "qzeros": [num_groups, out_features // 8]}
+        return {**shapes, "scales": [num_groups, out_features]}
+
+    def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
+        codes, zeros = (
+            unpack_nibbles(name, tensors[name]).view(len(tensors[name]), -1, 8)[..., AWQ_PLACES].flatten(1).t()
+            for name in ("qweight", "qzeros")
+        )
+        return Int4Weight(codes, tensors["scales"].t(), zeros)
+
+
+def unpack_nibbles(name: str, packed: Tensor) -> Tensor:
+    """int32 [n, k] to uint8 [n, 8 * k], the lowest four bits first."""
+    check_dtype(name, packed, torch.int32)
+    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+
+
+# ---- what config.json says ------------------------------------------------------------------------------------------
+
+
+def checkpoint_format(config: Any) -> CheckpointFormat:
+    """What a quantization_config means. Raises ValueError, with the name of the field, for what is not supported."""
+    if not isinstance(config, dict):
+        raise ValueError(f"quantization_config: expected an object, got {config!r:.80}")
+    match expect(config, "quant_method", "compressed-tensors", "gptq", "awq"):
+        case "gptq":
+            expect(config, "bits", 4)
+            expect(config, "desc_act", False, default=False)
+            expect(config, "is_marlin_format", False, default=False)
+            expect(config, "dynamic", None, {}, default=None)  # other formats for some of the layers
+            version = expect(config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+            return Gptq(group_size_of(config), zero_offset=1 if version == "gptq" else 0)
+        case "awq":
+            expect(config, "bits", 4)
+            expect(config, "version", "gemm", "GEMM", default="gemm")
+            expect(config, "zero_point", True, default=True)
+            return Awq(group_size_of(config))
+        case _:
+            return compressed_format(config)
+
+
+def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
+    """Of compressed-tensors: one group of layers, whose weights are quantized in one of two ways."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise ValueError(f"quantization_config: config_groups: expected one group of layers, got {groups!r:.80}")
+    [group] = groups.values()
+    if not isinstance(group, dict):
+        raise ValueError(f"quantization_config: config_groups: expected an object, got {group!r:.80}")
+    layout = expect(config, "format", "int-quantized", "pack-quantized")
+    expect(config.get("sparsity_config") or {}, "format", "dense", default="dense")
+    expect(config, "transform_config", None, {}, default=None)
+    expect(group, "output_activations", None, default=None)
+    weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
+    expect(weights, "type", "int", default="int")
+    if layout == "int-quantized":
+        for arguments, strategy in ((weights, "channel"), (rows, "token")):
+            expect(arguments, "num_bits", 8)
+            expect(arguments, "strategy", strategy)
+            expect(arguments, "symmetric", True, default=True)
+        expect(rows, "type", "int", default="int")
+        expect(rows, "dynamic", True, default=False)
+        return CompressedInt8(None)
+    if rows:
+        raise ValueError("quantization_config: input_activations: expected none beside pack-quantized weights")
+    expect(weights, "num_bits", 4)
+    expect(weights, "actorder", None, "weight", "static", default=None)
+    has_groups = expect(weights, "strategy", "group", "channel") == "group"
+    return CompressedInt4(group_size_of(weights) if has_groups else None, bool(weights.get("symmetric", True)))
+
+
+def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) -> Any:
+    """The value of a field, which must be one of `allowed`. The default of one that must be there is none of them."""
+    value = config.get(name, default)
+    if value not in allowed:
+        got = "none" if value == () else repr(value)
+        raise ValueError(f"quantization_config: {name}: expected {' or '.join(map(str, allowed))}, got {got:.80}")
+    return value
+
+
+def group_size_of(config: dict[str, Any]) -> int | None:
+    size = config.get("group_size")
+    if size == -1:
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"quantization_config: group_size: expected -1 or an int >= 1, got {size!r}")
+    return size
+
+
+# ---- the weight of a layer ------------------------------------------------------------------------------------------
+
+
+def is_quantized(
+    layer: nn.Module, name: str, format: CheckpointFormat, tensors: Container[str]
+) -> TypeGuard[nn.Linear]:
+    return isinstance(layer, nn.Linear) and any(f"{part}.{format.MARKER}" in tensors for part in parts_of(layer, name))
+
+
+def parts_of(layer: nn.Linear, name: str) -> dict[str, int]:
+    """Names in the checkpoint and output sizes of the layers that make up one that is called `name` in the model."""
+    return layer.checkpoint_parts(name) if isinstance(layer, ConvertedLinear) else {name: layer.out_features}
+
+
+def read_weight(
+    layer: nn.Linear,
+    name: str,
+    format: CheckpointFormat,
+    tensors: Container[str],
+    read: Callable[[dict[str, list[int]]], list[Tensor] | None],
+) -> Int8Weight | Int4Weight | None:
+    """The weight of a layer, None if `read` gives none. ValueError for what the layer cannot have.
+
+    tensors: names of all that the checkpoint has. read: those of these names and shapes, None if one is not so.
+    """
+    weights = []
+    for part, out_features in parts_of(layer, name).items():
+        try:
+            shapes = format.shapes(out_features, layer.in_features)
+            if layer.bias is None and f"{part}.bias" in tensors:  # of zeros, which the first GPTQ checkpoints have
+                shapes["bias"] = [out_features]
+            found = read({f"{part}.{suffix}": shape for suffix, shape in shapes.items()})
+            if found is None:
+                continue
+            by_suffix = dict(zip(shapes, found, strict=True))
+            if "bias" in by_suffix and by_suffix["bias"].any():
+                raise ValueError("bias: expected none, or zeros")
+            weights.append(format.unpack(by_suffix))
+        except ValueError as error:
+            raise ValueError(f"model: cannot read {part}: {error}") from None
+    if len(weights) < len(parts_of(layer, name)):
+        return None
+    if not isinstance(layer, ConvertedLinear):
+        return weights[0]
+    parts = {f.name: [getattr(weight, f.name) for weight in weights] for f in fields(weights[0])}
+    return type(weights[0])(**{kind: layer.from_checkpoint(kind, tensors) for kind, tensors in parts.items()})

@@ -1,0 +1,141 @@
+"""Quantized checkpoints of tiny models as other programs write them, and models in fp32 that compute the same."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import change_config, make_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+# Sizes that groups of 32 divide.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-gqa": dict(hidden_size=64, head_dim=16, intermediate_size=128),
+    "gpt2": dict(n_embd=64),
+    "bloom-8-heads": {},
+}
+COMPRESSED = dict(quant_method="compressed-tensors", quantization_status="compressed", ignore=["lm_head"])
+ROWS_OF_8_BITS = dict(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+
+
+def compressed(form: str, rows: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    weights = dict(type="int", symmetric=True, dynamic=False, actorder=None, group_size=None) | weights
+    group = dict(targets=["Linear"], weights=weights, input_activations=rows, output_activations=None)
+    return COMPRESSED | dict(format=form, config_groups=dict(group_0=group))
+
+
+INT8 = compressed("int-quantized", ROWS_OF_8_BITS, num_bits=8, strategy="channel")
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True)
+AWQ = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm")
+# By name: a quantization_config.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "int8": INT8,
+    "int4": compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32),
+    "int4-zeros": compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, symmetric=False),
+    "int4-channel": compressed("pack-quantized", None, num_bits=4, strategy="channel"),
+    "gptq": GPTQ,
+    "gptq-zeros-64": GPTQ | dict(sym=False, group_size=64),
+    "gptq-row": GPTQ | dict(sym=False, group_size=-1),
+    "gptq-v2": GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
+    "awq": AWQ,
+    "awq-64": AWQ | dict(group_size=64, version="GEMM"),
+}
+
+
+def save_quantized(
+    directory: Path, name: str, config: dict[str, Any], leave: Callable[[str], bool] = lambda name: False
+) -> PreTrainedModel:
+    """One of VARIANTS with its linear layers quantized, but for lm_head and those to `leave`.
+
+    Returns the model with the weights that the checkpoint stands for.
+    """
+    model = make_model(name, **SHAPES[name])
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for layer_name, layer in linear_layers(model).items():
+        if not leave(layer_name) and layer_name != "lm_head":
+            packed, weight = quantize(matrix(layer), config)
+            del tensors[f"{layer_name}.weight"]
+            tensors |= {f"{layer_name}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
+            set_matrix(layer, weight)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=json.loads(json.dumps(config)))
+    return model
+
+
+def quantize_inputs(model: PreTrainedModel, group_size: Callable[[str, nn.Module], int | None]) -> PreTrainedModel:
+    """A copy of the model whose linear layers see rows of 8 bits, a scale for each group; None: of 32 bits."""
+    model = copy.deepcopy(model)
+    for name, layer in linear_layers(model).items():
+        if size := group_size(name, layer):
+            layer.register_forward_pre_hook(lambda _, inputs, size=size: (int8_rows(inputs[0], size),))
+    return model
+
+
+def int8_rows(rows: Tensor, group_size: int) -> Tensor:
+    """What is left of rows when each group of a row has been quantized to 8 bits."""
+    groups = rows.reshape(*rows.shape[:-1], -1, group_size)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scales).round() * scales).nan_to_num().view(rows.shape)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+
+
+def matrix(layer: nn.Module) -> Tensor:
+    """[out_features, in_features]."""
+    weight = layer.get_parameter("weight").detach()
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def set_matrix(layer: nn.Module, weight: Tensor) -> None:
+    layer.weight = nn.Parameter(weight.t().contiguous() if isinstance(layer, Conv1D) else weight)
+
+
+def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a layer, by the ends of their names, and the weight that they mean."""
+    method = config["quant_method"]
+    arguments = config["config_groups"]["group_0"]["weights"] if method == "compressed-tensors" else config
+    if arguments.get("num_bits") == 8:
+        scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+        codes = (weight / scales.float()).round().clamp(-128, 127)
+        return dict(weight=codes.to(torch.int8), weight_scale=scales), codes * scales.float()
+    size = arguments["group_size"]
+    groups = weight.reshape(len(weight), -1, weight.shape[1] if size in (None, -1) else size)
+    if arguments.get("symmetric", arguments.get("sym", False)):
+        scales, zeros = (groups.abs().amax(-1) / 7).half(), torch.full(groups.shape[:2], 8)
+    else:
+        scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
+        zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, 15).int()
+    steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    dequantized = ((steps - zeros[..., None]) * scales.float()[..., None]).flatten(1)
+    codes = steps.int().flatten(1)
+    match method:
+        case "gptq":
+            offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+            stored = (zeros - offset) % 16
+            order = torch.arange(weight.shape[1], dtype=torch.int32) // groups.shape[2]
+            packed = dict(qweight=pack(codes).t(), qzeros=pack(stored.t()), scales=scales.t(), g_idx=order)
+        case "awq":
+            qweight, qzeros = (
+                pack(x.t().reshape(x.shape[1], -1, 8)[..., AWQ_ORDER].flatten(1)) for x in (codes, zeros)
+            )
+            packed = dict(qweight=qweight, qzeros=qzeros, scales=scales.t())
+        case _:
+            packed = dict(weight_packed=pack(codes), weight_scale=scales, weight_shape=torch.tensor(weight.shape))
+            if not arguments["symmetric"]:
+                packed["weight_zero_point"] = pack(zeros.t()).t()
+    return packed, dequantized
+
+
+def pack(codes: Tensor) -> Tensor:
+    """[n, 8 * k] numbers of four bits to int32 [n, k], the first in the lowest bits."""
+    words = (codes.reshape(len(codes), -1, 8).long() << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.uint32).view(torch.int32)
