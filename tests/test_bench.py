@@ -323,12 +323,20 @@ def test_flashinfer(fake_cuda, small_shapes, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("FlashInfer: left out: TypeError: ")
 
 
-def test_accuracy_of_the_cache(monkeypatch, capsys):
-    """Two windows of the two texts: the unquantized cache agrees with itself, the others mostly."""
+@pytest.fixture
+def small_accuracy(monkeypatch):
+    """Two windows of each text."""
+    import accuracy
+
+    for name, size in dict(NUM_WINDOWS=2, WINDOW=64, NUM_NEW=4).items():
+        monkeypatch.setattr(accuracy, name, size)
+
+
+def test_accuracy_of_the_cache(small_accuracy, monkeypatch, capsys):
+    """The unquantized cache agrees with itself, the others mostly."""
     import kv_cache_accuracy
 
-    for name, size in dict(NUM_CALIBRATION=2, NUM_WINDOWS=2, WINDOW=64, NUM_NEW=4).items():
-        monkeypatch.setattr(kv_cache_accuracy, name, size)
+    monkeypatch.setattr(kv_cache_accuracy, "NUM_CALIBRATION", 2)
     monkeypatch.setattr(sys, "argv", ["kv_cache_accuracy.py", "--prompts", "3"])
     kv_cache_accuracy.main()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
@@ -339,3 +347,22 @@ def test_accuracy_of_the_cache(monkeypatch, capsys):
             assert (num_bytes, change, same_next_token, row[7]) == (4096, 0, 100, "100.0%")
         else:
             assert num_bytes == 1024 and abs(change) < 20 and 70 < same_next_token <= 100
+
+
+def test_accuracy_of_quantized_weights(small_accuracy, monkeypatch, capsys):
+    """Weights that are not quantized agree with themselves, the others mostly, int8 the better of them."""
+    import quantization_accuracy
+
+    monkeypatch.setattr(sys, "argv", ["quantization_accuracy.py", "--prompts", "3"])
+    quantization_accuracy.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert [row[:2] for row in rows] == [
+        [text, form] for form in ("-", "int8", "int4") for text in ("docstrings", "reference")
+    ]
+    sizes = [int(row[2].replace(",", "")) for row in rows[::2]]
+    assert sizes[0] > 1.9 * sizes[1] > 2 * sizes[2]
+    errors = [[float(share.rstrip("%")) for share in row[3].split(", ")] for row in rows]
+    assert errors[:2] == [[0, 0]] * 2 and all(0 < a <= b < 15 for a, b in errors[2:])
+    for row, (int8, _), (int4, _) in zip(rows[2:4], errors[2:4], errors[4:], strict=True):
+        assert int8 < int4 and abs(float(row[5].rstrip("%"))) < 10
+    assert [row[5:] for row in rows[:2]] == [["+0.00%", "100.0%", "100.0%"]] * 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_config, greedy_reference, run, token_ids
+from checkpoints import Checkpoint, change_config, greedy_reference, run, token_ids
 from quantized_checkpoints import (
     AWQ,
     CONFIGS,
@@ -113,6 +113,14 @@ def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
         load_model(tmp_path, quantization="int8")
     with pytest.raises(ValueError, match=r"quantization_config: expected none on cuda, .* for the CPU"):
         linear_forms(model, None, "cuda")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_cuda_has_no_quantized_weights(llama: Checkpoint, quantization: str) -> None:
+    model = build_model(llama.path)
+    assert linear_forms(model, None, "cuda:1") is None
+    with pytest.raises(ValueError, match=r"quantization: expected None on cuda:1, .* for the CPU"):
+        linear_forms(model, quantization, "cuda:1")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

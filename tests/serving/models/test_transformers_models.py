@@ -399,8 +399,10 @@ def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    save_config(tmp_path, "olmo2", **SHAPE, quantization_config=dict(quant_method="gptq", bits=4))
-    with pytest.raises(ValueError, match="quantization_config"):
+    config = dict(quant_method="gptq", bits=4, group_size=32)
+    architecture = save_config(tmp_path, "olmo2", **SHAPE, quantization_config=config)
+    message = f"quantization_config: expected none, as {architecture} runs through transformers"
+    with pytest.raises(ValueError, match=message):
         build_model(str(tmp_path))
 
 
