@@ -61,7 +61,19 @@ def make_int8(in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
     return Layer(packed, ours, {"torch": lambda rows: torch.ops.quantized.linear_dynamic(rows, theirs, True)})
 
 
-FORMATS = {"int8": make_int8}
+def make_int4(group_size: int, in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
+    """torch has nothing to compare with: its 4-bit product takes rows in bf16."""
+    codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
+    scales = torch.rand(out_features, in_features // group_size, dtype=torch.float16)
+    packed = ops.pack_linear_weight_int4(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
+    return Layer(packed, lambda rows: ops.linear_int4(rows, packed, group_size, out_features), {})
+
+
+FORMATS = {
+    "int8": make_int8,
+    "int4 in groups of 32": partial(make_int4, 32),
+    "int4 in groups of 128": partial(make_int4, 128),
+}
 
 
 def bench(

@@ -65,7 +65,8 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 
 #if !defined(PAGEDATTN_SIMT)
   // linear, on the CPU alone
-  m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
+  m.def("linear_packed(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");
+  m.def("linear_int4(Tensor(a!) out, Tensor input, Tensor packed_weight, SymInt group_size, Tensor? bias=None) -> ()");
   m.def(
       "linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()");
 #endif
@@ -103,6 +104,7 @@ STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
   register_ops(m);
 #if !defined(PAGEDATTN_SIMT)
   m.impl("linear_packed", TORCH_BOX(&pagedattn::linear_packed));
+  m.impl("linear_int4", TORCH_BOX(&pagedattn::linear_int4));
   m.impl("linear_int8", TORCH_BOX(&pagedattn::linear_int8));
 #endif
 }

@@ -130,6 +130,15 @@ def to_device(arguments: Mapping[str, object], device: torch.device) -> dict[str
     return {name: moved(value) for name, value in arguments.items()}
 
 
+def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Of a raw op's arguments those that the wrapper takes, with the number of features if it wants that for `out`."""
+    from pagedattn_ext import ops
+
+    known = inspect.signature(getattr(ops, op)).parameters
+    features = {"out_features": arguments["out"].shape[-1]} if "out_features" in known else {}
+    return {name: value for name, value in {**arguments, **features}.items() if name in known}
+
+
 def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:
     """The raw op raises RuntimeError and the wrapper `error`, both naming `argument`; neither writes anything.
 
@@ -145,5 +154,4 @@ def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, err
     assert_raises_and_writes_nothing(raw, arguments, RuntimeError, message)
     known = inspect.signature(wrapper).parameters
     if any(name in known for name in argument.strip("()").split("|")):
-        accepted = {name: value for name, value in arguments.items() if name in known}
-        assert_raises_and_writes_nothing(wrapper, accepted, error, message)
+        assert_raises_and_writes_nothing(wrapper, for_wrapper(op, arguments), error, message)

@@ -3,7 +3,7 @@
 from itertools import takewhile
 
 import torch
-from checks import tensors_in
+from checks import for_wrapper, tensors_in
 
 from pagedattn_ext import ops
 
@@ -29,12 +29,13 @@ gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
 gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
+linear_int4(Tensor(a!) out, Tensor input, Tensor packed_weight, SymInt group_size, Tensor? bias=None) -> ()
 linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
-linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+linear_packed(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
-CPU_OPS = ["linear_packed", "linear_int8"]  # which have no CUDA kernels
+CPU_OPS = ["linear_packed", "linear_int4", "linear_int8"]  # which have no CUDA kernels
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
@@ -124,6 +125,17 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "rotary_embedding_neox": rotary,
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
+        "linear_int4": {
+            "out": torch.zeros(n, 20),
+            "input": normal(n, 64),
+            "packed_weight": ops.pack_linear_weight_int4(
+                torch.randint(0, 16, (20, 64), dtype=torch.uint8, generator=generator),
+                normal(20, 2),
+                torch.randint(0, 16, (20, 2), dtype=torch.uint8, generator=generator),
+            ),
+            "group_size": 32,
+            "bias": normal(20),
+        },
         "linear_int8": {
             "out": torch.zeros(n, 20),
             "input": normal(n, 14),
@@ -137,9 +149,9 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "indices": torch.arange(n, 0, -1),
         },
         "linear_packed": {
-            "input": normal(n, 12),
-            "packed_weight": normal(2, 12, 16),
-            "out_features": 20,
+            "out": torch.zeros(n, 20),
+            "input": normal(n, 14),
+            "packed_weight": normal(2, 14, 16),
             "bias": normal(20),
         },
     }[op_of(call)]
@@ -176,7 +188,8 @@ def inferred_by_wrapper(name: str) -> set[str]:
 
 
 def call_wrapper(name: str, arguments: dict):
-    return getattr(ops, name)(**{k: v for k, v in arguments.items() if k not in inferred_by_wrapper(name)})
+    given = for_wrapper(name, arguments)
+    return getattr(ops, name)(**{k: v for k, v in given.items() if k not in inferred_by_wrapper(name)})
 
 
 def raw_op(call: str):

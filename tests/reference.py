@@ -323,6 +323,23 @@ def linear_int8(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tens
     return out if bias is None else out + bias.double()
 
 
+def linear_int4(
+    input: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Rows quantised in blocks of 32, @ ((codes - zeros) * scales).T + bias."""
+    row_codes, row_scales = quantise_to_int8(input.unflatten(-1, (-1, 32)))
+    rows = (row_codes * row_scales.to(dtype)).flatten(-2)
+    group_size = codes.shape[1] // scales.shape[1]
+    differences = codes.to(dtype) - zeros.to(dtype).repeat_interleave(group_size, 1)
+    out = rows @ (differences * scales.to(dtype).repeat_interleave(group_size, 1)).T
+    return out if bias is None else out + bias.to(dtype)
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 

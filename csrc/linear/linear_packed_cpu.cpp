@@ -8,17 +8,17 @@
 #include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
-#include "linear/linear.h"
+#include "linear/linear_packed.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int VECS_PER_PANEL = PANEL_FEATURES / VEC_SIZE;
+constexpr int VECS_PER_PANEL = LINEAR_PANEL / VEC_SIZE;
 constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : 12;  // vectors: what leaves registers for operands
 constexpr int MAX_TILE_ROWS = NUM_SUMS / VECS_PER_PANEL;
 // Along in_features: up to 16 KiB of weights, half of a first-level cache.
 constexpr int64_t BLOCK_STEPS = 256;
-constexpr int64_t NEXT_BLOCK = BLOCK_STEPS * PANEL_FEATURES;
+constexpr int64_t NEXT_BLOCK = BLOCK_STEPS * LINEAR_PANEL;
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -37,7 +37,7 @@ struct Tiles {
 // Panels whose sums fit beside each other, up to 4: each is a stream of memory.
 constexpr int panels_at_once(int tile_rows) { return static_cast<int>(smaller(MAX_TILE_ROWS / tile_rows, 4)); }
 
-// sums [ROWS][PANELS * PANEL_FEATURES] += rows [num_steps][ROWS] times weights [num_steps][PANEL_FEATURES] of each
+// sums [ROWS][PANELS * LINEAR_PANEL] += rows [num_steps][ROWS] times weights [num_steps][LINEAR_PANEL] of each
 // panel. Fetches the weights that lie `fetch_distance` ahead meanwhile: the hardware does so within a page of 4 KiB
 // only.
 template <int ROWS, int PANELS, typename W>
@@ -51,7 +51,7 @@ void add_products(const float* rows, const W* weights, int64_t panel_stride, int
     for (int v = 0; v < VECS; ++v) sum[r][v] = Vec{};
   }
   for (int64_t step = 0; step < num_steps; ++step) {
-    const W* weight = weights + step * PANEL_FEATURES;
+    const W* weight = weights + step * LINEAR_PANEL;
     prefetch_line(weight + fetch_distance);
     const auto weight_at = [&](int v) PAGEDATTN_ALWAYS_INLINE {
       return load(weight + v / VECS_PER_PANEL * panel_stride + v % VECS_PER_PANEL * VEC_SIZE);
@@ -99,11 +99,11 @@ PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, Body&& body) {
 
 // Adds the bias to sums [num_rows][num_features] and rounds them: the features of `out` from `feature` on.
 template <typename T>
-void write_out(const LinearParams& p, int64_t row, int64_t num_rows, int64_t feature, int64_t num_features,
+void write_out(const LinearPackedParams& p, int64_t row, int64_t num_rows, int64_t feature, int64_t num_features,
                const float* sums) {
   const int64_t count = smaller(p.out_features - feature, num_features);
   for (int64_t r = 0; r < num_rows; ++r) {
-    T* out = static_cast<T*>(p.out) + (row + r) * p.out_features + feature;
+    T* out = static_cast<T*>(p.out) + (row + r) * p.out_stride + feature;
     for_each_vector(count, [&](int64_t i, auto load_some, auto store_some) {
       Vec value = load(sums + r * num_features + i);
       if (p.bias != nullptr) value = value + load_some(p.bias + feature + i);
@@ -113,18 +113,17 @@ void write_out(const LinearParams& p, int64_t row, int64_t num_rows, int64_t fea
 }
 
 template <int ROWS, typename W>
-void one_tile(const LinearParams& p, int64_t row, const float* rows, int64_t begin_panel, int64_t end_panel) {
-  const int64_t panel_size = p.in_features * PANEL_FEATURES;
+void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64_t begin_panel, int64_t end_panel) {
+  const int64_t panel_size = p.in_features * LINEAR_PANEL;
   const auto panels_from = [&]<int PANELS>(int64_t panel) {
-    alignas(64) float sums[ROWS * PANELS * PANEL_FEATURES] = {};
+    alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
     const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
     for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
-      add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * PANEL_FEATURES, panel_size,
+      add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * LINEAR_PANEL, panel_size,
                                  smaller(p.in_features - step, BLOCK_STEPS), NEXT_BLOCK, sums);
     }
-    dispatch_dtype(p.dtype, [&]<typename T>() {
-      write_out<T>(p, row, ROWS, panel * PANEL_FEATURES, PANELS * PANEL_FEATURES, sums);
-    });
+    dispatch_dtype(
+        p.dtype, [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
   };
   constexpr int PANELS = panels_at_once(ROWS);
   int64_t panel = begin_panel;
@@ -133,28 +132,28 @@ void one_tile(const LinearParams& p, int64_t row, const float* rows, int64_t beg
 }
 
 template <typename W>
-void several_tiles(const LinearParams& p, const Tiles& tiles, const float* rows, int64_t panel) {
-  alignas(64) float sums[LINEAR_ROWS_AT_ONCE * PANEL_FEATURES];
-  __builtin_memset(sums, 0, tiles.num_rows * PANEL_FEATURES * sizeof(float));
-  const W* weights = static_cast<const W*>(p.packed_weight) + panel * p.in_features * PANEL_FEATURES;
+void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float* rows, int64_t panel) {
+  alignas(64) float sums[LINEAR_ROWS_AT_ONCE * LINEAR_PANEL];
+  __builtin_memset(sums, 0, tiles.num_rows * LINEAR_PANEL * sizeof(float));
+  const W* weights = static_cast<const W*>(p.packed_weight) + panel * p.in_features * LINEAR_PANEL;
   for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
     const int64_t num_steps = smaller(p.in_features - step, BLOCK_STEPS);
     for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
       const int64_t first = tiles.begin_of(tile);
       dispatch_tile_rows(tiles.rows_of(tile), [&]<int ROWS>() {
-        add_products<ROWS, 1>(rows + first * p.in_features + step * ROWS, weights + step * PANEL_FEATURES, 0, num_steps,
-                              tile == 0 ? NEXT_BLOCK : 0, sums + first * PANEL_FEATURES);
+        add_products<ROWS, 1>(rows + first * p.in_features + step * ROWS, weights + step * LINEAR_PANEL, 0, num_steps,
+                              tile == 0 ? NEXT_BLOCK : 0, sums + first * LINEAR_PANEL);
       });
     }
   }
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    write_out<T>(p, tiles.begin_row, tiles.num_rows, panel * PANEL_FEATURES, PANEL_FEATURES, sums);
+    write_out<T>(p, tiles.begin_row, tiles.num_rows, panel * LINEAR_PANEL, LINEAR_PANEL, sums);
   });
 }
 
 }  // namespace
 
-void interleave_rows(const LinearParams& params, int64_t begin_row, int64_t end_row, int64_t begin, int64_t end,
+void interleave_rows(const LinearPackedParams& params, int64_t begin_row, int64_t end_row, int64_t begin, int64_t end,
                      float* interleaved) {
   const Tiles tiles(begin_row, end_row);
   dispatch_dtype(params.dtype, [&]<typename T>() {
@@ -174,7 +173,7 @@ void interleave_rows(const LinearParams& params, int64_t begin_row, int64_t end_
   });
 }
 
-void linear_packed(const LinearParams& params, int64_t begin_row, int64_t end_row, const float* interleaved,
+void linear_packed(const LinearPackedParams& params, int64_t begin_row, int64_t end_row, const float* interleaved,
                    int64_t begin_panel, int64_t end_panel) {
   const Tiles tiles(begin_row, end_row);
   dispatch_dtype(params.weight_dtype, [&]<typename W>() {

@@ -1,15 +1,14 @@
 // linear_int8 and linear_int4: parameters and kernels. They have no CUDA kernels.
 //
-// A packed weight consists of panels of 16 output features, the last one filled up with zeros, each read from front to
-// back. Rows of input become 8-bit integers first, in chunks that stay in a cache while the panels pass by.
+// Rows of input become 8-bit integers first, in chunks that stay in a cache while the panels pass by.
 #pragma once
 
 #include "cpu_dispatch.h"
+#include "linear/panel.h"
 #include "types.h"
 
 namespace pagedattn {
 
-constexpr int LINEAR_PANEL = 16;            // output features
 constexpr int QUAD = 4;                     // elements of a row that meet adjacent weights
 constexpr int MAX_QUANTIZED_ROWS = 128;     // of a chunk
 constexpr int QUANTIZED_ROW_MULTIPLE = 32;  // a row's codes are written in whole vectors
@@ -44,9 +43,43 @@ struct LinearInt8Params {
   int32_t* num_excesses;  // [num_rows]
 };
 
+constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale
+
+struct QuantizedBlock {
+  float scale;
+  float sum_of_codes;
+};
+
+// In a packed weight a group of a panel is its blocks, then 16 scales, float16 or float32, then 16 zeros, a byte each.
+// A block is [4, 16, 4] bytes for 4 pairs of quads: the first quad of a pair in the low bits, the second in the high
+// ones.
+struct LinearInt4Params {
+  DType dtype;       // of input and out
+  int64_t num_rows;  // at most MAX_QUANTIZED_ROWS
+  int64_t in_features;
+  int64_t out_features;
+  const void* input;      // [num_rows, in_features]
+  int64_t input_stride;   // elements between rows
+  const uint8_t* weight;  // [num_panels, num_groups, bytes of a group]
+  int64_t num_groups;
+  int64_t blocks_per_group;
+  DType scale_dtype;  // of the weight's scales
+  const float* bias;  // [out_features], or nullptr
+  void* out;          // [num_rows, out_features]
+  int64_t out_stride;
+
+  // Scratch: the quantized rows.
+  int8_t* codes;  // [num_rows, in_features]
+  int64_t code_stride;
+  QuantizedBlock* blocks;  // [num_rows, in_features / 32]
+};
+
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
 // Panels [begin, end), for rows that are quantized.
 PAGEDATTN_DECLARE_CPU_KERNEL(linear_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
+
+PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int4, const LinearInt4Params& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_int4, const LinearInt4Params& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

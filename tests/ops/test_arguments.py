@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checks import assert_raises_and_writes_nothing, assert_same_bits
+from checks import assert_raises_and_writes_nothing, assert_same_bits, for_wrapper
 from op_calls import (
     ATTENTION,
     CALLS,
@@ -24,8 +24,7 @@ from pagedattn_ext import allocate_kv_cache, ops
 
 def call_wrapper_with_out(name: str, arguments: dict):
     """With all arguments that it knows, `out` among them."""
-    known = inspect.signature(getattr(ops, name)).parameters
-    return getattr(ops, name)(**{k: v for k, v in arguments.items() if k in known})
+    return getattr(ops, name)(**for_wrapper(name, arguments))
 
 
 def wrong_values(parameter: inspect.Parameter, valid: object) -> list:
@@ -44,7 +43,7 @@ def wrong_values(parameter: inspect.Parameter, valid: object) -> list:
 def test_wrapper_of_a_wrong_type_or_rank(name):
     """Each argument in turn, among all others and among those that must be given."""
     parameters = inspect.signature(getattr(ops, name)).parameters
-    valid = {k: v for k, v in (make_arguments(name) | optional_tensors(name)).items() if k in parameters}
+    valid = for_wrapper(name, make_arguments(name) | optional_tensors(name))
     required = {k: v for k, v in valid.items() if parameters[k].default is inspect.Parameter.empty}
     for argument, parameter in parameters.items():
         for wrong in wrong_values(parameter, valid.get(argument)):
@@ -149,7 +148,7 @@ def test_negated_input(name):
                 assert_same_bits(actual, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMA_OF if name not in ("paged_attention", "linear_packed")])
+@pytest.mark.parametrize("name", [name for name in SCHEMA_OF if name != "paged_attention"])
 def test_negated_output_is_an_error(name):
     """Each written argument in turn: named, and nothing is written before."""
     refused = 0

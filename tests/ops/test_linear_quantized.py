@@ -1,4 +1,4 @@
-"""Linear layers with weights of 8 bits: exact sums, each row by itself, edges, wrong arguments."""
+"""Linear layers with weights of 8 and of 4 bits: exact sums, each row by itself, edges, wrong arguments."""
 
 import math
 from collections.abc import Callable
@@ -164,6 +164,93 @@ def test_int8_rows_are_independent(several_threads):
     assert_rows_are_independent(lambda rows: ops.linear_int8(rows, packed, scales, bias), 1100)
 
 
+# ---- int4 ----------------------------------------------------------------------------------------------------------
+
+
+def make_int4_layer(
+    in_features: int, out_features: int, group_size: int, scale_dtype: torch.dtype = torch.float16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """codes, scales, zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 16, (out_features, in_features // group_size), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(zeros.shape, generator=generator) / 10 + 1e-3).to(scale_dtype)
+    return codes, scales, zeros
+
+
+@given(
+    num_rows=st.integers(0, 40),
+    num_groups=st.integers(1, 5),
+    group_size=st.sampled_from([32, 64, 128]),
+    out_features=st.integers(1, 100),
+    dtype=st.sampled_from(DTYPES),
+    scale_dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    gap=st.sampled_from([0, 3]),
+    seed=st.integers(0, 9),
+)
+@example(130, 9, 128, 17, torch.float32, torch.float16, True, 0, 0)  # more than a chunk of rows
+def test_int4(num_rows, num_groups, group_size, out_features, dtype, scale_dtype, with_bias, gap, seed):
+    in_features = num_groups * group_size
+    layer = make_int4_layer(in_features, out_features, group_size, scale_dtype, seed)
+    bias = torch.randn(out_features, generator=torch.Generator().manual_seed(seed)) if with_bias else None
+    rows = with_row_gap(make_rows(num_rows, in_features, dtype, seed), gap)
+    out = with_row_gap(torch.zeros(num_rows, out_features, dtype=dtype), gap)
+    packed = ops.pack_linear_weight_int4(*layer)
+    OPS.linear_int4(out, rows, packed, group_size, bias)
+    assert_close_to_reference(out, reference.linear_int4(rows, *layer, bias))
+    assert_row_gap_untouched(out)
+    assert_same_bits(ops.linear_int4(rows, packed, group_size, out_features, bias), out.contiguous())
+
+
+def test_int4_takes_any_leading_dimensions():
+    packed = ops.pack_linear_weight_int4(*make_int4_layer(64, 33, 64))
+    rows = make_rows(6, 64, torch.float32)
+    expected = ops.linear_int4(rows, packed, 64, 33)
+    assert_same_bits(ops.linear_int4(rows[0], packed, 64, 33), expected[0])
+    assert_same_bits(ops.linear_int4(rows.view(2, 3, 64), packed, 64, 33), expected.view(2, 3, 33))
+
+
+@pytest.mark.parametrize("zero", [0, 8, 15])
+@pytest.mark.parametrize("code", [0, 15])
+def test_int4_of_the_largest_products(code, zero):
+    """Elements of one sign, so that codes and zeros both come to sums of all that 16 bits hold, and nearly cancel."""
+    rows = torch.full((5, 256), 127.0)
+    codes = torch.full((20, 256), code, dtype=torch.uint8)
+    zeros = torch.full((20, 2), zero, dtype=torch.uint8)
+    out = ops.linear_int4(rows, ops.pack_linear_weight_int4(codes, torch.ones(20, 2), zeros), 128, 20)
+    assert (out == 127 * 256 * (code - zero)).all()
+
+
+def test_int4_scales_are_exact():
+    """Of every dtype: one element a row, so that nothing is added."""
+    generator = torch.Generator().manual_seed(0)
+    codes, zeros = torch.full((40, 32), 9, dtype=torch.uint8), torch.full((40, 1), 8, dtype=torch.uint8)
+    for dtype in DTYPES:
+        scales = torch.exp2(torch.rand(40, 1, generator=generator) * 20 - 15).to(dtype)
+        row = torch.zeros(1, 32)
+        row[0, 7] = 127
+        out = ops.linear_int4(row, ops.pack_linear_weight_int4(codes, scales, zeros), 32, 40)
+        assert_same_bits(out, 127 * scales.float().T)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_int4_row_that_is_not_finite(bad):
+    packed = ops.pack_linear_weight_int4(*make_int4_layer(96, 20, 32))
+    rows = make_rows(9, 96, torch.float32)
+    expected = ops.linear_int4(rows, packed, 32, 20)
+    rows[4, 50] = bad
+    out, others = ops.linear_int4(rows, packed, 32, 20), torch.arange(9) != 4
+    assert out[4].isnan().all()
+    assert_same_bits(out[others], expected[others])
+
+
+@pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, torch.float16), (128, torch.float32)])
+def test_int4_rows_are_independent(several_threads, group_size, scale_dtype):
+    packed = ops.pack_linear_weight_int4(*make_int4_layer(1152, 70, group_size, scale_dtype))
+    assert_rows_are_independent(lambda rows: ops.linear_int4(rows, packed, group_size, 70), 1152)
+
+
 # ---- wrong arguments -----------------------------------------------------------------------------------------------
 
 
@@ -204,6 +291,66 @@ def test_linear_int8_rejects(argument, wrong, error):
 def test_pack_int8_rejects(wrong, error):
     with pytest.raises(error, match=r"^pack_linear_weight_int8: weight: expected .+, got .+"):
         ops.pack_linear_weight_int8(wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "error"),
+    [
+        ("input", torch.zeros(3, 64, dtype=torch.float64), TypeError),
+        ("input", torch.zeros(3, 64, 2)[..., 0], ValueError),
+        ("input", torch.zeros(3, 0), ValueError),
+        ("input", torch.zeros(3, 65), ValueError),
+        ("packed_weight", torch.zeros(2, 2, 336, dtype=torch.int8), TypeError),
+        ("packed_weight", torch.zeros(2, 672, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(3, 2, 336, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(2, 3, 336, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(2, 2, 320, dtype=torch.uint8), ValueError),
+        ("packed_weight", torch.zeros(2, 2, 672, dtype=torch.uint8)[..., ::2], ValueError),
+        ("packed_weight|group_size", 64, ValueError),
+        ("group_size", 0, ValueError),
+        ("group_size", -32, ValueError),
+        ("group_size", 48, ValueError),
+        ("bias", torch.zeros(20, dtype=torch.float16), TypeError),
+        ("bias", torch.zeros(19), ValueError),
+        ("out", torch.zeros(3, 20, dtype=torch.float16), TypeError),
+        ("out", torch.zeros(4, 20), ValueError),
+        ("out", torch.zeros(1, 20).expand(3, -1), ValueError),
+    ],
+)
+def test_linear_int4_rejects(argument, wrong, error):
+    name, _, changed = argument.partition("|")
+    assert_rejected("linear_int4", make_arguments("linear_int4") | {changed or name: wrong}, name, error)
+
+
+def test_linear_int4_rejects_out_features():
+    arguments = make_arguments("linear_int4")
+    for wrong, argument in [(-1, "out_features"), (33, "packed_weight")]:
+        with pytest.raises(ValueError, match=f"^linear_int4: {argument}: expected .+, got .+"):
+            ops.linear_int4(arguments["input"], arguments["packed_weight"], 32, wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "error"),
+    [
+        ("codes", torch.zeros(20, 64, dtype=torch.int8), TypeError),
+        ("codes", torch.zeros(20, dtype=torch.uint8), ValueError),
+        ("codes", torch.full((20, 64), 16, dtype=torch.uint8), ValueError),
+        ("scales", torch.zeros(20, 2, dtype=torch.float64), TypeError),
+        ("scales", torch.zeros(20), ValueError),
+        ("scales", torch.zeros(21, 2), ValueError),
+        ("scales", torch.zeros(20, 0), ValueError),
+        ("scales", torch.zeros(20, 3), ValueError),
+        ("zeros", torch.zeros(20, 2), TypeError),
+        ("zeros", torch.zeros(20, 1, dtype=torch.uint8), ValueError),
+        ("zeros", torch.full((20, 2), 16, dtype=torch.uint8), ValueError),
+        ("zeros", None, TypeError),
+    ],
+)
+def test_pack_int4_rejects(argument, wrong, error):
+    codes, scales, zeros = make_int4_layer(64, 20, 32)
+    arguments = {"codes": codes, "scales": scales, "zeros": zeros, argument: wrong}
+    with pytest.raises(error, match=rf"^pack_linear_weight_int4: {argument}: expected .+, got .+"):
+        ops.pack_linear_weight_int4(**arguments)
 
 
 def test_input_on_another_device():

@@ -32,8 +32,14 @@ from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
 from .layernorm import fused_add_rms_norm, rms_norm
-from .linear import linear_packed, pack_linear_weight
-from .linear_quantized import linear_int8, pack_linear_weight_int8
+from .linear import (
+    linear_int4,
+    linear_int8,
+    linear_packed,
+    pack_linear_weight,
+    pack_linear_weight_int4,
+    pack_linear_weight_int8,
+)
 from .pos_encoding import rotary_embedding, rotary_embedding_neox
 from .sampling import apply_token_bitmask
 
@@ -47,11 +53,13 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "linear_int4",
     "linear_int8",
     "linear_packed",
     "merge_attn_states",
     "mul_and_silu",
     "pack_linear_weight",
+    "pack_linear_weight_int4",
     "pack_linear_weight_int8",
     "paged_attention",
     "paged_attention_v1",

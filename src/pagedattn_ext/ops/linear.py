@@ -6,9 +6,11 @@ from torch.nn import functional as F
 
 from pagedattn_ext.huge_pages import empty_huge_pages
 
-from ._call import SEVERAL_DEVICES, call, check_rank, check_tensors
+from ._call import call, check_rank, check_tensors, to_int
 
-PANEL_FEATURES = 16
+PANEL = 16  # output features that lie together in a packed weight; the last panel is filled up with zeros
+QUAD = 4  # adjacent weights of an output feature
+BLOCK = 32  # elements of a row that share a scale with 4-bit weights
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
@@ -23,19 +25,15 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     """
     check_tensors("pack_linear_weight", weight=weight)
     check_rank("pack_linear_weight", "weight", weight, 2)
-    check_on_cpu("pack_linear_weight", "weight", weight)
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        expected = "float32, float16 or bfloat16"
-        got = str(weight.dtype).removeprefix("torch.")
-        raise TypeError(f"pack_linear_weight: weight: expected dtype {expected}, got {got}")
+    _check_float("pack_linear_weight", "weight", weight)
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL_FEATURES)
-    packed = empty_huge_pages((num_panels, in_features, PANEL_FEATURES), weight.dtype)
-    num_full = out_features // PANEL_FEATURES
-    packed[:num_full] = weight[: num_full * PANEL_FEATURES].view(num_full, PANEL_FEATURES, in_features).transpose(1, 2)
+    num_panels = -(-out_features // PANEL)
+    packed = empty_huge_pages((num_panels, in_features, PANEL), weight.dtype)
+    num_full = out_features // PANEL
+    packed[:num_full] = weight[: num_full * PANEL].view(num_full, PANEL, in_features).transpose(1, 2)
     if num_full < num_panels:
-        rest = weight[num_full * PANEL_FEATURES :].T
-        packed[num_full] = F.pad(rest, (0, PANEL_FEATURES - rest.shape[1]))
+        rest = weight[num_full * PANEL :].T
+        packed[num_full] = F.pad(rest, (0, PANEL - rest.shape[1]))
     return packed
 
 
@@ -55,19 +53,154 @@ def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias:
         [..., out_features], of input's dtype.
     """
     check_tensors("linear_packed", input=input)
-    check_on_cpu("linear_packed", "input", input)
-    out: Tensor = call("linear_packed", input, packed_weight, out_features, bias)
+    out = _empty_out("linear_packed", input, to_int("linear_packed", "out_features", out_features))
+    call("linear_packed", out, input, packed_weight, bias)
     return out
 
 
-@torch.library.register_fake("pagedattn_ext::linear_packed")
-def _(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
-    # A meta tensor among real ones brings torch here, too.
-    if any(other is not None and other.device != input.device for other in (packed_weight, bias)):
-        raise RuntimeError(f"linear_packed: {SEVERAL_DEVICES}")
+def pack_linear_weight_int8(weight: Tensor) -> Tensor:
+    """The weight of `linear_int8` in the order in which it is read, in huge pages where the system grants them.
+
+    Args:
+        weight: int8 [out_features, in_features], on the CPU.
+
+    Returns:
+        uint8 [ceil(out_features / 16), ceil(in_features / 4), 16, 4]: each weight plus 128, filled up with zeros (128).
+    """
+    _check_matrix("pack_linear_weight_int8", "weight", weight, torch.int8)
+    out_features, in_features = weight.shape
+    num_panels, num_quads = -(-out_features // PANEL), -(-in_features // QUAD)
+    padded = F.pad(weight.detach(), (0, num_quads * QUAD - in_features, 0, num_panels * PANEL - out_features))
+    packed = empty_huge_pages((num_panels, num_quads, PANEL, QUAD), torch.uint8)
+    packed.copy_(padded.view(torch.uint8).view(num_panels, PANEL, num_quads, QUAD).transpose(1, 2))
+    return packed.bitwise_xor_(128)
+
+
+def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input @ (weight * weight_scales[:, None]).T + bias, of rows rounded to 8 bits and weights of 8 bits.
+
+    Each row of the input is quantized by itself, at every call: scale = max|x| / 127, codes round(x / scale), to even.
+    Products are summed in int32, exactly; then sum * (scale * weight_scale) + bias in fp32, rounded once on store. So a
+    row's result does not depend on the other rows. A row with NaN or infinity gives NaN; elements below 2^-119 in a row
+    without any larger one count as zeros. On the CPU only.
+
+    Args:
+        input: [..., in_features], evenly spaced rows of 1 to 131072 elements.
+        packed_weight: from `pack_linear_weight_int8`.
+        weight_scales: fp32 [out_features].
+        bias: fp32 [out_features].
+
+    Returns:
+        [..., out_features], of the input's dtype.
+    """
+    check_tensors("linear_int8", input=input, weight_scales=weight_scales)
+    check_rank("linear_int8", "weight_scales", weight_scales, 1)
+    out = _empty_out("linear_int8", input, weight_scales.shape[0])
+    call("linear_int8", out, input, packed_weight, weight_scales, bias)
+    return out
+
+
+def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The weight of `linear_int4` in the order in which it is read, in huge pages where the system grants them.
+
+    Element i of a row of the weight is (code - zero) * scale, with the scale and zero of its group i // group_size.
+    Scales are used as they are: fp16 ones stay fp16, bf16 and fp32 ones are stored in fp32.
+
+    Args:
+        codes: uint8 [out_features, in_features], 0 to 15, on the CPU.
+        scales: fp32, fp16 or bf16 [out_features, in_features / group_size]; group_size is a multiple of 32.
+        zeros: uint8, like scales, 0 to 15; 8 for symmetric weights.
+
+    Returns:
+        uint8 [ceil(out_features / 16), in_features / group_size, 8 * group_size + 48, with fp32 scales + 80].
+    """
+    name = "pack_linear_weight_int4"
+    _check_matrix(name, "codes", codes, torch.uint8)
+    check_tensors(name, scales=scales)
+    check_rank(name, "scales", scales, 2)
+    _check_float(name, "scales", scales)
+    (out_features, in_features), num_groups = codes.shape, scales.shape[1]
+    if (
+        scales.shape[0] != out_features
+        or num_groups == 0
+        or in_features == 0
+        or in_features % (num_groups * BLOCK) != 0
+    ):
+        expected = f"shape [{out_features}, {in_features} / a multiple of {BLOCK}]"
+        raise ValueError(f"{name}: scales: expected {expected}, got {list(scales.shape)}")
+    _check_matrix(name, "zeros", zeros, torch.uint8)
+    if zeros.shape != scales.shape:
+        raise ValueError(f"{name}: zeros: expected shape {list(scales.shape)}, got {list(zeros.shape)}")
+    for argument, tensor in (("codes", codes), ("zeros", zeros)):
+        if tensor.numel() > 0 and int(tensor.max()) > 15:
+            raise ValueError(f"{name}: {argument}: expected values up to 15, got {int(tensor.max())}")
+
+    num_panels, num_blocks = -(-out_features // PANEL), in_features // BLOCK
+    stored_scales = scales.detach() if scales.dtype == torch.float16 else scales.detach().float()
+
+    def in_panels(tensor: Tensor) -> Tensor:
+        padded = F.pad(tensor, (0, 0, 0, num_panels * PANEL - out_features))
+        return padded.reshape(num_panels, PANEL, tensor.shape[1])
+
+    # [num_panels, 16, num_blocks, pairs of quads, 2, 4] -> [num_panels, num_blocks, pairs of quads, 16, 4]
+    quads = in_panels(codes).view(num_panels, PANEL, num_blocks, BLOCK // (2 * QUAD), 2, QUAD)
+    first, second = quads.unbind(4)
+    parts = [
+        (first | second << 4)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num_panels, num_groups, in_features // num_groups * PANEL // 2),
+        in_panels(stored_scales).transpose(1, 2).contiguous().view(torch.uint8),
+        in_panels(zeros).transpose(1, 2),
+    ]
+    packed = empty_huge_pages((num_panels, num_groups, sum(part.shape[2] for part in parts)), torch.uint8)
+    return torch.cat(parts, dim=2, out=packed)
+
+
+def linear_int4(
+    input: Tensor, packed_weight: Tensor, group_size: int, out_features: int, bias: Tensor | None = None
+) -> Tensor:
+    """input @ ((codes - zeros) * scales).T + bias, of rows rounded to 8 bits and weights of 4 bits.
+
+    Every 32 elements of a row are quantized by themselves, at every call, as rows are in `linear_int8`. Their products
+    are summed in integers, exactly, then multiplied by both scales and summed in fp32, in an order that is always the
+    same: a row's result does not depend on the other rows. A row with NaN or infinity gives NaN. On the CPU only.
+
+    Args:
+        input: [..., in_features], evenly spaced rows.
+        packed_weight: from `pack_linear_weight_int4`.
+        group_size: elements that share a scale of the weight, as it was packed.
+        out_features: of the weight, as it was packed.
+        bias: fp32 [out_features].
+
+    Returns:
+        [..., out_features], of the input's dtype.
+    """
+    check_tensors("linear_int4", input=input)
+    out = _empty_out("linear_int4", input, to_int("linear_int4", "out_features", out_features))
+    call("linear_int4", out, input, packed_weight, group_size, bias)
+    return out
+
+
+def _empty_out(op: str, input: Tensor, out_features: int) -> Tensor:
+    if input.device.type != "cpu":
+        raise ValueError(f"{op}: input: expected a tensor on cpu, got one on {input.device}")
+    if out_features < 0:
+        raise ValueError(f"{op}: out_features: expected a number that is not negative, got {out_features}")
     return input.new_empty((*input.shape[:-1], out_features))
 
 
-def check_on_cpu(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise ValueError(f"{op}: {name}: expected a tensor on cpu, got one on {tensor.device}")
+def _check_matrix(function: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    check_tensors(function, **{name: tensor})
+    check_rank(function, name, tensor, 2)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{function}: {name}: expected dtype {_name_of(dtype)}, got {_name_of(tensor.dtype)}")
+
+
+def _check_float(function: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        got = _name_of(tensor.dtype)
+        raise TypeError(f"{function}: {name}: expected dtype float32, float16 or bfloat16, got {got}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,19 +1,16 @@
-// linear_packed: parameters and kernels.
-//
-// A packed weight lies in panels of PANEL_FEATURES output features, [num_panels, in_features, PANEL_FEATURES]: each
-// step along in_features reads one run of memory. What the last panel has too many is zero.
+// linear_packed: parameters and kernels. It has no CUDA kernel.
 #pragma once
 
 #include "cpu_dispatch.h"
+#include "linear/panel.h"
 #include "types.h"
 
 namespace pagedattn {
 
-constexpr int64_t PANEL_FEATURES = 16;
 // Rows that share a pass over the weights, at most: beside these, reading the weights again costs nothing.
 constexpr int64_t LINEAR_ROWS_AT_ONCE = 128;
 
-struct LinearParams {
+struct LinearPackedParams {
   DType dtype;  // of input and out
   DType weight_dtype;
   int64_t num_rows;
@@ -21,17 +18,18 @@ struct LinearParams {
   int64_t out_features;
   const void* input;          // [num_rows, in_features]
   int64_t input_stride;       // elements between rows
-  const void* packed_weight;  // [num_panels, in_features, PANEL_FEATURES]
+  const void* packed_weight;  // [num_panels, in_features, LINEAR_PANEL]
   const float* bias;          // [out_features], or nullptr
   void* out;                  // [num_rows, out_features]
+  int64_t out_stride;
 };
 
 // The elements [begin, end) of the rows [begin_row, end_row) of `input` as linear_packed reads them: in fp32, tile by
 // tile, the rows of a tile side by side. `interleaved` [end_row - begin_row, in_features] is that of all elements.
-PAGEDATTN_DECLARE_CPU_KERNEL(interleave_rows, const LinearParams& params, int64_t begin_row, int64_t end_row,
+PAGEDATTN_DECLARE_CPU_KERNEL(interleave_rows, const LinearPackedParams& params, int64_t begin_row, int64_t end_row,
                              int64_t begin, int64_t end, float* interleaved)
 // The rows [begin_row, end_row), LINEAR_ROWS_AT_ONCE or fewer, of the panels [begin_panel, end_panel) of `out`.
-PAGEDATTN_DECLARE_CPU_KERNEL(linear_packed, const LinearParams& params, int64_t begin_row, int64_t end_row,
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_packed, const LinearPackedParams& params, int64_t begin_row, int64_t end_row,
                              const float* interleaved, int64_t begin_panel, int64_t end_panel)
 
 }  // namespace pagedattn

@@ -1,21 +1,20 @@
-#include "linear/linear.h"
+#include "linear/linear_packed.h"
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
+#include "linear/linear_op.h"
 #include "ops.h"
 #include "parallel.h"
-#include "torch_utils.h"
 
 namespace pagedattn {
 namespace {
 
 constexpr int64_t PANELS_PER_ITEM = 4;
 
-void run(const LinearParams& params) {
-  const int64_t num_panels = (params.out_features + PANEL_FEATURES - 1) / PANEL_FEATURES;
-  const int64_t num_items = (num_panels + PANELS_PER_ITEM - 1) / PANELS_PER_ITEM;
+void run(const LinearPackedParams& params) {
+  const int64_t num_panels = num_panels_of(params.out_features);
+  const int64_t num_items = ceil_div(num_panels, PANELS_PER_ITEM);
   const int64_t rows_at_once = std::min(params.num_rows, LINEAR_ROWS_AT_ONCE);
   const auto interleaved = std::make_unique_for_overwrite<float[]>(rows_at_once * params.in_features);
   const int64_t num_threads = torch::stable::get_num_threads();
@@ -38,37 +37,20 @@ void run(const LinearParams& params) {
 
 }  // namespace
 
-Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
-                     const std::optional<Tensor>& bias) {
+void linear_packed(Tensor& out, const Tensor& input, const Tensor& packed_weight, const std::optional<Tensor>& bias) {
   const Door door("linear_packed", input);
-  LinearParams params{};
-  params.dtype = door.float_dtype("input", input);
-  const RowView rows = door.rows("input", input);
-  door.check(out_features >= 0, "out_features", "expected a number that is not negative, got ", out_features);
+  LinearPackedParams params{};
+  set_input(door, params, input);
+  door.defined("out", out);
+  door.rank("out", out, input.dim());
+  const RowView out_rows = set_output(door, params, input, bias, out, out.size(-1));
+  params.num_rows = out_rows.num_rows;
   params.weight_dtype = door.float_dtype("packed_weight", packed_weight);
-  const int64_t num_panels = (out_features + PANEL_FEATURES - 1) / PANEL_FEATURES;
-  door.shape("packed_weight", packed_weight, {num_panels, rows.width, PANEL_FEATURES});
+  door.rank("packed_weight", packed_weight, 3);
+  door.shape("packed_weight", packed_weight, {num_panels_of(params.out_features), params.in_features, LINEAR_PANEL});
   door.contiguous("packed_weight", packed_weight);
-  if (bias.has_value()) {
-    door.dtype("bias", *bias, ScalarType::Float);
-    door.shape("bias", *bias, {out_features});
-    door.contiguous("bias", *bias);
-    params.bias = bias->const_data_ptr<float>();
-  }
-
-  std::vector<int64_t> out_shape(input.sizes().begin(), input.sizes().end());
-  out_shape.back() = out_features;
-  Tensor out = torch::stable::new_empty(input, {out_shape.data(), out_shape.size()});
-  if (out.numel() == 0) return out;
-  params.num_rows = out.numel() / out_features;
-  params.in_features = rows.width;
-  params.out_features = out_features;
-  params.input = input.const_data_ptr();
-  params.input_stride = rows.stride;
   params.packed_weight = packed_weight.const_data_ptr();
-  params.out = out.mutable_data_ptr();
-  run(params);
-  return out;
+  if (params.num_rows > 0) run(params);
 }
 
 }  // namespace pagedattn
