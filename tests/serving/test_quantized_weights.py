@@ -9,6 +9,7 @@ import torch
 from checkpoints import VARIANTS, Checkpoint, finish_all, greedy_reference, make_model, run, token_ids
 from quantized_checkpoints import linear_layers, matrix, quantize_inputs, set_matrix
 from torch import nn
+from transformers import AutoModelForCausalLM, Olmo2Config
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
@@ -101,10 +102,6 @@ def test_a_bf16_checkpoint_in_fp16_keeps_its_weights(tmp_path: Path) -> None:
 
 def test_through_transformers(tmp_path: Path) -> None:
     """Every linear layer whose forward is torch's, after the model has been compared with its own attention."""
-    make_model("llama-mha", architectures=["Olmo2ForCausalLM"])
-    pytest.importorskip("transformers.models.olmo2")
-    from transformers import AutoModelForCausalLM, Olmo2Config
-
     shape = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=96, vocab_size=97)
     AutoModelForCausalLM.from_config(Olmo2Config(**shape, pad_token_id=None)).save_pretrained(tmp_path)
     engine = LLMEngine(tmp_path, quantization="int4")

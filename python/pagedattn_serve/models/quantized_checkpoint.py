@@ -168,17 +168,15 @@ def checkpoint_format(config: Any) -> CheckpointFormat:
 
 def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
     """Of compressed-tensors: one group of layers, whose weights are quantized in one of two ways."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise ValueError(f"quantization_config: config_groups: expected one group of layers, got {groups!r:.80}")
-    [group] = groups.values()
-    if not isinstance(group, dict):
-        raise ValueError(f"quantization_config: config_groups: expected an object, got {group!r:.80}")
+    groups = section(config, "config_groups")
+    if len(groups) != 1:
+        raise ValueError(f"quantization_config: config_groups: expected one group of layers, got {len(groups)}")
+    group = section(groups, next(iter(groups)))
     layout = expect(config, "format", "int-quantized", "pack-quantized")
-    expect(config.get("sparsity_config") or {}, "format", "dense", default="dense")
+    expect(section(config, "sparsity_config"), "format", "dense", default="dense")
     expect(config, "transform_config", None, {}, default=None)
     expect(group, "output_activations", None, default=None)
-    weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
+    weights, rows = section(group, "weights"), section(group, "input_activations")
     expect(weights, "type", "int", default="int")
     if layout == "int-quantized":
         for arguments, strategy in ((weights, "channel"), (rows, "token")):
@@ -202,6 +200,14 @@ def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) 
     if value not in allowed:
         got = "none" if value == () else repr(value)
         raise ValueError(f"quantization_config: {name}: expected {' or '.join(map(str, allowed))}, got {got:.80}")
+    return value
+
+
+def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that is an object, or null, or not there, which is empty."""
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"quantization_config: {name}: expected an object, got {value!r:.80}")
     return value
 
 
@@ -259,4 +265,4 @@ def read_weight(
     if not isinstance(layer, ConvertedLinear):
         return weights[0]
     parts = {f.name: [getattr(weight, f.name) for weight in weights] for f in fields(weights[0])}
-    return type(weights[0])(**{kind: layer.from_checkpoint(kind, tensors) for kind, tensors in parts.items()})
+    return type(weights[0])(**{kind: layer.from_checkpoint(kind, values) for kind, values in parts.items()})

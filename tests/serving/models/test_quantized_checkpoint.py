@@ -144,7 +144,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (INT8 | dict(format="float-quantized"), "format: expected int-quantized or pack-quantized, got 'float-quantized'"),
     (INT8 | dict(format="marlin-24"), "format: .*, got 'marlin-24'"),
     (INT8 | dict(sparsity_config=dict(format="sparse-24-bitmask")), "format: expected dense"),
-    (INT8 | dict(config_groups={}), "config_groups: expected one group of layers"),
+    (INT8 | dict(config_groups={}), "config_groups: expected one group of layers, got 0"),
+    (INT8 | dict(config_groups={"a": {}, "b": {}}), "config_groups: expected one group of layers, got 2"),
+    (INT8 | dict(config_groups=["Linear"]), "config_groups: expected an object, got"),
+    (INT8 | dict(config_groups={"a": "int8"}), "a: expected an object, got 'int8'"),
     (compressed("int-quantized", None, num_bits=8, strategy="channel"), "num_bits: expected 8, got none"),
     (
         compressed("int-quantized", ROWS_OF_8_BITS | dict(dynamic=False), num_bits=8, strategy="channel"),
