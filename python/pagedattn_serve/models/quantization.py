@@ -81,7 +81,7 @@ def quantize_int4(weight: Tensor) -> Int4Weight:
         codes[begin:end] = best[0].view(end - begin, -1)
         scales[begin:end] = best[1].view(end - begin, -1)
         zeros[begin:end] = best[2].view(end - begin, -1)
-    return Int4Weight(codes, scales, zeros)
+    return Int4Weight(codes, shortened(scales), zeros)
 
 
 def levels(groups: Tensor, span: float) -> tuple[Tensor, ...]:
@@ -99,6 +99,13 @@ def levels(groups: Tensor, span: float) -> tuple[Tensor, ...]:
     fit = (groups * steps).sum(1, keepdim=True) / nonzero(steps.square().sum(1, keepdim=True))
     errors = (steps * fit).sub_(groups).square_().sum(1, keepdim=True)
     return codes, fit, zeros, errors
+
+
+def shortened(scales: Tensor) -> Tensor:
+    """In fp16, unless one is too large for it, or so small that what it loses shows beside the others of its row."""
+    short = scales.half()
+    error = (short.float() - scales).abs()
+    return short if (error <= scales.abs().amax(1, keepdim=True) / 2048).all() else scales
 
 
 def chunks(weight: Tensor) -> list[tuple[int, int]]:
