@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 from pagedattn_serve.cli import main
+from pagedattn_serve.models.linear import OneDNNLinear, PackedLinear, has_bf16_instructions
 
 PROMPT = 'The "with" statement'
 COMMAND = Path(sys.executable).parent / "pagedattn"
@@ -302,6 +303,7 @@ def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
         "runs",
         "parameters",
         "dtype",
+        "linear layers",
         "layers",
         "heads",
         "vocabulary",
@@ -322,6 +324,7 @@ def test_info_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
         "runs": "native",
         "parameters": f"{count:,} ({2 * count:,} bytes)",
         "dtype": "bfloat16",
+        "linear layers": f"{(OneDNNLinear if has_bf16_instructions() else PackedLinear).FORM} (on the CPU)",
         "layers": "4",
         "heads": "4 query, 2 key-value, of size 64",
         "vocabulary": "2,048",
@@ -375,6 +378,7 @@ def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Ch
         "runs": "native",
         "parameters": f"{count:,} ({4 * count:,} bytes)",
         "dtype": "float32",
+        "linear layers": f"{PackedLinear.FORM} (on the CPU)",
         "layers": f"{num_layers}",
         "heads": f"{num_heads} query, {num_kv_heads} key-value, of size {head_size}",
         "vocabulary": "97",

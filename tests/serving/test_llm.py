@@ -261,6 +261,7 @@ def test_arguments_of_the_constructor() -> None:
         ("kv_scales", None),
         ("speculation", None),
         ("num_speculative_tokens", 5),
+        ("quantization", None),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert LLMEngine.__doc__ is not None
