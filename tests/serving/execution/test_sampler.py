@@ -83,6 +83,18 @@ def kept(params: SamplingParams, logits: Tensor = LOGITS) -> set[int]:
     return set(restrict(logits[None], [params])[0].isfinite().nonzero().flatten().tolist())
 
 
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 32_000), (21, 32_000), (3, 300_000)])
+def test_logprobs_with_and_without_a_report(num_rows, vocab_size):
+    """Where nothing is reported, only what a row chose is kept: the same bits."""
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
+    params = [SamplingParams(temperature=i % 2, seed=i) for i in range(num_rows)]
+    plain = Sampler(0).sample(logits, [row_of(each) for each in params])
+    reported = Sampler(0).sample(logits, [row_of(dataclasses.replace(each, logprobs=0)) for each in params])
+    assert plain.token_ids == reported.token_ids
+    assert plain.logprobs == reported.logprobs
+    assert plain.logprobs == logits.log_softmax(dim=-1)[range(num_rows), plain.token_ids].tolist()
+
+
 def expected_kept(logits: list[float], params: SamplingParams) -> set[int]:
     """What min_p, top_k and top_p leave, by their definitions, one token after the other in Python's doubles.
 
