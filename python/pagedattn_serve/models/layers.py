@@ -51,7 +51,9 @@ def attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return out[..., :value_size].flatten(1)
+    if value_size < padded_size:
+        out = out[..., :value_size]
+    return out.flatten(1)
 
 
 class RMSNorm(nn.Module):

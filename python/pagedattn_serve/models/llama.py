@@ -41,8 +41,9 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps) if has_head_norm else None
 
     def forward(self, hidden: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size))
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        # Not unflatten and split, which take 3 microseconds more: much for a step of one token.
+        heads = self.qkv_proj(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_size)
+        query, key, value = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query.contiguous())[0], self.k_norm(key.contiguous())[0]
         self.rotary(positions, query, key)
