@@ -152,23 +152,26 @@ def bench(num_kv_heads: int, dtype: torch.dtype, device: str, num_rounds: int, p
 
 
 def bench_swaps(num_kv_heads: int, dtype: torch.dtype, device: str, num_rounds: int) -> list[Row]:
-    """Blocks between the memory of a GPU and pinned memory, both ways."""
+    """Blocks between the memory of a GPU and pinned memory, both ways; the mapping is on the GPU, which reads it."""
     num_pairs = NUM_PAIRS[device]
     sizes = 2 * num_pairs, num_kv_heads, HEAD_SIZE, BLOCK_SIZE, dtype
     ((on_gpu, _),) = allocate_kv_cache(*sizes, device)
     ((on_host, _),) = allocate_kv_cache(*sizes, pin_memory=device == "cuda")
     on_host.copy_(on_gpu.normal_())
     num_bytes = num_pairs * on_gpu[0].nbytes
-    pairs = make_pairs(len(on_gpu), num_pairs)
+    with torch.device(device):
+        pairs = make_pairs(len(on_gpu), num_pairs)
     rows = []
     for name, src, dst in ("to the host", on_gpu, on_host), ("to the GPU", on_host, on_gpu):
+        taken, filled = pairs[:, 0].to(src.device), pairs[:, 1].to(dst.device)
 
         def swap(pairs: Tensor, src: Tensor = src, dst: Tensor = dst) -> None:
             ops.swap_blocks(src, dst, pairs)
 
-        def swap_by_index(pairs: Tensor, src: Tensor = src, dst: Tensor = dst) -> None:
-            blocks = src.index_select(0, pairs[:, 0].to(src.device))
-            dst.index_copy_(0, pairs[:, 1].to(dst.device), blocks.to(dst.device))
+        def swap_by_index(
+            _: Tensor, src: Tensor = src, dst: Tensor = dst, taken: Tensor = taken, filled: Tensor = filled
+        ) -> None:
+            dst.index_copy_(0, filled, src.index_select(0, taken).to(dst.device))
 
         def copy_at_once(_: Tensor, src: Tensor = src, dst: Tensor = dst) -> None:
             dst[:num_pairs].copy_(src[:num_pairs], non_blocking=True)

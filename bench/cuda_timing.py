@@ -1,15 +1,17 @@
 """Time on a GPU: CUDA events around replays of a CUDA graph that find the L2 cold.
 
-A graph holds as many calls as take about BATCH_SECONDS, each with another input, so that neither the launch of the
-graph nor the gaps that a host leaves between kernels count. Before it a buffer beyond the L2 is read: reading, as what
-was written would be written back within the time measured. While that runs, the host launches what is timed. What
-cannot be captured is launched call by call, which is said where it happens.
+A graph holds as many calls as take about BATCH_SECONDS, so that neither the launch of the graph nor the gaps that a
+host leaves between kernels count. They take the inputs in turn, which together are beyond the L2, so that each is cold
+when it comes again. Before the graph a buffer beyond the L2 is read: reading, as what was written would be written back
+within the time measured. While that runs, the host launches what is timed. What cannot be captured is launched call by
+call, which is said where it happens.
 """
 
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import cycle, islice
 from math import ceil
 from statistics import median
 from typing import TypeVar
@@ -70,20 +72,20 @@ def make_batch(
     """What is timed for a function: a number of calls, and that number."""
     function(inputs[0])  # what is loaded, chosen or allocated once
     num_calls = ceil(BATCH_SECONDS / seconds_of(lambda: function(inputs[0])))
-    some_inputs = inputs[:num_calls]
 
     def run() -> list[object]:
-        return [function(item) for item in some_inputs]  # all results live: no call writes where another one did
+        # All results live: no call writes where another one did.
+        return [function(item) for item in islice(cycle(inputs), num_calls)]
 
     if use_graph:
         stream = torch.cuda.current_stream()
         try:
-            return capture(run), len(some_inputs)
+            return capture(run), num_calls
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own
             torch.cuda.synchronize()
             print(f"{name}: call by call, as no graph could be captured: {str(error).splitlines()[0]}")
-    return run, len(some_inputs)
+    return run, num_calls
 
 
 def time_interleaved(
