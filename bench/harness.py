@@ -384,13 +384,14 @@ class Target:
     form: str
     at_most: bool = False  # rather than at least
     note: Callable[[], str] = str  # printed behind it
+    row: Callable[[], Row] | None = None  # that it is taken of, measured once
 
     def is_met(self, measured: float) -> bool:
         return measured <= self.required if self.at_most else measured >= self.required
 
 
 def share_target(what: str, required: float, row: Callable[[], Row]) -> Target:
-    return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}")
+    return Target(f"{what}: share of the probe", required, lambda: row().share(), "{:.1%}", row=row)
 
 
 def ratio_target(
@@ -401,7 +402,7 @@ def ratio_target(
     name: str | None = None,
     note: Callable[[], str] = str,
 ) -> Target:
-    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x", note=note)
+    return Target(f"{what}: vs {name or peer}", required, lambda: row().ratios()[peer], "{:.2f}x", note=note, row=row)
 
 
 def finish(args: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row], **extra: object) -> None:
@@ -416,11 +417,21 @@ def write_files(
     report: Mapping[str, object],
 ) -> None:
     """What --json and --plot ask for, both with the command and the hardware. `draw` takes the path and the title."""
-    command = shlex.join(["python", *sys.argv])
     if args.json:
-        args.json.write_text(json.dumps({"command": command, "hardware": facts, **report}, indent=1) + "\n")
+        write_json(args.json, facts, report)
     if args.plot:
-        draw(args.plot, f"{command}\n{facts['gpu'] or facts['cpu']}, threads: {facts['threads']}")
+        draw(args.plot, f"{command_line()}\n{facts['gpu'] or facts['cpu']}, threads: {facts['threads']}")
+
+
+def write_json(path: Path, facts: dict[str, object], report: Mapping[str, object]) -> None:
+    """All of it, or what was there before if the process is killed meanwhile."""
+    whole = path.with_name(f"{path.name}.new")
+    whole.write_text(json.dumps({"command": command_line(), "hardware": facts, **report}, indent=1) + "\n")
+    whole.replace(path)
+
+
+def command_line() -> str:
+    return shlex.join(["python", *sys.argv])
 
 
 def load_pyplot() -> Any:

@@ -1,6 +1,6 @@
 """The speeds that this project asks of itself, and what it reaches here.
 
-Usage: python bench/targets.py [--device cuda] [--only SUBSTRING]
+Usage: python bench/targets.py [--device cuda] [--only SUBSTRING] [--json FILE]
 
 This file is about CPUs, and prints; the targets on a GPU are in targets_cuda.py.
 
@@ -11,15 +11,18 @@ huge pages. Norms, activations and rotary: with what the calls just before left 
 is reached without (elementwise.py). A percentage is our rate over that of a probe, a factor a peer's time over ours,
 both timed in the same rounds; rates of different processes (the AVX2 path and the AVX512 path) are compared by their
 shares of the probe. The run takes some minutes and is sensitive to noise: near a limit, repeat it. The exit status is
-0 whether targets are met or not.
+0 whether targets are met or not, and 1 if one could not be measured. FILE is written anew after each target: a run that
+is cut off leaves what it has measured.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import targets_cuda
 import torch
@@ -52,6 +55,7 @@ from harness import (
     read_probe,
     share_target,
     use_small_pages,
+    write_json,
 )
 
 import pagedattn_ext
@@ -219,30 +223,52 @@ def other_targets() -> Iterator[Target]:
         yield share_target(name, 0.75, partial(decode, MHA, dtype, 2))
 
 
-def main() -> None:
+def measured(target: Target) -> dict[str, object]:
+    """A target as it goes into the JSON file, printed as well; an error is that of the one target."""
+    try:
+        value = target.measure()
+        found = {
+            "measured": value,
+            "met": target.is_met(value),
+            "note": target.note(),
+            "row": target.row().as_dict() if target.row else None,
+        }
+    except Exception as error:  # wrong results, too little memory, a kernel that fails
+        print(f"{target.what:{WIDTH}}  failed: {type(error).__name__}: {error}", flush=True)
+        found = {"error": f"{type(error).__name__}: {error}"}
+    else:
+        numbers = "  ".join(target.form.format(number).rjust(8) for number in (target.required, value))
+        outcome = f"{'met' if found['met'] else 'not met'} {found['note']}".rstrip()
+        print(f"{target.what:{WIDTH}}  {numbers}  {outcome}", flush=True)
+    return {"what": target.what, "required": target.required, "at_most": target.at_most, **found}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_device_option(parser)
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="the targets whose description contains it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command, targets and raw times")
     args = parser.parse_args()
     check_device(parser, args.device)
     prepare(num_threads=1)
-    hardware(args.device)
+    facts = hardware(args.device)
     print(f"\n{'what':{WIDTH}}  required  measured")
-    met = []
+    results: list[dict[str, object]] = []
     for target in targets_cuda.targets() if args.device == "cuda" else (*attention_targets(), *other_targets()):
         if args.only not in target.what:
             continue
-        measured = target.measure()
-        met.append(target.is_met(measured))
-        numbers = "  ".join(target.form.format(number).rjust(8) for number in (target.required, measured))
-        outcome = f"{'met' if met[-1] else 'not met'} {target.note()}".rstrip()
-        print(f"{target.what:{WIDTH}}  {numbers}  {outcome}", flush=True)
-    print(f"\n{sum(met)} of {len(met)} met")
+        results.append(measured(target))
+        if args.json:
+            write_json(args.json, facts, {"targets": results})
+    num_failed = sum("error" in result for result in results)
+    failed = f", {num_failed} failed" if num_failed else ""
+    print(f"\n{sum(bool(result.get('met')) for result in results)} of {len(results)} met{failed}")
     if args.device == "cuda":
         print(targets_cuda.NOT_MEASURED)
     elif not pagedattn_ext.cpu_capability().startswith("avx512"):
         print("skipped: the AVX2 path beside the AVX512 path, which this process does not use")
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,7 +31,7 @@ def probe(name: str, device: str) -> Probe:
 
 
 def later(bench: Callable[..., Row], *case: object, device: str, probe_name: str) -> Callable[[], Row]:
-    return lambda: bench(*case, device, NUM_ROUNDS, probe(probe_name, device))
+    return cache(lambda: bench(*case, device, NUM_ROUNDS, probe(probe_name, device)))
 
 
 @cache
@@ -57,7 +57,10 @@ def decode_targets(device: str) -> Iterator[Target]:
 
 
 def microseconds_target(what: str, required: float, row: Callable[[], Row]) -> Target:
-    return Target(f"{what}: us", required, lambda: median(row().seconds["ours"]) * 1e6, "{:.1f}", at_most=True)
+    def measure() -> float:
+        return median(row().seconds["ours"]) * 1e6
+
+    return Target(f"{what}: us", required, measure, "{:.1f}", at_most=True, row=row)
 
 
 def prefill_targets(device: str) -> Iterator[Target]:

@@ -1,6 +1,7 @@
 """bench/: what its programs say about numbers, and, without a GPU, whatever of --device cuda is not the GPU's."""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -54,14 +55,41 @@ def test_short_calls_are_not_compared(find_notes):
     assert find_notes((1, 1, 0.1), (1, 12, 1), (1, 20, 1), (1, 90, 0.1)) == [short, "", "", short]
 
 
-def test_targets():
-    command = [sys.executable, str(BENCH / "targets.py"), "--only", "rms_norm, 32 tokens, float32"]
+def test_targets(tmp_path):
+    path = tmp_path / "targets.json"
+    command = [sys.executable, str(BENCH / "targets.py"), "--only", "rms_norm, 32 tokens, float32", "--json", path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     row = re.search(r"F\.rms_norm +(\S+)x +(\S+)x +(met|not met) \(cold: \d", result.stdout)
     required, measured, verdict = row.groups()
     assert required == "3.00" and verdict == ("met" if float(measured) >= 3 else "not met")
     assert f"\n{int(verdict == 'met')} of 1 met" in result.stdout
+
+    (written,) = json.loads(path.read_text())["targets"]
+    assert written["required"] == 3 and f"{written['measured']:.2f}" == measured
+    assert written["measured"] == written["row"]["ratio_to_torch"] and len(written["row"]["seconds"]["ours"]) > 2
+
+
+def test_a_target_that_fails_is_not_the_end(monkeypatch, tmp_path, capsys):
+    """What has been measured is in the file before the next target is."""
+    import targets
+    from harness import Target
+
+    path = tmp_path / "targets.json"
+
+    def fail() -> float:
+        assert [result["what"] for result in json.loads(path.read_text())["targets"]] == ["first"]
+        raise MemoryError("too large")
+
+    three = [Target("first", 2, lambda: 3, "{:.1f}"), Target("second", 2, fail, "{:.1f}")]
+    three.append(Target("third", 2, lambda: 1, "{:.1f}"))
+    monkeypatch.setattr(targets, "attention_targets", lambda: three)
+    monkeypatch.setattr(targets, "other_targets", lambda: [])
+    monkeypatch.setattr(sys, "argv", ["targets.py", "--json", str(path)])
+    assert targets.main() == 1
+    first, second, third = json.loads(path.read_text())["targets"]
+    assert (first["met"], second["error"], third["met"]) == (True, "MemoryError: too large", False)
+    assert capsys.readouterr().out.count("\n1 of 3 met, 1 failed\n") == 1
 
 
 def test_results_that_differ_in_an_infinity_are_not_the_same():
@@ -256,6 +284,8 @@ def test_cuda_targets(fake_cuda, small_shapes):
     assert forms[0].endswith("x") and forms[-1].endswith("%") and re.fullmatch(r"\d+\.\d", forms[1])
     assert targets[1].is_met(15) and not targets[1].is_met(15.1)
     assert targets[0].is_met(0.9) and not targets[0].is_met(0.89)
+    for target in targets:
+        assert target.row() is target.row()  # measured once
 
 
 def test_backends_of_sdpa(fake_cuda, small_shapes, monkeypatch, capsys):
