@@ -36,8 +36,9 @@ def generate_static(model: Any, requests: list[Request], batch_size: int) -> lis
         batch = requests[begin : begin + batch_size]
         prompts = [request.prompt_token_ids for request in batch]
         width = max(map(len, prompts))
-        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with model.device:
+            padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         num_steps = max(request.max_tokens for request in batch)
         out = model.generate(padded, attention_mask=mask, max_new_tokens=num_steps, do_sample=False, pad_token_id=0)
         rows = out[:, width:].tolist()
@@ -76,13 +77,13 @@ def serve_continuous(model: Any, batch_size: int, page_size: int, requests: list
         return measure(generate)
 
 
-def load_peers(model: str, dtype: str) -> dict[str, System]:
+def load_peers(model: str, dtype: str, device: str = "cpu") -> dict[str, System]:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it calls a missing psutil an error
 
     def load() -> Any:
         hf_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         hf_model.generation_config.eos_token_id = None  # as with ignore_eos
-        return hf_model
+        return hf_model.to(device)
 
     @cache
     def load_paged() -> Any:
