@@ -3,10 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build simt demo serve test test-clients test-long test-cuda check-cuda sanitize bench lint format clean
+.PHONY: help build simt demo serve test test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize bench \
+  lint format clean
 help:
-	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | check-cuda | sanitize | bench | lint |" \
-	  "format | clean"
+	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
+	  "sanitize | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation.
 .venv/ready: pyproject.toml setup.py
@@ -71,7 +72,19 @@ test-long: simt
 # pytest, hypothesis. Nothing is installed. make test-cuda PYTHON=.venv/bin/python uses that of make build.
 test-cuda:
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=src $(PYTHON) -m pytest -q -rs tests/ops --device cuda
+	PYTHONPATH=src:python $(PYTHON) -m pytest -q -rs tests/ops tests/serving/test_cuda_engine.py --device cuda
+
+# A wheel for another Python, by the tools of .venv: of torch it takes headers and libraries, the same for every Python.
+# make gpu-wheel PYTHON=python3.12
+SITE_PACKAGES = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+gpu-wheel: .venv/ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(SITE_PACKAGES) \
+	  $(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+# What a GPU shows, and how fast it is, in the order of worth; with the environment of PYTHON as it is.
+# make gpu-report PYTHON=python3 WHEEL=dist/...whl STEPS="smoke suite"
+gpu-report:
+	$(PYTHON) bench/gpu_report.py $(if $(WHEEL),--wheel $(WHEEL)) $(if $(STEPS),--steps $(STEPS))
 
 # Registers, shared memory and spills of each CUDA kernel; a spill is an error, and so is a build without CUDA.
 check-cuda: build

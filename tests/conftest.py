@@ -4,6 +4,8 @@
 
 pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them, but
 for those that its mark `devices(...)` leaves out; a test without it runs where cpu is among them.
+
+pytest --part 3/8: every eighth of these tests, from the third on, for eight processes that share them.
 """
 
 import os
@@ -40,6 +42,14 @@ def several_threads() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", action="append", choices=DEVICES, help="where the op tests run (default: cpu)")
+    parser.addoption("--part", type=part_of, default=(1, 1), metavar="I/N", help="one of N parts of the tests")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    part, num_parts = map(int, text.split("/"))
+    if not 1 <= part <= num_parts:
+        raise ValueError
+    return part, num_parts
 
 
 def devices_of(config: pytest.Config) -> list[str]:
@@ -67,8 +77,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         return bool(devices_for(item, config)) if "device" in item.fixturenames else "cpu" in devices_of(config)
 
-    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-    items[:] = [item for item in items if runs(item)]
+    part, num_parts = config.getoption("part")
+    chosen = [item for item in items if runs(item)][part - 1 :: num_parts]
+    config.hook.pytest_deselected(items=[*set(items) - set(chosen)])
+    items[:] = chosen
 
 
 LAUNCHES_BEFORE = pytest.StashKey[int]()

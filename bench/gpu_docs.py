@@ -1,0 +1,89 @@
+"""What bench/gpu_report.py has found, as a section of docs/cuda-kernels.md: all between two markers is replaced."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def write(folders: Sequence[Path], page: Path) -> None:
+    text = page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{page}: expected {BEGIN} and {END}")
+    page.write_text("\n".join([before + BEGIN, "", *measured(folders), "", END + after]))
+
+
+def measured(folders: Sequence[Path]) -> Iterator[str]:
+    """Lines of Markdown. A machine may have taken a few runs for all the steps, each with a folder of its own: of what
+    is in several of them, the last counts."""
+
+    def read(name: str) -> dict[str, Any]:
+        paths = [folder / name for folder in folders if (folder / name).exists()]
+        return json.loads(paths[-1].read_text()) if paths else {}
+
+    steps: dict[str, Any] = {}
+    for folder in folders:
+        summary = folder / "summary.json"
+        if not summary.exists():
+            raise SystemExit(f"{folder}: expected summary.json of bench/gpu_report.py")
+        steps |= json.loads(summary.read_text())["steps"]
+    yield from tests(steps)
+    for name, table in ("targets.json", table_of_targets), ("serving.json", table_of_serving):
+        if report := read(name):
+            hardware, command = report["hardware"], re.sub(r" --json \S+", "", report["command"])
+            yield ""
+            yield f"{hardware['gpu'] or hardware['cpu']}, torch {hardware['torch']}; `{command}`:"
+            yield ""
+            yield from table(report)
+
+
+def tests(steps: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each step that has tests, or commands that did not pass."""
+    for step, outcomes in steps.items():
+        counts: dict[str, int] = {}
+        for outcome in outcomes:
+            for name, number in outcome.get("counts", {}).items():
+                counts[name] = counts.get(name, 0) + number
+        described = ", ".join(f"{number:,} {name}" for name, number in counts.items())
+        others = [f"{each['name']} {each['status']}" for each in outcomes if each["status"] in ("failed", "timed out")]
+        if described or others:
+            yield f"- {step}: {'; '.join([described, *others] if described else others)}"
+
+
+def table_of_targets(report: Mapping[str, Any]) -> Iterator[str]:
+    yield "| what | us | rate | of the probe | beside | target |"
+    yield "|---|---|---|---|---|---|"
+    for target in report["targets"]:
+        name, _, criterion = target["what"].partition(": ")
+        if "error" in target:
+            yield f"| {name} | | | | | {cell(target['error'])} |"
+            continue
+        row = target["row"]
+        unit = next(key for key in row if key in ("GB/s", "GFLOP/s"))
+        rate = f"{row[unit]:,.0f} {unit}" if unit == "GB/s" else f"{row[unit] / 1e3:,.1f} TFLOP/s"
+        share = next(f"{row[key]:.0%} ({key.split('_')[2]})" for key in row if key.startswith("share_of_"))
+        ratios = {key.removeprefix("ratio_to_"): row[key] for key in row if key.startswith("ratio_to_")}
+        peers = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in ratios.items())
+        bound = f"{'at most' if target['at_most'] else 'at least'} {target['required']:g}"
+        outcome = f"{criterion} {bound}: {'met' if target['met'] else 'not met'}"
+        micros = median(row["seconds"]["ours"]) * 1e6
+        beside = cell(f"{peers} ({row['note']})" if row["note"] else peers)
+        yield f"| {name} | {micros:,.1f} | {rate} | {share} | {beside} | {outcome} |"
+
+
+def table_of_serving(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"| {report['num_requests']} requests, bfloat16 | tokens/s | the engine is |"
+    yield "|---|---|---|"
+    for name, peer in report["peers"].items():
+        yield f"| {name} | {peer['tokens_per_s']:,.0f} | {peer['ratio']:.2f}x |"
+
+
+def cell(text: str) -> str:
+    """On one line, without what would end a cell."""
+    return " ".join(text.replace("|", "/").split())[:120]
