@@ -76,7 +76,10 @@ PAGEDATTN_INLINE Vec times_sigmoid(Vec x, Vec u) {
   const Exponential e = exponential<-1>(u);
   return x / (1.0f + (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)e.mantissa, (__m512)e.n));
 #else
-  return x / (1.0f + exp(-u));
+  // Below -88.7 the exponent that n is added to ends up as that of infinity, or of NaN: infinity is meant.
+  const Exponential e = exponential<-1>(min(max(u, broadcast(-89.0f)), broadcast(80.0f)));
+  const IntVec bits = (IntVec)e.mantissa + ((IntVec)e.shifted << 23);
+  return x / (1.0f + (Vec)min(bits, IntVec{} + 0x7f800000));
 #endif
 }
 

@@ -41,6 +41,19 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
   }
 }
 
+// Calls body(which, position, load) for the first and the second of two vectors of T that begin at `i`.
+template <typename T, typename Body>
+PAGEDATTN_INLINE void for_two_vectors(int64_t i, Body&& body) {
+  if constexpr (EVEN_AND_ODD<T>) {
+    body(0, i, [](const T* source) { return load_two(source).of[0]; });
+    body(1, i, [](const T* source) { return load_two(source).of[1]; });
+  } else {
+    const auto load_whole = [](const T* source) { return load(source); };
+    body(0, i, load_whole);
+    body(1, i + VEC_SIZE, load_whole);
+  }
+}
+
 // Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
 // ..., `load` as in for_each_vector; an output may be an input of the same step. With STREAM the stores go past the
 // caches. Four steps are computed before any is stored: a load whose address ends in the same 12 bits as that of a
@@ -48,12 +61,14 @@ PAGEDATTN_INLINE void for_each_vector(int64_t size, Body&& body) {
 template <bool STREAM, typename T, int N, typename Values>
 PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& values) {
   constexpr int AT_ONCE = 4;
-  const auto load_whole = [](const auto* source) { return load(source); };
   int64_t i = 0;
   for (; i + AT_ONCE * VEC_SIZE <= size; i += AT_ONCE * VEC_SIZE) {
     Vecs<N> v[AT_ONCE];
     PAGEDATTN_UNROLL
-    for (int j = 0; j < AT_ONCE; ++j) v[j] = values(i + j * VEC_SIZE, load_whole);
+    for (int j = 0; j < AT_ONCE; j += 2) {
+      for_two_vectors<T>(i + j * VEC_SIZE, [&](int which, int64_t position, auto load)
+                                               PAGEDATTN_ALWAYS_INLINE { v[j + which] = values(position, load); });
+    }
     PAGEDATTN_UNROLL
     for (int j = 0; j < AT_ONCE; j += 2) {
       PAGEDATTN_UNROLL
@@ -67,25 +82,28 @@ PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& 
   });
 }
 
-// Folds [0, size) with sum = add(sum, i, load), `load` as in for_each_vector. Four sums hide the latency of the
+// Folds [0, size) of T with sum = add(sum, i, load), `load` as in for_each_vector. Four sums hide the latency of the
 // additions; a step over all four keeps them in registers.
-template <typename Add>
+template <typename T, typename Add>
 PAGEDATTN_INLINE Vec sum_vectors(int64_t size, Add&& add) {
   constexpr int NUM_SUMS = 4;
-  const auto load_whole = [](const auto* source) { return load(source); };
   Vec sums[NUM_SUMS] = {};
   int64_t i = 0;
   for (; i + NUM_SUMS * VEC_SIZE <= size; i += NUM_SUMS * VEC_SIZE) {
     PAGEDATTN_UNROLL
-    for (int j = 0; j < NUM_SUMS; ++j) sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+    for (int j = 0; j < NUM_SUMS; j += 2) {
+      for_two_vectors<T>(i + j * VEC_SIZE, [&](int which, int64_t position, auto load) PAGEDATTN_ALWAYS_INLINE {
+        sums[j + which] = add(sums[j + which], position, load);
+      });
+    }
   }
   PAGEDATTN_UNROLL
   for (int j = 0; j < NUM_SUMS; ++j) {
     const int64_t rest = size - i - j * VEC_SIZE;
     if (rest >= VEC_SIZE) {
-      sums[j] = add(sums[j], i + j * VEC_SIZE, load_whole);
+      sums[j] = add(sums[j], i + j * VEC_SIZE, [](const T* source) { return load(source); });
     } else if (rest > 0) {
-      sums[j] = add(sums[j], i + j * VEC_SIZE, [rest](const auto* source) { return load_first(source, rest); });
+      sums[j] = add(sums[j], i + j * VEC_SIZE, [rest](const T* source) { return load_first(source, rest); });
     }
   }
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);

@@ -121,8 +121,16 @@ PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// Of two that are not ordered, `b`. Intrinsics, as GCC 12 compares and blends.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
+PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }
+PAGEDATTN_INLINE IntVec min(IntVec a, IntVec b) { return (IntVec)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+#else
 PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+PAGEDATTN_INLINE IntVec min(IntVec a, IntVec b) { return a < b ? a : b; }
+#endif
 
 // ---- conversions: 16-bit storage <-> fp32, round to nearest even
 
@@ -170,17 +178,39 @@ PAGEDATTN_INLINE ShortVec narrow_upper(UintVec bits) {
 
 // In integers on every capability: vcvtneps2bf16 would flush denormals, and the capabilities must agree. A NaN keeps
 // its upper bits and becomes quiet.
+#if defined(__AVX512F__)
 PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
   const UintVec bits = (UintVec)value;
   const UintVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
-#if defined(__AVX512F__)
   // One instruction makes NaN quiet: 2, for classes 0 and 1, says so; 0 keeps the rounded value of the others.
   const __m512i by_class = _mm512_set1_epi32(0x22);
   return narrow_upper((UintVec)_mm512_fixupimm_ps((__m512)rounded, (__m512)value, by_class, 0));
-#else
-  return narrow_upper(value == value ? rounded : bits | 0x400000);
-#endif
 }
+#else
+// In the upper halves.
+PAGEDATTN_INLINE UintVec round_to_bfloat16(Vec value) {
+  const UintVec bits = (UintVec)value;
+  return value == value ? bits + 0x7fff + ((bits >> 16) & 1) : bits | 0x400000;
+}
+PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) { return narrow_upper(round_to_bfloat16(value)); }
+
+// a[0], b[0], a[1], b[1], ... with the bits of float_to_bfloat16.
+PAGEDATTN_INLINE UintVec float_to_bfloat16_pairs(Vec a, Vec b) {
+#if defined(__AVX2__)
+  // Halves of both side by side: one step rounds twice as many.
+  constexpr int ODD_ELEMENTS = 0xaa;
+  const __m256i upper = _mm256_blend_epi16((__m256i)((UintVec)a >> 16), (__m256i)b, ODD_ELEMENTS);
+  const __m256i lower = _mm256_blend_epi16((__m256i)a, (__m256i)((UintVec)b << 16), ODD_ELEMENTS);
+  // Up if the lower half is more than 0x8000, or just that beside an odd upper half.
+  const __m256i if_even = _mm256_andnot_si256(upper, _mm256_set1_epi16(1));
+  const __m256i up = _mm256_srli_epi16(_mm256_subs_epu16(lower, if_even), 15);
+  if (_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q)) == 0) [[likely]] {
+    return (UintVec)_mm256_add_epi16(upper, up);
+  }
+#endif
+  return round_to_bfloat16(a) >> 16 | (round_to_bfloat16(b) & 0xffff0000);
+}
+#endif
 
 #if defined(__AVX512BF16__)
 // Those of `a`, then those of `b`, with the bits of float_to_bfloat16 in half its time: the instruction differs from it
@@ -419,9 +449,26 @@ PAGEDATTN_INLINE void store_bits(void* target, V bits) {
     __builtin_memcpy(target, &bits, sizeof bits);
 }
 
+// Two vectors of T, that is 2 * VEC_SIZE adjacent elements, are those at even and at odd places: a shift and a mask
+// take bf16 apart that way, where putting them in order takes several shuffles on AVX2. Otherwise they are in order.
+template <typename T>
+constexpr bool EVEN_AND_ODD = std::is_same_v<T, bfloat16> && VEC_SIZE <= 8;
+
+template <typename T>
+PAGEDATTN_INLINE Vecs<2> load_two(const T* source) {
+  if constexpr (EVEN_AND_ODD<T>) {
+    const UintVec pairs = load_as<UintVec>(source);
+    return {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
+  } else {
+    return {{load(source), load(source + VEC_SIZE)}};
+  }
+}
+
 template <bool STREAM, typename T>
 PAGEDATTN_INLINE void store_two(T* target, Vec a, Vec b) {
-#if defined(__AVX512BF16__)
+#if !defined(__AVX512F__)
+  if constexpr (EVEN_AND_ODD<T>) return store_bits<STREAM>(target, float_to_bfloat16_pairs(a, b));
+#elif defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bfloat16>) return store_bits<STREAM>(target, float_to_bfloat16(a, b));
 #endif
   store_bits<STREAM>(target, to_stored(a, T{}));

@@ -24,8 +24,8 @@ void merge_row(const MergeAttnStatesParams& p, int64_t row) {
   const T* prefix = static_cast<const T*>(p.prefix_output) + row * p.head_size;
   const T* suffix = static_cast<const T*>(p.suffix_output) + row * p.head_size;
   T* output = static_cast<T*>(p.output) + row * p.head_size;
-  for_each_vector(p.head_size, [&](int64_t d, auto load, auto store) {
-    store(output + d, fma(load(prefix + d), prefix_weight, load(suffix + d) * suffix_weight));
+  write_vectors<false>(p.head_size, {output}, [&](int64_t d, auto load) {
+    return Vecs<1>{{fma(load(prefix + d), prefix_weight, load(suffix + d) * suffix_weight)}};
   });
   if (p.output_lse != nullptr) p.output_lse[row] = sum == 0.0f ? largest : base + __builtin_logf(sum);
 }

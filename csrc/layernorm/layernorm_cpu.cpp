@@ -24,7 +24,7 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   // The hardware fetches ahead within a page of 4 KiB only. The second pass reads nothing new, so the next row is
   // fetched meanwhile, and the first fetches the lines that the second will write. Not for 16 bits: too little to gain.
   constexpr bool FETCHES = sizeof(T) == 4;
-  const Vec sums = sum_vectors(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
+  const Vec sums = sum_vectors<T>(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
     if constexpr (FETCHES && !HAS_RESIDUAL && !STREAM) prefetch_line(out + i);
     const Vec x = sum_at(i, load);
     return fma(x, x, squares);

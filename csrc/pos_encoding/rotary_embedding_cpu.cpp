@@ -26,23 +26,25 @@ void rotate_neox(T* head, const T* cos, int64_t half) {
   });
 }
 
-// The same for all heads of a token, with halves of NUM_VECS vectors: cos and sin stay in registers.
-template <int NUM_VECS, typename T>
+// The same for all heads of a token, with halves of HALF elements: cos and sin are converted once, and stay in
+// registers if these are enough.
+template <int HALF, typename T>
 void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const T* cos_sin) {
-  constexpr int HALF = NUM_VECS * VEC_SIZE;
-  Vec cos[NUM_VECS], sin[NUM_VECS];
+  constexpr int NUM_STEPS = HALF / (2 * VEC_SIZE);
+  Vecs<2> cos[NUM_STEPS], sin[NUM_STEPS];
   PAGEDATTN_UNROLL
-  for (int k = 0; k < NUM_VECS; ++k) {
-    cos[k] = load(cos_sin + k * VEC_SIZE);
-    sin[k] = load(cos_sin + HALF + k * VEC_SIZE);
+  for (int k = 0; k < NUM_STEPS; ++k) {
+    cos[k] = load_two(cos_sin + k * 2 * VEC_SIZE);
+    sin[k] = load_two(cos_sin + HALF + k * 2 * VEC_SIZE);
   }
   for (int64_t head = 0; head < num_heads; ++head) {
     PAGEDATTN_UNROLL
-    for (int k = 0; k < NUM_VECS; k += 2) {
-      T* first = heads + head * head_stride + k * VEC_SIZE;
+    for (int k = 0; k < NUM_STEPS; ++k) {
+      T* first = heads + head * head_stride + k * 2 * VEC_SIZE;
       T* second = first + HALF;
-      const Pair a = rotate({load(first), load(second)}, cos[k], sin[k]);
-      const Pair b = rotate({load(first + VEC_SIZE), load(second + VEC_SIZE)}, cos[k + 1], sin[k + 1]);
+      const Vecs<2> x = load_two(first), y = load_two(second);
+      const Pair a = rotate({x.of[0], y.of[0]}, cos[k].of[0], sin[k].of[0]);
+      const Pair b = rotate({x.of[1], y.of[1]}, cos[k].of[1], sin[k].of[1]);
       store_two<false>(first, a.x, b.x);
       store_two<false>(second, a.y, b.y);
     }
@@ -72,8 +74,8 @@ void rotate_neighbours(T* head, const T* cos, int64_t half) {
 template <typename T>
 void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const T* cos) {
   const int64_t half = p.rot_dim / 2;
-  if (p.is_neox && half == 4 * VEC_SIZE) return rotate_neox_heads<4>(heads, num_heads, head_stride, cos);
-  if (p.is_neox && half == 2 * VEC_SIZE) return rotate_neox_heads<2>(heads, num_heads, head_stride, cos);
+  if (p.is_neox && half == 64) return rotate_neox_heads<64>(heads, num_heads, head_stride, cos);
+  if (p.is_neox && half == 32) return rotate_neox_heads<32>(heads, num_heads, head_stride, cos);
   for (int64_t head = 0; head < num_heads; ++head) {
     if (p.is_neox) {
       rotate_neox(heads + head * head_stride, cos, half);
