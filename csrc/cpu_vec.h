@@ -280,7 +280,60 @@ PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e4m3) {
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
 }
 
-#if !defined(__AVX512BF16__)
+// What e4m3 values that come several at a time are in units of.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr float E4M3_UNIT = 256.0f;
+#else
+constexpr float E4M3_UNIT = 1.0f;
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The upper byte of each 16-bit element as float16: e5m2 as it is, e4m3 in units of E4M3_UNIT, as the biases of the
+// exponents differ by 8.
+PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e5m2) {
+  return _mm256_and_si256(bytes, _mm256_set1_epi16(static_cast<short>(0xff00)));
+}
+PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e4m3) {
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(bytes, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+  // Only the NaN carries to the first bit of the exponent, which is what it lacks to be one of float16.
+  const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
+  return _mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
+}
+
+// 16 float16 in memory, to be converted 8 at a time: to take the halves of a register apart costs as much again.
+struct Float16Halves {
+  alignas(32) uint16_t memory[16];
+
+  PAGEDATTN_INLINE void store(__m256i halves) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(memory), halves);
+    asm("" : "+m"(memory));
+  }
+  PAGEDATTN_INLINE Vec first() const { return float16_to_float(load_as<ShortVec>(memory)); }
+  PAGEDATTN_INLINE Vec last() const { return float16_to_float(load_as<ShortVec>(memory + 8)); }
+};
+
+// Of two runs of 16 float8 the elements at even places, of both, and those at odd places.
+struct Float16Pairs {
+  Float16Halves even;
+  Float16Halves odd;
+
+  template <typename Float8>
+  PAGEDATTN_INLINE void store(const Float8* source) {
+    const __m256i bytes = load_as<__m256i>(source);
+    even.store(upper_bytes_to_float16(_mm256_slli_epi16(bytes, 8), Float8{}));
+    odd.store(upper_bytes_to_float16(bytes, Float8{}));
+  }
+};
+
+// Of 16 float8 the elements at even places, then those at odd places.
+template <typename Float8>
+PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source) {
+  const __m256i twice = _mm256_broadcastsi128_si256(load_as<__m128i>(source));
+  const __m256i even_then_odd_as_upper = _mm256_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14,  //
+                                                          -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
+  target.store(upper_bytes_to_float16(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
+}
+#elif !defined(__AVX512BF16__)
 // Of every 4 bytes the first, the second, the third and the last.
 template <typename Float8>
 PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {

@@ -83,10 +83,24 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
   constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
   constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
-  const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+  const auto key_at = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
     const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
     const T* run = keys[token / RUN] + chunk * chunk_stride;
-    return Dot::load_keys(run + token % RUN * ELEMENTS_PER_CHUNK<T>);
+    return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
+  };
+  [[maybe_unused]] ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS> converted;
+  if constexpr (CONVERTS_FIRST<Dot>) {
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+      PAGEDATTN_UNROLL
+      for (int key = 0; key < NUM_KEYS; ++key) Dot::convert(key_at(chunk, key), converted.at[chunk * NUM_KEYS + key]);
+    }
+  }
+  const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+    if constexpr (CONVERTS_FIRST<Dot>) {
+      return Dot::load_converted(converted.at[chunk * NUM_KEYS + key]);
+    } else {
+      return Dot::load_keys(key_at(chunk, key));
+    }
   };
   constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
   constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
@@ -103,15 +117,20 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
         if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
           for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
         }
+        // Parts that are multiplied with the same of the query, into different sums, are adjacent.
         PAGEDATTN_UNROLL
-        for (int part = 0; part < Dot::PARTS; ++part) {
+        for (int part = 0; part < Dot::PARTS; part += Dot::SUMS) {
           PAGEDATTN_UNROLL
           for (int r = 0; r < NUM_ROWS; ++r) {
-            const auto query = Dot::load_query(rows[r].query, chunk, part);
+            auto query = Dot::load_query(rows[r].query, chunk, part);
+            if constexpr (Dot::SUMS > 1 && VEC_SIZE == 8) query = in_register(query);
             PAGEDATTN_UNROLL
-            for (int i = 0; i < LOADED_KEYS; ++i) {
-              Vec& sum = sums[r][part % Dot::SUMS][first + i];
-              sum = Dot::multiply_add(sum, loaded[i].part[part], query);
+            for (int of = 0; of < Dot::SUMS; ++of) {
+              PAGEDATTN_UNROLL
+              for (int i = 0; i < LOADED_KEYS; ++i) {
+                Vec& sum = sums[r][of][first + i];
+                sum = Dot::multiply_add(sum, loaded[i].part[part + of], query);
+              }
             }
           }
         }
@@ -212,10 +231,25 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
   constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
   Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
-  const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
+  const int64_t first_offset = d * h.params.block_size;
+  const auto strip_at = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
     // Past the end of the head, its last strip is read again; that sum is dropped.
     const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
-    return Strip::template load_from<ELEMENTS>(values[s] + d * h.params.block_size + below);
+    return values[s] + first_offset + below;
+  };
+  [[maybe_unused]] ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS> converted;
+  if constexpr (CONVERTS_FIRST<Strip>) {
+    for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) Strip::convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
+    }
+  }
+  const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
+    if constexpr (CONVERTS_FIRST<Strip>) {
+      return Strip::load_converted(converted.at[s * NUM_STRIPS + i]);
+    } else {
+      return Strip::template load_from<ELEMENTS>(strip_at(s, i));
+    }
   };
   const auto load_weight = [&](int s, int part, int r) PAGEDATTN_ALWAYS_INLINE {
     return load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
@@ -350,7 +384,11 @@ void attend_rows(const HeadTile<T>& h, const Row* rows) {
 // How the rows are multiplied with keys and values.
 template <typename T>
 struct FloatArithmetic {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
+#else
   using Dot = KeyDot<T>;
+#endif
   using Strip = ValueStrip<T>;
 };
 #if defined(__AVX512BF16__)

@@ -13,6 +13,19 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+// Keys or values that are converted in two steps name what is between them, Converted. The first step is taken for many
+// of them before the second is for any: what one has stored, the other can only load some time later.
+template <typename Loader>
+constexpr bool CONVERTS_FIRST = requires { typename Loader::Converted; };
+
+template <typename Loader, int COUNT>
+struct ConvertedFirst {};
+template <typename Loader, int COUNT>
+  requires CONVERTS_FIRST<Loader>
+struct ConvertedFirst<Loader, COUNT> {
+  typename Loader::Converted at[COUNT];
+};
+
 // The elements of a vector of keys become PARTS vectors of floats.
 template <typename CacheT>
 struct KeyDot {
@@ -20,10 +33,12 @@ struct KeyDot {
   static constexpr int PARTS = CHUNK_ELEMENTS / 4;
 
   // Of a token, a part has a RUN of floats. fp16 is converted in order, as taking pairs apart would cost as much again:
-  // a token's chunk is in one part, half of the tokens are in each, and each has a sum of its own. Of the others, a
+  // a token's chunk is in one part, half of the tokens are in each, and each has a sum of its own. On AVX2 fp8 is
+  // converted as fp16, and its parts are of one token, too: half of its chunk, every second element. Of the others, a
   // part has every PARTS-th element of all tokens.
   static constexpr bool IN_ORDER = std::is_same_v<CacheT, float> || std::is_same_v<CacheT, float16>;
-  static constexpr int RUN = IN_ORDER && CHUNK_ELEMENTS <= VEC_SIZE ? CHUNK_ELEMENTS : 4;
+  static constexpr bool IN_HALVES = sizeof(CacheT) == 1 && VEC_SIZE == 8;
+  static constexpr int RUN = IN_HALVES ? 8 : IN_ORDER && CHUNK_ELEMENTS <= VEC_SIZE ? CHUNK_ELEMENTS : 4;
   static constexpr int SUMS = RUN / 4;
 
   struct Keys {
@@ -53,20 +68,39 @@ struct KeyDot {
 
   static constexpr int64_t row_floats(int64_t head_size) { return head_size; }
 
-  // A query row, once, as load_query wants it: in order, or [head_size / CHUNK_ELEMENTS, PARTS, 4].
+  // A query row, once, as load_query wants it: in order, or [head_size / CHUNK_ELEMENTS, PARTS / SUMS, RUN].
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
     float in_order[MAX_HEAD_SIZE];
     float* const unpacked = IN_ORDER ? row : in_order;
     for_each_vector(head_size, [&](int64_t d, auto load, auto store) { store(unpacked + d, load(query + d)); });
     if constexpr (!IN_ORDER) {
+      constexpr int NUM_RUNS = PARTS / SUMS;
       for (int64_t d = 0; d < head_size; d += CHUNK_ELEMENTS) {
         PAGEDATTN_UNROLL
-        for (int i = 0; i < CHUNK_ELEMENTS; ++i) row[d + i % PARTS * 4 + i / PARTS] = in_order[d + i];
+        for (int i = 0; i < CHUNK_ELEMENTS; ++i) row[d + i % NUM_RUNS * RUN + i / NUM_RUNS] = in_order[d + i];
       }
     }
   }
 };
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <typename CacheT>
+struct Float8KeyDot : KeyDot<CacheT> {
+  using Converted = Float16Pairs;
+  using typename KeyDot<CacheT>::Keys;
+
+  static PAGEDATTN_INLINE void convert(const CacheT* keys, Converted& converted) { converted.store(keys); }
+  static PAGEDATTN_INLINE Keys load_converted(const Converted& keys) {
+    return {{keys.even.first(), keys.even.last(), keys.odd.first(), keys.odd.last()}};
+  }
+  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
+    Converted converted;
+    convert(keys, converted);
+    return load_converted(converted);
+  }
+};
+#endif
 
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIR_DOT = true;

@@ -229,10 +229,20 @@ void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const 
   });
 }
 
+// With scales for keys and values as the kernel reads them.
+PagedAttentionParams in_loaded_units(PagedAttentionParams params) {
+  if (params.cache_dtype == DType::FLOAT8_E4M3) {
+    params.logit_scale *= E4M3_UNIT;
+    params.value_scale *= E4M3_UNIT;
+  }
+  return params;
+}
+
 }  // namespace
 
-void attend(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+void attend(const PagedAttentionParams& op_params, const AttentionRow* rows, const AttentionItem& item,
             const AttentionItem* next_item, float* scratch, float* partials) {
+  const PagedAttentionParams params = in_loaded_units(op_params);
   dispatch_cache_dtype(params.cache_dtype, [&]<typename T>() {
 #if defined(__AVX512BF16__)
     if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
@@ -245,7 +255,9 @@ void attend(const PagedAttentionParams& params, const AttentionRow* rows, const 
   });
 }
 
-void merge_partials(const PagedAttentionParams& params, const MergeItem& item, const float* partials, float* scratch) {
+void merge_partials(const PagedAttentionParams& op_params, const MergeItem& item, const float* partials,
+                    float* scratch) {
+  const PagedAttentionParams params = in_loaded_units(op_params);
   const Results results(scratch, params.num_heads);
   clear(results, params.num_heads, params.head_size);
   for (int64_t partial = item.first_partial; partial < item.first_partial + item.num_partials; ++partial) {

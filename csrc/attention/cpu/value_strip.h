@@ -83,6 +83,25 @@ struct ValueStrip<bfloat16> : FloatStrip<2> {
   }
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <typename CacheT>
+  requires(sizeof(CacheT) == 1)
+struct ValueStrip<CacheT> : FloatStrip<2> {
+  using Converted = Float16Halves;
+
+  static PAGEDATTN_INLINE void convert(const CacheT* values, Converted& converted) { store_pairs(converted, values); }
+  static PAGEDATTN_INLINE ValueStrip load_converted(const Converted& values) {
+    return {{{values.first(), values.last()}}};
+  }
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
+    Converted converted;
+    convert(values, converted);
+    return load_converted(converted);
+  }
+};
+#endif
+
 #if defined(__AVX512BF16__)
 template <typename CacheT>
   requires(sizeof(CacheT) == 1)
