@@ -16,7 +16,7 @@ namespace pagedattn {
 namespace {
 
 constexpr int64_t MAX_DECODE_ROWS = 8;
-constexpr int64_t TILE_RESULTS = 64;  // (row, head) pairs of an item of one KV head
+constexpr int64_t SHARED_RESULTS = 64;  // (row, head) pairs of an item of sequences that share blocks
 
 struct PartitionRange {
   int64_t begin, end;
@@ -56,8 +56,11 @@ bool is_before(const VisibleBlocks& a, const VisibleBlocks& b) {
 
 class Planner {
  public:
-  Planner(const PagedAttentionParams& params, int64_t num_threads)
-      : p_(params), num_threads_(num_threads), group_size_(params.num_heads / params.num_kv_heads) {}
+  Planner(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results)
+      : p_(params),
+        num_threads_(num_threads),
+        prefill_results_(prefill_results),
+        group_size_(params.num_heads / params.num_kv_heads) {}
 
   AttentionPlan plan() {
     for (int32_t seq = 0; seq < p_.num_seqs; ++seq) {
@@ -113,9 +116,9 @@ class Planner {
   }
 
   void add_tiles(int64_t row_begin, int64_t row_end) {
-    const int64_t tile_rows = std::max<int64_t>(1, TILE_RESULTS / group_size_);
-    for (int64_t begin = row_begin; begin < row_end; begin += tile_rows) {
-      const int64_t end = std::min(begin + tile_rows, row_end);
+    const int64_t item_rows = std::max<int64_t>(1, prefill_results_ / group_size_);
+    for (int64_t begin = row_begin; begin < row_end; begin += item_rows) {
+      const int64_t end = std::min(begin + item_rows, row_end);
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
         add_item(begin, end, head, head + 1, visible_partitions(begin, end), false);
       }
@@ -196,11 +199,11 @@ class Planner {
       }
     }
     const auto row_end = static_cast<int64_t>(plan_.rows.size());
-    const int64_t tile_rows = std::max<int64_t>(1, TILE_RESULTS / group_size_);
+    const int64_t item_rows = std::max<int64_t>(1, SHARED_RESULTS / group_size_);
     for_each_range(part.partitions, [&](PartitionRange partitions) {
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
-        for (int64_t begin = row_begin; begin < row_end; begin += tile_rows) {
-          add_item(begin, std::min(begin + tile_rows, row_end), head, head + 1, partitions, true);
+        for (int64_t begin = row_begin; begin < row_end; begin += item_rows) {
+          add_item(begin, std::min(begin + item_rows, row_end), head, head + 1, partitions, true);
         }
       }
     });
@@ -215,6 +218,7 @@ class Planner {
 
   const PagedAttentionParams& p_;
   int64_t num_threads_;
+  int64_t prefill_results_;
   int64_t group_size_;
   std::vector<Decode> decodes_;
   AttentionPlan plan_;
@@ -223,8 +227,8 @@ class Planner {
 
 }  // namespace
 
-AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
-  return Planner(params, num_threads).plan();
+AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results) {
+  return Planner(params, num_threads, prefill_results).plan();
 }
 
 }  // namespace pagedattn

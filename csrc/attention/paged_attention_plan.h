@@ -16,8 +16,9 @@ struct AttentionPlan {
   int64_t multiply_adds = 0;   // of the whole batch, about
 };
 
-// Needs the lengths and the block tables of `params`, no other tensor data. The results depend neither on the number of
-// threads nor on which sequences share blocks.
-AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads);
+// Needs the lengths and the block tables of `params`, no other tensor data. An item of prefill has up to
+// `prefill_results` (row, head) pairs. The results of attention depend neither on that, nor on the number of threads,
+// nor on which sequences share blocks.
+AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results);
 
 }  // namespace pagedattn

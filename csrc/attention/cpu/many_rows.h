@@ -1,10 +1,11 @@
-// Many query rows that share one KV head, over a whole tile of tokens; for paged_attention_cpu.cpp.
+// Many query rows that share one KV head, over a tile of tokens; for paged_attention_cpu.cpp.
 //
 // attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time, keys of
 // VEC_SIZE tokens or as many elements of the values, are converted for all rows, and what is left is a product of
 // matrices, of which a column is multiplied with the rows while it is in the first-level cache.
 //
-// Every sum has the lanes, the order and the reduction that it has there: a result is the same to the last bit.
+// Every sum has the lanes, the order and the reduction that it has there: a result is the same to the last bit. What is
+// left out is a product with a weight of 0.
 #pragma once
 
 #include "attention/cpu/attend_rows.h"
@@ -17,12 +18,14 @@ namespace {
 constexpr int PRODUCT_COLUMNS = 4;
 constexpr int PRODUCT_ROWS = 3;
 
+constexpr int LANE_FLOATS = 4;  // in 128 bits
+
 // So many rows are worth a conversion for all of them, which saves more where it costs more.
 template <typename T>
 constexpr int64_t LEAST_ROWS = sizeof(T) == 1 ? 8 : 16;
 
 // As many have their logits in memory at a time.
-constexpr int64_t MOST_ROWS = 64;
+constexpr int64_t MOST_ROWS = 128;
 
 // Whether the kernel does this for values and heads of this kind. With vectors of 16 the registers hold enough sums for
 // attend_rows.h.
@@ -31,7 +34,12 @@ bool can_attend_many_rows(const PagedAttentionParams& p) {
   return VEC_SIZE <= 8 && p.head_size % VEC_SIZE == 0 && p.block_size >= Strip::SIZE;
 }
 
-// Columns of a product: [NUM_SETS, num_steps, PRODUCT_COLUMNS] vectors, in memory that the caller owns.
+// A vector of products, of a row with the keys of VEC_SIZE tokens or with VEC_SIZE elements of the values, comes from
+// four columns: product p has lane p / 4 (of 128 bits) of column p % 4, where sum_lanes leaves it in its place.
+// Shuffles across lanes would hold up the products that follow. Where a product has sums in two lanes, the second ones
+// are a set of columns of their own.
+//
+// [NUM_SETS, num_steps, PRODUCT_COLUMNS] vectors, in memory that the caller owns.
 struct Columns {
   float* memory;
   int64_t num_steps;
@@ -41,88 +49,122 @@ struct Columns {
   }
 };
 
+// The first lanes of `a` and `b`, then their second ones.
+PAGEDATTN_INLINE Vecs<2> pair_lanes(Vec a, Vec b) {
+  if constexpr (NUM_LANES == 1) return {{a, b}};
+  return {{shuffle(a, b, [](int i) { return i < VEC_SIZE / 2 ? i : i + VEC_SIZE / 2; }),
+           shuffle(a, b, [](int i) { return i < VEC_SIZE / 2 ? i + VEC_SIZE / 2 : i + VEC_SIZE; })}};
+}
+
 // The keys of VEC_SIZE tokens, from `token` of the tile on. Not inlined, nor is the next one: GCC 12 would keep the
 // constants of the conversion in registers that the sums need.
 template <typename T, typename Dot>
 __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, const Columns& columns) {
+  constexpr int HALF = PRODUCT_COLUMNS / 2;
   const T* keys = h.keys + h.tile.key_at(token);
   for (int64_t step = 0; step < columns.num_steps; step += Dot::PARTS / Dot::SUMS) {
     PAGEDATTN_UNROLL
-    for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
-      const auto loaded = Dot::load_keys(keys + i * NUM_LANES * ELEMENTS_PER_CHUNK<T>);
+    for (int i = 0; i < HALF; ++i) {
+      const auto first = Dot::load_keys(keys + i * NUM_LANES * ELEMENTS_PER_CHUNK<T>);
+      const auto second = Dot::load_keys(keys + (i + HALF) * NUM_LANES * ELEMENTS_PER_CHUNK<T>);
       PAGEDATTN_UNROLL
       for (int part = 0; part < Dot::PARTS; ++part) {
-        store(columns.at(part % Dot::SUMS, step + part / Dot::SUMS, i), loaded.part[part]);
+        const Vecs<2> lanes = pair_lanes(first.part[part], second.part[part]);
+        PAGEDATTN_UNROLL
+        for (int lane = 0; lane < 2; ++lane) {
+          // With two sums, a part is a token; else a lane is, or, where a vector is a lane, a vector.
+          const int token_of_keys = Dot::SUMS == 2 ? part : lane;
+          const int column = NUM_LANES == 2 ? i * NUM_LANES + token_of_keys : i + lane * HALF;
+          const int set = Dot::SUMS == 2 ? lane : 0;
+          store(columns.at(set, step + part / Dot::SUMS, column), lanes.of[lane]);
+        }
       }
     }
     keys += h.params.block_size * ELEMENTS_PER_CHUNK<T>;
   }
 }
 
-// VEC_SIZE elements of the values, from `d` on.
+// VEC_SIZE elements of the values, from `d` on, of the strips from `first_strip` on. Slots that no row sees may hold
+// NaN and become 0.
 template <typename T, typename Strip>
-__attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, const Columns& columns) {
-  for (int s = 0; s < TILE_TOKENS / Strip::SIZE; ++s) {
-    const T* values = h.values + h.tile.value_at(s * Strip::SIZE) + d * h.params.block_size;
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < VEC_SIZE; ++i) {
-      const Strip strip = Strip::template load_from<1>(values + i * h.params.block_size);
+__attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, int first_strip,
+                                              const Columns& columns) {
+  const auto num_strips = static_cast<int>(columns.num_steps / Strip::PARTS);
+  for (int s = 0; s < num_strips; ++s) {
+    const int token = (first_strip + s) * Strip::SIZE;
+    const T* values = h.values + h.tile.value_at(token) + d * h.params.block_size;
+    const auto convert = [&](const auto& mask) PAGEDATTN_ALWAYS_INLINE {
       PAGEDATTN_UNROLL
-      for (int part = 0; part < Strip::PARTS; ++part) {
-        store(columns.at(i / PRODUCT_COLUMNS, s * Strip::PARTS + part, i % PRODUCT_COLUMNS), strip.part[part]);
+      for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
+        const Strip first = Strip::template load_from<1>(values + i * h.params.block_size);
+        const Strip second =
+            Strip::template load_from<1>(values + (i + VEC_SIZE - PRODUCT_COLUMNS) * h.params.block_size);
+        PAGEDATTN_UNROLL
+        for (int part = 0; part < Strip::PARTS; ++part) {
+          const Vecs<2> lanes = pair_lanes(mask(first.part[part], part), mask(second.part[part], part));
+          PAGEDATTN_UNROLL
+          for (int lane = 0; lane < NUM_LANES; ++lane) {
+            store(columns.at(lane, s * Strip::PARTS + part, i), lanes.of[lane]);
+          }
+        }
       }
+    };
+    if (h.tile.all_visible(token, Strip::SIZE)) {
+      convert([](Vec values, int) PAGEDATTN_ALWAYS_INLINE { return values; });
+    } else {
+      convert([&](Vec values, int part) PAGEDATTN_ALWAYS_INLINE {
+        return Strip::template mask<1>(values, first_strip + s, part, h.tile.begin, h.tile.end);
+      });
     }
   }
 }
 
-// NUM_ROWS rows times columns. A row has RUN floats for every step, which are repeated; there are NUM_SETS sets of
-// columns. Calls finish(r, products) with a vector of products, in the order of sum_lanes and add_neighbour_lanes.
-template <int NUM_ROWS, int RUN, int NUM_SETS, typename Finish>
-PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns,
+// NUM_ROWS rows times the first num_steps of the columns. A row has four floats for every step and set; calls
+// finish(r, products).
+template <int NUM_ROWS, int NUM_SETS, typename Finish>
+PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
-  Vec products[NUM_SETS][NUM_ROWS];
+  Vec products[NUM_ROWS];
   PAGEDATTN_UNROLL
   for (int set = 0; set < NUM_SETS; ++set) {
     Vec sums[NUM_ROWS][PRODUCT_COLUMNS] = {};
-    const float* of_rows = rows;
+    const float* of_rows = rows + set * LANE_FLOATS;
     const float* of_columns = columns.at(set, 0, 0);
-    for (int64_t step = 0; step < columns.num_steps; ++step) {
+    for (int64_t step = 0; step < num_steps; ++step) {
       Vec of_row[NUM_ROWS];
       PAGEDATTN_UNROLL
-      for (int r = 0; r < NUM_ROWS; ++r) of_row[r] = in_register(load_repeated<RUN>(of_rows + r * row_stride));
+      for (int r = 0; r < NUM_ROWS; ++r) of_row[r] = in_register(load_repeated<LANE_FLOATS>(of_rows + r * row_stride));
       PAGEDATTN_UNROLL
       for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
         const Vec column = in_register(load(of_columns + i * VEC_SIZE));
         PAGEDATTN_UNROLL
         for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = fma(column, of_row[r], sums[r][i]);
       }
-      of_rows += RUN;
+      of_rows += NUM_SETS * LANE_FLOATS;
       of_columns += PRODUCT_COLUMNS * VEC_SIZE;
     }
     PAGEDATTN_UNROLL
     for (int r = 0; r < NUM_ROWS; ++r) {
-      products[set][r] = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      const Vec sum = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      products[r] = set == 0 ? sum : products[r] + sum;
     }
   }
   PAGEDATTN_UNROLL
-  for (int r = 0; r < NUM_ROWS; ++r) {
-    if constexpr (NUM_SETS == 2) {
-      finish(r, add_neighbour_lanes(products[0][r], products[1][r]));
-    } else {
-      finish(r, products[0][r]);
-    }
-  }
+  for (int r = 0; r < NUM_ROWS; ++r) finish(r, products[r]);
 }
 
-// All rows times columns; calls finish(row, products) for every row, and after() after some.
-template <int RUN, int NUM_SETS, typename Finish, typename After>
+// All rows times columns. Rows up to `last` need steps_of(last) steps at most. Calls finish(row, products) for every
+// row that needs some, and after() after some.
+template <int NUM_SETS, typename StepsOf, typename Finish, typename After>
 PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
-                               const Finish& finish, const After& after) {
+                               const StepsOf& steps_of, const Finish& finish, const After& after) {
   int64_t row = 0;
   const auto multiply_next = [&]<int NUM_ROWS>() PAGEDATTN_ALWAYS_INLINE {
-    multiply_rows<NUM_ROWS, RUN, NUM_SETS>(rows + row * row_stride, row_stride, columns,
-                                           [&](int r, Vec products)
-                                               PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
+    if (const int64_t num_steps = steps_of(row + NUM_ROWS - 1); num_steps > 0) {
+      multiply_rows<NUM_ROWS, NUM_SETS>(rows + row * row_stride, row_stride, columns, num_steps,
+                                        [&](int r, Vec products)
+                                            PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
+    }
     row += NUM_ROWS;
     after();
   };
@@ -132,44 +174,75 @@ PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t nu
   if (num_rows - row >= 1) multiply_next.template operator()<1>();
 }
 
+// Up to MOST_ROWS rows, and what they see of a tile.
+struct ManyRows {
+  const Row* rows;
+  int64_t num_rows;
+  int64_t query_stride;  // floats between the rows' queries
+  int ends[MOST_ROWS];   // of the tile's tokens that a row, or one before it, sees
+  bool all_see_all;
+
+  template <typename T>
+  ManyRows(const Tile<T>& tile, const Row* rows, int64_t num_rows, int64_t query_stride)
+      : rows(rows), num_rows(num_rows), query_stride(query_stride), all_see_all(tile.all_visible(0, TILE_TOKENS)) {
+    int64_t end = 0;
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const int64_t row_end = rows[r].position + 1 - tile.token;
+      all_see_all &= row_end >= TILE_TOKENS;
+      end = row_end > end ? row_end : end;
+      ends[r] = static_cast<int>(end < tile.end ? end : tile.end);
+    }
+  }
+};
+
 template <typename T, typename Dot, typename After>
-__attribute__((noinline)) void compute_many_logits(const HeadTile<T>& h, const Row* rows, int64_t num_rows,
-                                                   int64_t query_stride, TileLogits* logits, const After& after) {
+__attribute__((noinline)) void compute_many_logits(const HeadTile<T>& h, const ManyRows& many, TileLogits* logits,
+                                                   const After& after) {
   alignas(64) float memory[VEC_SIZE * MAX_HEAD_SIZE];
   const Columns keys{memory, h.params.head_size / Dot::RUN};
-  for (int token = 0; token < TILE_TOKENS; token += VEC_SIZE) {
+  for (int token = first_vec_token(h.tile); token < h.tile.end; token += VEC_SIZE) {
     convert_keys<T, Dot>(h, token, keys);
-    multiply<Dot::RUN, Dot::SUMS>(
-        rows[0].query, query_stride, num_rows, keys,
-        [&](int64_t r, Vec by_lane)
-            PAGEDATTN_ALWAYS_INLINE { store(logits[r].at + token, in_token_order(by_lane) * h.params.logit_scale); },
+    multiply<Dot::SUMS>(
+        many.rows[0].query, many.query_stride, many.num_rows, keys,
+        [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] > token ? keys.num_steps : 0; },
+        [&](int64_t r, Vec products)
+            PAGEDATTN_ALWAYS_INLINE { store(logits[r].at + token, products * h.params.logit_scale); },
         after);
   }
 }
 
 template <typename T, typename Strip, typename After>
-__attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const Row* rows, int64_t num_rows,
+__attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many,
                                                       const TileLogits* weights, const After& after) {
   alignas(64) float memory[VEC_SIZE * TILE_TOKENS];
-  const Columns values{memory, TILE_TOKENS / VEC_SIZE};
+  const int first_strip = h.tile.begin / Strip::SIZE;
+  const int num_strips = (h.tile.end + Strip::SIZE - 1) / Strip::SIZE - first_strip;
+  const Columns values{memory, num_strips * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
-    convert_values<T, Strip>(h, d, values);
-    multiply<VEC_SIZE, NUM_LANES>(
-        weights[0].at, TILE_TOKENS, num_rows, values,
-        [&](int64_t r, Vec products)
-            PAGEDATTN_ALWAYS_INLINE { store(rows[r].values + d, load(rows[r].values + d) + products); },
+    convert_values<T, Strip>(h, d, first_strip, values);
+    multiply<NUM_LANES>(
+        weights[0].at + first_strip * Strip::SIZE, TILE_TOKENS, many.num_rows, values,
+        [&](int64_t last) PAGEDATTN_ALWAYS_INLINE {
+          return ((many.ends[last] + Strip::SIZE - 1) / Strip::SIZE - first_strip) * Strip::PARTS;
+        },
+        [&](int64_t r, Vec products) PAGEDATTN_ALWAYS_INLINE {
+          float* values_of_row = many.rows[r].values + d;
+          store(values_of_row, load(values_of_row) + products);
+        },
         after);
   }
 }
 
-// Up to MOST_ROWS rows, whose queries lie `query_stride` floats apart, over a tile of which all tokens are visible.
-// Calls after() now and then.
+// Up to MOST_ROWS rows, whose queries lie `query_stride` floats apart, over a tile. Calls after() after every few rows
+// of a product.
 template <typename T, typename Arithmetic, typename After>
 void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, int64_t query_stride,
                       const After& after) {
   using Strip = typename Arithmetic::Strip;
   TileLogits logits[MOST_ROWS];
-  compute_many_logits<T, typename Arithmetic::Dot>(h, rows, num_rows, query_stride, logits, after);
+  const ManyRows many(h.tile, rows, num_rows, query_stride);
+  if (!many.all_see_all) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
+  compute_many_logits<T, typename Arithmetic::Dot>(h, many, logits, after);
   int64_t first = 0;
   for (; first + MAX_ROWS <= num_rows; first += MAX_ROWS) {
     update_softmax<T, MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
@@ -181,7 +254,7 @@ void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, i
       Strip::template arrange_weights<1>(by_token.at, logits[r].at);
     }
   }
-  accumulate_many_values<T, Strip>(h, rows, num_rows, logits, after);
+  accumulate_many_values<T, Strip>(h, many, logits, after);
 }
 
 }  // namespace

@@ -113,8 +113,7 @@ class ItemWalk {
     int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
     if constexpr (VEC_SIZE <= 8) {
-      if (end - i >= LEAST_ROWS<T> && at.tile.all_visible(0, TILE_TOKENS) &&
-          can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
+      if (end - i >= LEAST_ROWS<T> && can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
         return attend_many(head_tile, i, end, kv_head, results);
       }
     }
@@ -165,12 +164,15 @@ class ItemWalk {
     // What is next is fetched evenly beside the products of these heads.
     Prefetcher<T>& prefetcher = *head_tile.prefetcher;
     const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
-    const int64_t num_columns = (TILE_TOKENS + p_.head_size) / VEC_SIZE;
-    const int64_t num_products = num_heads * num_columns * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
+    const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
+    const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
+    const int64_t num_products = num_heads * num_vecs * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
     const int64_t num_fetches = prefetcher.num_left();
-    int64_t due = 0;
+    // With so many rows that less than one is due at a time, arithmetic takes longer than memory: once is enough.
+    const int64_t fetches_at_once = (num_fetches + num_products - 1) / num_products;
     const auto fetch = [&] {
-      for (due += num_fetches; due >= num_products; due -= num_products) prefetcher.fetch();
+      if (fetches_at_once == 1) return prefetcher.template fetch<false>();
+      for (int64_t i = 0; i < fetches_at_once; ++i) prefetcher.fetch();
     };
     Row rows[MOST_ROWS];
     for (int64_t first = begin; first < end; first += MOST_ROWS) {

@@ -181,17 +181,20 @@ class Prefetcher {
   // How often fetch() has something to fetch.
   int64_t num_left() const { return (run_elements_ - offset_) / TURN * num_runs_ - run_; }
 
-  // The next FETCH_BYTES, if any are left.
+  // The next FETCH_BYTES, if any are left; with AGAIN the turns before as well.
+  template <bool AGAIN = true>
   PAGEDATTN_INLINE void fetch() {
     if (offset_ >= run_elements_) return;
     Turn turn;
     PAGEDATTN_UNROLL
     for (int64_t i = 0; i < NUM_PIECES; ++i) turn.pieces[i] = runs_[run_].at(offset_ + i * PIECE);
     fetch_lines(turn);
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_RECENT; ++i) fetch_lines(recent_turns_[i]);
-    for (int i = NUM_RECENT - 1; i > 0; --i) recent_turns_[i] = recent_turns_[i - 1];
-    recent_turns_[0] = turn;
+    if constexpr (AGAIN) {
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_RECENT; ++i) fetch_lines(recent_turns_[i]);
+      for (int i = NUM_RECENT - 1; i > 0; --i) recent_turns_[i] = recent_turns_[i - 1];
+      recent_turns_[0] = turn;
+    }
     if (++run_ == num_runs_) {
       run_ = 0;
       offset_ += TURN;
