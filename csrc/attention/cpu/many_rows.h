@@ -72,8 +72,8 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, con
         const Vecs<2> lanes = pair_lanes(first.part[part], second.part[part]);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < 2; ++lane) {
-          // With two sums, a part is a token; else a lane is, or, where a vector is a lane, a vector.
-          const int token_of_keys = Dot::SUMS == 2 ? part : lane;
+          // With two sums, every second part is of one token; else a lane is, or, where a vector is a lane, a vector.
+          const int token_of_keys = Dot::SUMS == 2 ? part % 2 : lane;
           const int column = NUM_LANES == 2 ? i * NUM_LANES + token_of_keys : i + lane * HALF;
           const int set = Dot::SUMS == 2 ? lane : 0;
           store(columns.at(set, step + part / Dot::SUMS, column), lanes.of[lane]);
