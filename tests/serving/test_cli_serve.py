@@ -94,7 +94,7 @@ def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
     args = vars(make_parser().parse_args(command))
     parameters = inspect.signature(LLMEngine).parameters
     shared = {name: value for name, value in args.items() if name in parameters and name != "seed"}
-    assert len(shared) == 18
+    assert len(shared) == 19
     for name, value in shared.items():
         assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
 
@@ -110,7 +110,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
     arguments += ["--num-blocks", "9", "--max-num-seqs", "3", "--max-num-batched-tokens", "77", "--max-model-len", "66"]
     arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
     arguments += ["--no-prefix-caching", "--scheduling-policy", "priority", "--kv-cache-dtype", "fp8"]
-    arguments += ["--kv-scales", "s", "--speculation", "ngram"]
+    arguments += ["--kv-scales", "s", "--speculation", "ngram", "--quantization", "int4"]
     args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
     pagedattn_serve.cli.serve.make_engine(args)
     assert given == {
@@ -132,6 +132,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
         "kv_cache_dtype": "fp8",
         "kv_scales": "s",
         "speculation": "ngram",
+        "quantization": "int4",
     }
 
 

@@ -52,7 +52,7 @@ def attention(
         v_scale=v_scale,
     )
     if value_size < padded_size:
-        out = out[..., :value_size]
+        out = out[..., :value_size].contiguous()
     return out.flatten(1)
 
 
