@@ -6,8 +6,10 @@ Weights are in no cache: calls cycle through copies of a layer. GB/s counts a la
 else: one row is bound by that, and its share of the read probe says how well; many rows are bound by arithmetic, and
 their share falls. Packed weights and the probe's memory lie in huge pages where the system grants them.
 
-The peer of int8 is torch.ops.quantized.linear_dynamic (FBGEMM), which takes fp32. It rounds all rows with one scale, to
-7 bits where it would overflow with 8, so its results are coarser than ours: they are compared at 3% of the largest.
+The peers of float weights are F.linear and, in fp32, oneDNN's product with a weight packed for 64 rows, as torch takes
+it in compiled models. The peer of int8 is torch.ops.quantized.linear_dynamic (FBGEMM), which takes fp32. It rounds all
+rows with one scale, to 7 bits where it would overflow with 8, so its results are coarser than ours: they are compared
+at 3% of the largest.
 """
 
 from collections.abc import Callable
@@ -28,11 +30,12 @@ from harness import (
     read_probe,
 )
 from torch import Tensor
+from torch.nn import functional
 
 from pagedattn_ext import ops
 
 LAYERS = [(768, 4096), (2048, 8192)]  # in_features, out_features
-NUM_ROWS = (1, 4, 32, 512)
+NUM_ROWS = (1, 8, 32, 512)
 PEER_TOLERANCE = 3e-2
 
 
@@ -43,6 +46,18 @@ class Layer:
     packed_weight: Tensor
     ours: Callable[[Tensor], Tensor]
     peers: dict[str, Callable[[Tensor], Tensor]]
+
+
+def make_float(weight_dtype: torch.dtype, in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
+    weight = torch.randn(out_features, in_features, dtype=weight_dtype)
+    packed = ops.pack_linear_weight(weight)
+    peers: dict[str, Callable[[Tensor], Tensor]] = {}
+    if dtype == weight_dtype:
+        peers["torch"] = lambda rows: functional.linear(rows, weight)
+    if dtype == weight_dtype == torch.float32:
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        peers["onednn"] = lambda rows: torch.ops.mkldnn._linear_pointwise(rows, reordered, None, "none", [], "")
+    return Layer(packed, lambda rows: ops.linear_packed(rows, packed, out_features), peers)
 
 
 def make_int8(in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
@@ -70,6 +85,8 @@ def make_int4(group_size: int, in_features: int, out_features: int, dtype: torch
 
 
 FORMATS = {
+    "fp32": partial(make_float, torch.float32),
+    "bf16": partial(make_float, torch.bfloat16),
     "int8": make_int8,
     "int4 in groups of 32": partial(make_int4, 32),
     "int4 in groups of 128": partial(make_int4, 128),
