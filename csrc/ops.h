@@ -66,11 +66,12 @@ void gelu_fast(Tensor& out, const Tensor& input);
 void gelu_quick(Tensor& out, const Tensor& input);
 
 // linear, on the CPU alone
-void linear_packed(Tensor& out, const Tensor& input, const Tensor& packed_weight, const std::optional<Tensor>& bias);
-void linear_int4(Tensor& out, const Tensor& input, const Tensor& packed_weight, int64_t group_size,
-                 const std::optional<Tensor>& bias);
-void linear_int8(Tensor& out, const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
-                 const std::optional<Tensor>& bias);
+Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
+                     const std::optional<Tensor>& bias);
+Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t group_size, int64_t out_features,
+                   const std::optional<Tensor>& bias);
+Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
+                   const std::optional<Tensor>& bias);
 
 // sampling
 void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);

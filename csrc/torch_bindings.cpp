@@ -65,10 +65,11 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 
 #if !defined(PAGEDATTN_SIMT)
   // linear, on the CPU alone
-  m.def("linear_packed(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");
-  m.def("linear_int4(Tensor(a!) out, Tensor input, Tensor packed_weight, SymInt group_size, Tensor? bias=None) -> ()");
+  m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
   m.def(
-      "linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()");
+      "linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None) -> "
+      "Tensor");
+  m.def("linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor");
 #endif
 }
 

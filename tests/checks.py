@@ -131,12 +131,11 @@ def to_device(arguments: Mapping[str, object], device: torch.device) -> dict[str
 
 
 def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Of a raw op's arguments those that the wrapper takes, with the number of features if it wants that for `out`."""
+    """Of a raw op's arguments those that the wrapper takes."""
     from pagedattn_ext import ops
 
     known = inspect.signature(getattr(ops, op)).parameters
-    features = {"out_features": arguments["out"].shape[-1]} if "out_features" in known else {}
-    return {name: value for name, value in {**arguments, **features}.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in known}
 
 
 def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:

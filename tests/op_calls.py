@@ -30,10 +30,10 @@ gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
 gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
-linear_int4(Tensor(a!) out, Tensor input, Tensor packed_weight, SymInt group_size, Tensor? bias=None) -> ()
-linear_int8(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> ()
+linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None) -> Tensor
+linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
-linear_packed(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()
+linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 CPU_OPS = ["linear_packed", "linear_int4", "linear_int8"]  # which have no CUDA kernels
@@ -135,14 +135,13 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
         "linear_int4": {
-            "out": torch.zeros(n, 20),
             "input": normal(n, 64),
             "packed_weight": packed_int4_weight(),
             "group_size": 32,
+            "out_features": 20,
             "bias": normal(20),
         },
         "linear_int8": {
-            "out": torch.zeros(n, 20),
             "input": normal(n, 14),
             "packed_weight": torch.randint(1, 256, (2, 4, 16, 4), dtype=torch.uint8, generator=generator),
             "weight_scales": normal(20),
@@ -154,9 +153,9 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "indices": torch.arange(n, 0, -1),
         },
         "linear_packed": {
-            "out": torch.zeros(n, 20),
             "input": normal(n, 14),
             "packed_weight": normal(2, 14, 16),
+            "out_features": 20,
             "bias": normal(20),
         },
     }[op_of(call)]
@@ -194,8 +193,6 @@ def inferred_by_wrapper(name: str) -> set[str]:
 
 def call_wrapper(name: str, arguments: dict):
     given = {k: v for k, v in arguments.items() if k not in inferred_by_wrapper(name)}
-    if name in ("linear_packed", "linear_int4"):
-        given["out_features"] = arguments["out"].shape[-1]
     return getattr(ops, name)(**given)
 
 

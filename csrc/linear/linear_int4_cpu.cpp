@@ -171,7 +171,7 @@ void write_panel(const LinearInt4Params& p, int64_t first_column, const PanelSum
     const int64_t column = first_column + i;
     const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + column);
     for (int64_t row = 0; row < p.num_rows; ++row) {
-      store(static_cast<T*>(p.out) + row * p.out_stride + column, sums[row].of[i / VEC_SIZE] + bias);
+      store(static_cast<T*>(p.out) + row * p.out_features + column, sums[row].of[i / VEC_SIZE] + bias);
     }
   });
 }

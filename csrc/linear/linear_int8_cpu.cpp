@@ -100,7 +100,7 @@ void write_panel(const LinearInt8Params& p, int64_t first_column, const PanelSum
     for (int64_t row = 0; row < p.num_rows; ++row) {
       const UintVec sum = sums[row].of[i / VEC_SIZE] - 128 * static_cast<uint32_t>(p.code_sums[row]);
       const Vec scales = weight_scales * p.row_scales[row];
-      store(static_cast<T*>(p.out) + row * p.out_stride + column,
+      store(static_cast<T*>(p.out) + row * p.out_features + column,
             fma(__builtin_convertvector((IntVec)sum, Vec), scales, bias));
     }
   });

@@ -37,20 +37,21 @@ void run(const LinearPackedParams& params) {
 
 }  // namespace
 
-void linear_packed(Tensor& out, const Tensor& input, const Tensor& packed_weight, const std::optional<Tensor>& bias) {
+Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
+                     const std::optional<Tensor>& bias) {
   const Door door("linear_packed", input);
   LinearPackedParams params{};
   set_input(door, params, input);
-  door.defined("out", out);
-  door.rank("out", out, input.dim());
-  const RowView out_rows = set_output(door, params, input, bias, out, out.size(-1));
-  params.num_rows = out_rows.num_rows;
+  set_out_features(door, params, out_features);
   params.weight_dtype = door.float_dtype("packed_weight", packed_weight);
   door.rank("packed_weight", packed_weight, 3);
-  door.shape("packed_weight", packed_weight, {num_panels_of(params.out_features), params.in_features, LINEAR_PANEL});
+  door.shape("packed_weight", packed_weight, {num_panels_of(out_features), params.in_features, LINEAR_PANEL});
   door.contiguous("packed_weight", packed_weight);
   params.packed_weight = packed_weight.const_data_ptr();
-  if (params.num_rows > 0) run(params);
+  set_bias(door, params, bias);
+  Tensor out = new_out(params, input);
+  if (out.numel() > 0) run(params);
+  return out;
 }
 
 }  // namespace pagedattn

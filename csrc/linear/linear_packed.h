@@ -2,26 +2,16 @@
 #pragma once
 
 #include "cpu_dispatch.h"
-#include "linear/panel.h"
-#include "types.h"
+#include "linear/linear.h"
 
 namespace pagedattn {
 
 // Rows that share a pass over the weights, at most: beside these, reading the weights again costs nothing.
 constexpr int64_t LINEAR_ROWS_AT_ONCE = 128;
 
-struct LinearPackedParams {
-  DType dtype;  // of input and out
+struct LinearPackedParams : LinearParams {
   DType weight_dtype;
-  int64_t num_rows;
-  int64_t in_features;
-  int64_t out_features;
-  const void* input;          // [num_rows, in_features]
-  int64_t input_stride;       // elements between rows
   const void* packed_weight;  // [num_panels, in_features, LINEAR_PANEL]
-  const float* bias;          // [out_features], or nullptr
-  void* out;                  // [num_rows, out_features]
-  int64_t out_stride;
 };
 
 // The elements [begin, end) of the rows [begin_row, end_row) of `input` as linear_packed reads them: in fp32, tile by

@@ -103,7 +103,7 @@ void write_out(const LinearPackedParams& p, int64_t row, int64_t num_rows, int64
                const float* sums) {
   const int64_t count = smaller(p.out_features - feature, num_features);
   for (int64_t r = 0; r < num_rows; ++r) {
-    T* out = static_cast<T*>(p.out) + (row + r) * p.out_stride + feature;
+    T* out = static_cast<T*>(p.out) + (row + r) * p.out_features + feature;
     for_each_vector(count, [&](int64_t i, auto load_some, auto store_some) {
       Vec value = load(sums + r * num_features + i);
       if (p.bias != nullptr) value = value + load_some(p.bias + feature + i);

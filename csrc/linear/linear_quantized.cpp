@@ -21,10 +21,11 @@ using RangeKernel = void (*)(const Params& params, int64_t begin, int64_t end);
 
 // Chunk by chunk of at most MAX_QUANTIZED_ROWS rows: quantizes them, then multiplies all panels with them.
 template <typename Params>
-void run_chunks(Params params, int64_t num_rows, int64_t num_panels, RangeKernel<Params> quantize_rows,
+void run_chunks(Params params, int64_t num_panels, RangeKernel<Params> quantize_rows,
                 RangeKernel<Params> multiply_panels) {
+  const int64_t num_rows = params.num_rows;
   const int64_t input_bytes = params.input_stride * element_size(params.dtype);
-  const int64_t out_bytes = params.out_stride * element_size(params.dtype);
+  const int64_t out_bytes = params.out_features * element_size(params.dtype);
   for (int64_t row = 0; row < num_rows; row += MAX_QUANTIZED_ROWS) {
     params.num_rows = std::min<int64_t>(num_rows - row, MAX_QUANTIZED_ROWS);
     parallel_for_rows(params.num_rows, params.in_features,
@@ -39,28 +40,30 @@ void run_chunks(Params params, int64_t num_rows, int64_t num_panels, RangeKernel
 
 }  // namespace
 
-void linear_int8(Tensor& out, const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
-                 const std::optional<Tensor>& bias) {
+Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
+                   const std::optional<Tensor>& bias) {
   const Door door("linear_int8", input);
   LinearInt8Params params{};
-  const RowView rows = set_input(door, params, input);
-  door.check(1 <= rows.width && rows.width <= MAX_INT8_FEATURES, "input", "expected rows of 1 to ", MAX_INT8_FEATURES,
-             " elements, got ", rows.width);
+  set_input(door, params, input);
+  door.check(1 <= params.in_features && params.in_features <= MAX_INT8_FEATURES, "input", "expected rows of 1 to ",
+             MAX_INT8_FEATURES, " elements, got ", params.in_features);
   door.dtype("weight_scales", weight_scales, ScalarType::Float);
   door.rank("weight_scales", weight_scales, 1);
   door.contiguous("weight_scales", weight_scales);
   params.weight_scales = weight_scales.const_data_ptr<float>();
-  const int64_t num_panels = num_panels_of(weight_scales.size(0));
-  const int64_t num_quads = ceil_div(rows.width, QUAD);
+  params.out_features = weight_scales.size(0);
+  const int64_t num_panels = num_panels_of(params.out_features);
+  const int64_t num_quads = ceil_div(params.in_features, QUAD);
   door.dtype("packed_weight", packed_weight, ScalarType::Byte);
   door.rank("packed_weight", packed_weight, 4);
   door.shape("packed_weight", packed_weight, {num_panels, num_quads, LINEAR_PANEL, QUAD});
   door.contiguous("packed_weight", packed_weight);
   params.weight = packed_weight.const_data_ptr<uint8_t>();
-  set_output(door, params, input, bias, out, weight_scales.size(0));
+  set_bias(door, params, bias);
+  Tensor out = new_out(params, input);
 
-  const int64_t chunk_rows = std::min<int64_t>(rows.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = scratch_stride(rows.width);
+  const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
+  params.code_stride = scratch_stride(params.in_features);
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
   const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * num_quads);
   float row_scales[MAX_QUANTIZED_ROWS];
@@ -71,24 +74,22 @@ void linear_int8(Tensor& out, const Tensor& input, const Tensor& packed_weight, 
   params.code_sums = code_sums;
   params.num_excesses = num_excesses;
 
-  run_chunks(params, rows.num_rows, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int8),
-             PAGEDATTN_CPU_KERNEL(linear_int8));
+  run_chunks(params, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+  return out;
 }
 
-void linear_int4(Tensor& out, const Tensor& input, const Tensor& packed_weight, int64_t group_size,
-                 const std::optional<Tensor>& bias) {
+Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t group_size, int64_t out_features,
+                   const std::optional<Tensor>& bias) {
   const Door door("linear_int4", input);
   LinearInt4Params params{};
-  const RowView rows = set_input(door, params, input);
+  set_input(door, params, input);
   door.check(group_size >= INT4_BLOCK && group_size % INT4_BLOCK == 0, "group_size", "expected a multiple of ",
              INT4_BLOCK, ", got ", group_size);
-  door.check(rows.width >= group_size && rows.width % group_size == 0, "input",
-             "expected rows of a whole number of groups of ", group_size, " elements, got ", rows.width);
-  params.num_groups = rows.width / group_size;
+  door.check(params.in_features >= group_size && params.in_features % group_size == 0, "input",
+             "expected rows of a whole number of groups of ", group_size, " elements, got ", params.in_features);
+  params.num_groups = params.in_features / group_size;
   params.blocks_per_group = group_size / INT4_BLOCK;
-  door.defined("out", out);
-  door.rank("out", out, input.dim());
-  const int64_t out_features = out.size(-1);
+  set_out_features(door, params, out_features);
   const int64_t num_panels = num_panels_of(out_features);
   door.dtype("packed_weight", packed_weight, ScalarType::Byte);
   door.rank("packed_weight", packed_weight, 3);
@@ -101,16 +102,17 @@ void linear_int4(Tensor& out, const Tensor& input, const Tensor& packed_weight, 
   door.shape("packed_weight", packed_weight, {num_panels, params.num_groups, group_bytes(params.scale_dtype)});
   door.contiguous("packed_weight", packed_weight);
   params.weight = packed_weight.const_data_ptr<uint8_t>();
-  set_output(door, params, input, bias, out, out_features);
+  set_bias(door, params, bias);
+  Tensor out = new_out(params, input);
 
-  const int64_t chunk_rows = std::min<int64_t>(rows.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = scratch_stride(rows.width);
+  const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
+  params.code_stride = scratch_stride(params.in_features);
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
-  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * rows.width / INT4_BLOCK);
+  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
   params.codes = codes.get();
   params.blocks = blocks.get();
-  run_chunks(params, rows.num_rows, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int4),
-             PAGEDATTN_CPU_KERNEL(linear_int4));
+  run_chunks(params, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
+  return out;
 }
 
 }  // namespace pagedattn

@@ -4,8 +4,7 @@
 #pragma once
 
 #include "cpu_dispatch.h"
-#include "linear/panel.h"
-#include "types.h"
+#include "linear/linear.h"
 
 namespace pagedattn {
 
@@ -21,18 +20,10 @@ struct ExcessQuad {
   int8_t codes[QUAD];
 };
 
-struct LinearInt8Params {
-  DType dtype;       // of input and out
-  int64_t num_rows;  // at most MAX_QUANTIZED_ROWS
-  int64_t in_features;
-  int64_t out_features;
-  const void* input;           // [num_rows, in_features]
-  int64_t input_stride;        // elements between rows
+// num_rows of these two is at most MAX_QUANTIZED_ROWS.
+struct LinearInt8Params : LinearParams {
   const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each 128 more than it is
   const float* weight_scales;  // [out_features]
-  const float* bias;           // [out_features], or nullptr
-  void* out;                   // [num_rows, out_features]
-  int64_t out_stride;
 
   // Scratch: the quantized rows.
   int8_t* codes;  // [num_rows, in_features]
@@ -53,20 +44,11 @@ struct QuantizedBlock {
 // In a packed weight a group of a panel is its blocks, then 16 scales, float16 or float32, then 16 zeros, a byte each.
 // A block is [4, 16, 4] bytes for 4 pairs of quads: the first quad of a pair in the low bits, the second in the high
 // ones.
-struct LinearInt4Params {
-  DType dtype;       // of input and out
-  int64_t num_rows;  // at most MAX_QUANTIZED_ROWS
-  int64_t in_features;
-  int64_t out_features;
-  const void* input;      // [num_rows, in_features]
-  int64_t input_stride;   // elements between rows
+struct LinearInt4Params : LinearParams {
   const uint8_t* weight;  // [num_panels, num_groups, bytes of a group]
   int64_t num_groups;
   int64_t blocks_per_group;
   DType scale_dtype;  // of the weight's scales
-  const float* bias;  // [out_features], or nullptr
-  void* out;          // [num_rows, out_features]
-  int64_t out_stride;
 
   // Scratch: the quantized rows.
   int8_t* codes;  // [num_rows, in_features]

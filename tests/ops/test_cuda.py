@@ -13,7 +13,7 @@ import reference
 import torch
 from attention_cases import Case, assert_attention, make_arguments
 from checks import assert_close_to_reference, assert_same_bits, random_bits, to_device
-from op_calls import CALLS_ON_CUDA, op_of, positional, results
+from op_calls import CALLS_ON_CUDA, CPU_OPS, op_of, positional, results
 from op_calls import make_arguments as arguments_of
 from op_table import OPS
 
@@ -37,6 +37,12 @@ def test_each_op_as_on_the_cpu(device, call):
             assert_close_to_reference(actual.cpu(), wanted.double(), wanted)
         else:
             assert_same_bits(actual.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", CPU_OPS)
+def test_an_op_of_the_cpu_refuses_tensors_on_a_gpu(device, name):
+    with pytest.raises(ValueError, match=f"{name}: input: expected a tensor on cpu, got one on {device}"):
+        getattr(ops, name)(**to_device(arguments_of(name), device))
 
 
 @pytest.mark.parametrize("call", CALLS_ON_CUDA)

@@ -63,6 +63,12 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             raise ValueError(message) from None
 
 
+def check_one_device(op: str, *values: object) -> None:
+    """For a fake kernel: a meta tensor among real ones brings torch there, too."""
+    if len({value.device for value in values if isinstance(value, Tensor)}) > 1:
+        raise RuntimeError(f"{op}: {SEVERAL_DEVICES}")
+
+
 def _any_requires_grad(values: Iterable[object]) -> bool:
     for value in values:
         if isinstance(value, Tensor):

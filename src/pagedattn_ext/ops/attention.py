@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, SEVERAL_DEVICES, call, check_rank, check_tensors, to_int
+from ._call import MAYBE_ON_CPU, call, check_one_device, check_rank, check_tensors, to_int
 
 
 def paged_attention_v1(
@@ -191,10 +191,12 @@ def paged_attention(
 
 @torch.library.register_fake("pagedattn_ext::paged_attention")
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    # A meta tensor among real ones brings torch here, too.
-    for name, other in (*(("", argument) for argument in args), *kwargs.items()):
-        if isinstance(other, Tensor) and other.device != query.device and not (name in MAYBE_ON_CPU and other.is_cpu):
-            raise RuntimeError(f"paged_attention: {SEVERAL_DEVICES}")
+    check_one_device(
+        "paged_attention",
+        query,
+        *args,
+        *(value for name, value in kwargs.items() if not (name in MAYBE_ON_CPU and value is not None and value.is_cpu)),
+    )
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(query.shape[:2], dtype=torch.float32)
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from pagedattn_ext.huge_pages import empty_huge_pages
 
-from ._call import call, check_rank, check_tensors, to_int
+from ._call import call, check_one_device, check_rank, check_tensors
 
 PANEL = 16  # output features that lie together in a packed weight; the last panel is filled up with zeros
 QUAD = 4  # adjacent weights of an output feature
@@ -30,6 +30,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     num_panels = -(-out_features // PANEL)
     packed = empty_huge_pages((num_panels, in_features, PANEL), weight.dtype)
     num_full = out_features // PANEL
+    weight = weight.detach()
     packed[:num_full] = weight[: num_full * PANEL].view(num_full, PANEL, in_features).transpose(1, 2)
     if num_full < num_panels:
         rest = weight[num_full * PANEL :].T
@@ -52,10 +53,13 @@ def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias:
     Returns:
         [..., out_features], of input's dtype.
     """
-    check_tensors("linear_packed", input=input)
-    out = _empty_out("linear_packed", input, to_int("linear_packed", "out_features", out_features))
-    call("linear_packed", out, input, packed_weight, bias)
-    return out
+    return _call_on_cpu("linear_packed", input, packed_weight, out_features, bias)
+
+
+@torch.library.register_fake("pagedattn_ext::linear_packed")
+def _(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
+    check_one_device("linear_packed", input, packed_weight, bias)
+    return _empty_out(input, out_features)
 
 
 def pack_linear_weight_int8(weight: Tensor) -> Tensor:
@@ -93,11 +97,13 @@ def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bia
     Returns:
         [..., out_features], of the input's dtype.
     """
-    check_tensors("linear_int8", input=input, weight_scales=weight_scales)
-    check_rank("linear_int8", "weight_scales", weight_scales, 1)
-    out = _empty_out("linear_int8", input, weight_scales.shape[0])
-    call("linear_int8", out, input, packed_weight, weight_scales, bias)
-    return out
+    return _call_on_cpu("linear_int8", input, packed_weight, weight_scales, bias)
+
+
+@torch.library.register_fake("pagedattn_ext::linear_int8")
+def _(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_one_device("linear_int8", input, packed_weight, weight_scales, bias)
+    return _empty_out(input, weight_scales.shape[0])
 
 
 def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -175,17 +181,24 @@ def linear_int4(
     Returns:
         [..., out_features], of the input's dtype.
     """
-    check_tensors("linear_int4", input=input)
-    out = _empty_out("linear_int4", input, to_int("linear_int4", "out_features", out_features))
-    call("linear_int4", out, input, packed_weight, group_size, bias)
+    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias)
+
+
+@torch.library.register_fake("pagedattn_ext::linear_int4")
+def _(input: Tensor, packed_weight: Tensor, group_size: int, out_features: int, bias: Tensor | None = None) -> Tensor:
+    check_one_device("linear_int4", input, packed_weight, bias)
+    return _empty_out(input, out_features)
+
+
+def _call_on_cpu(op: str, input: Tensor, *args: object) -> Tensor:
+    try:
+        out: Tensor = call(op, input, *args)
+    except NotImplementedError:
+        raise ValueError(f"{op}: input: expected a tensor on cpu, got one on {input.device}") from None
     return out
 
 
-def _empty_out(op: str, input: Tensor, out_features: int) -> Tensor:
-    if input.device.type != "cpu":
-        raise ValueError(f"{op}: input: expected a tensor on cpu, got one on {input.device}")
-    if out_features < 0:
-        raise ValueError(f"{op}: out_features: expected a number that is not negative, got {out_features}")
+def _empty_out(input: Tensor, out_features: int) -> Tensor:
     return input.new_empty((*input.shape[:-1], out_features))
 
 
