@@ -91,6 +91,13 @@ __device__ inline float exp2_approx(float x) {
   return result;
 }
 
+// 1 / x with a relative error of 2^-23; numbers below the normal range, x and the result, count as 0.
+__device__ inline float reciprocal_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // To the nearest, ties to even.
 __device__ inline float16 to_float16(float x) {
   float16 result;

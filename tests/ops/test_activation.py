@@ -151,6 +151,19 @@ def test_very_negative_inputs_alone(device, name, dtype):
         assert_close_to_reference(run(name, input), expected, eager)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_every_16_bit_input(device, name, dtype, sign):
+    """Of 2^-12 to 16, and for each power of two by itself: no larger element raises the floor."""
+    for exponent in range(-12, 4):
+        gate = torch.arange(2**exponent, 2 ** (exponent + 1), torch.finfo(dtype).eps * 2**exponent, device=device)
+        gate = (sign * gate).to(dtype)
+        halves = (torch.ones_like(gate), gate) if name == "mul_and_silu" else (gate, torch.ones_like(gate))
+        input = torch.cat(halves) if name in GATED else gate
+        assert_close_to_reference(run(name, input), formula(name)(input))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_inputs_do_not_overflow(device, dtype):
     input = torch.tensor([[1e30, -1e30, 1.0, 1.0]], dtype=dtype, device=device)

@@ -46,10 +46,19 @@ inline uint32_t pack(float low, float high) {
   }
 }
 
-inline float exp2_approx(float x) {
-  const float result = exp2f(x);
-  return result < FLT_MIN ? 0.0f : result;
+// As wrong as the document allows: `num_units` in the last place, up or down, as the bits of the argument fall.
+inline float with_error(float result, int num_units, float argument) {
+  if (!std::isnormal(result)) return result;
+  const bool is_above = std::bit_cast<uint32_t>(argument) * 0x9e3779b9u >> 31;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(result) + (is_above ? num_units : -num_units));
 }
+
+// ".ftz": numbers below the normal range are 0.
+inline float flushed(float x) { return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x; }
+
+inline float exp2_approx(float x) { return flushed(x) == 0 ? 1.0f : flushed(with_error(exp2f(x), 2, x)); }
+
+inline float reciprocal_approx(float x) { return flushed(with_error(1.0f / flushed(x), 1, x)); }
 
 // "satfinite": the largest number beyond it. NaN becomes 0x7f, whatever its sign.
 template <typename T>

@@ -27,6 +27,15 @@ void expect_same(float expected, float got, const char* what, double where) {
   expect(expected == got || (std::isnan(expected) && std::isnan(got)), what, where, expected, got);
 }
 
+// Of an instruction with a relative error, for which numbers below the normal range are 0.
+void expect_near(double exact, float got, double error, const char* what, double where) {
+  const double magnitude = std::abs(exact), allowed = magnitude * error;
+  const bool may_be_zero = magnitude - allowed < std::numeric_limits<float>::min();
+  const bool may_be_infinite = magnitude + allowed > std::numeric_limits<float>::max();
+  const bool is_near = std::isnormal(got) && std::abs(got - exact) <= allowed;
+  expect(is_near || (may_be_zero && got == 0) || (may_be_infinite && std::isinf(got)), what, where, exact, got);
+}
+
 // ---- plain decoders
 
 float decode(uint32_t bits, int num_exponent_bits, int num_mantissa_bits, bool has_infinity) {
@@ -174,7 +183,7 @@ struct Numbers {
   float16* as_float16;
   bfloat16* as_bfloat16;
   uint32_t *packed_float16, *packed_bfloat16;  // (x, -x)
-  float* exp2;
+  float *exp2, *reciprocal;
 };
 
 // Blocks of 128; a thread takes one number.
@@ -187,6 +196,7 @@ __global__ void numbers_kernel(Numbers n) {
   n.packed_float16[i] = ptx::pack<float16>(x, -x);
   n.packed_bfloat16[i] = ptx::pack<bfloat16>(x, -x);
   n.exp2[i] = ptx::exp2_approx(x);
+  n.reciprocal[i] = ptx::reciprocal_approx(x);
 }
 
 // Blocks of 256, a pattern a thread. e4m3 has 256 of them, as low and as high half.
@@ -237,7 +247,7 @@ std::vector<Rounding> roundings(uint16_t infinity) {
 void check_rounding() {
   const auto to_float16 = roundings<float16>(0x7c00), to_bfloat16 = roundings<bfloat16>(0x7f80);
   const size_t num = to_float16.size() + to_bfloat16.size() + 4000 + 1;
-  Buffer<float> in(num), exp2(num);
+  Buffer<float> in(num), exp2(num), reciprocal(num);
   Buffer<float16> as_float16(num);
   Buffer<bfloat16> as_bfloat16(num);
   Buffer<uint32_t> packed_float16(num), packed_bfloat16(num);
@@ -248,7 +258,7 @@ void check_rounding() {
   in[i] = std::numeric_limits<float>::quiet_NaN();
   run_kernel(numbers_kernel, dim3(static_cast<unsigned>(ceil_div<size_t>(num, 128))), dim3(128), 0,
              Numbers{in.data(), static_cast<int>(num), as_float16.data(), as_bfloat16.data(), packed_float16.data(),
-                     packed_bfloat16.data(), exp2.data()});
+                     packed_bfloat16.data(), exp2.data(), reciprocal.data()});
 
   const auto check = [&](const Rounding& r, uint16_t got, uint32_t packed, const char* name) {
     expect(r.expected == got, name, r.x, r.expected, got);
@@ -264,18 +274,14 @@ void check_rounding() {
     ++i;
   }
   for (i = 0; i + 1 < num; ++i) {
-    const double exact = std::exp2(static_cast<double>(in[i]));
-    if (exact > std::numeric_limits<float>::max()) {
-      expect(std::isinf(exp2[i]), "exp2_approx", in[i], exact, exp2[i]);
-    } else if (exact < std::numeric_limits<float>::min()) {
-      expect(exp2[i] == 0, "exp2_approx", in[i], 0, exp2[i]);
-    } else {
-      expect(std::abs(exp2[i] - exact) <= exact * 0x1p-21, "exp2_approx", in[i], exact, exp2[i]);
-    }
+    const double x = in[i], divisor = std::abs(x) < std::numeric_limits<float>::min() ? 0.0 : x;
+    expect_near(std::exp2(x), exp2[i], 0x1p-21, "exp2_approx", x);
+    expect_near(1.0 / divisor, reciprocal[i], 0x1p-22, "reciprocal_approx", x);
   }
   expect(std::isnan(decode(as_float16[i])), "to_float16", in[i], in[i], decode(as_float16[i]));
   expect(std::isnan(decode(as_bfloat16[i])), "to_bfloat16", in[i], in[i], decode(as_bfloat16[i]));
   expect(std::isnan(exp2[i]), "exp2_approx", in[i], in[i], exp2[i]);
+  expect(std::isnan(reciprocal[i]), "reciprocal_approx", in[i], in[i], reciprocal[i]);
 }
 
 // One thread a quotient.
