@@ -12,11 +12,11 @@
 
 namespace pagedattn::cuda {
 
-// N elements as they lie in memory: 8 or 16 bytes, or one element.
+// N elements as they lie in memory: 4, 8 or 16 bytes, or one element.
 template <typename T, int N>
 struct Packed {
   static constexpr int NUM_WORDS = N * sizeof(T) / 4;
-  static_assert(NUM_WORDS == 2 || NUM_WORDS == 4);
+  static_assert(NUM_WORDS == 1 || NUM_WORDS == 2 || NUM_WORDS == 4);
   uint32_t words[NUM_WORDS];
 };
 template <typename T>
@@ -38,6 +38,8 @@ template <int N, typename T>
 __device__ inline Packed<T, N> load(const T* source) {
   if constexpr (N == 1) {
     return {*source};
+  } else if constexpr (Packed<T, N>::NUM_WORDS == 1) {
+    return {{*reinterpret_cast<const uint32_t*>(source)}};
   } else if constexpr (Packed<T, N>::NUM_WORDS == 2) {
     const uint2 v = *reinterpret_cast<const uint2*>(source);
     return {{v.x, v.y}};

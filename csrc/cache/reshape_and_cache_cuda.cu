@@ -1,9 +1,10 @@
 // A block moves a tile: a warp's number of consecutive tokens, one KV head, their keys or their values.
 //
-// Keys go straight from memory to memory, 16 bytes of a token at a time: on the side of the cache a warp has neighbours
-// of several tokens (128 bytes of 8 tokens), on the side of the rows neighbours of several chunks. Values change places
-// in shared memory: rows in 16-byte pieces on one side; on the other, 16 bytes are one element of as many tokens, where
-// those are a run that fills an aligned piece of a block. Elements of other tokens are moved one by one.
+// 16 bytes of the value cache are one element of several tokens. Where those are a run that fills an aligned piece of a
+// block, a thread moves 16 bytes of each token of the piece (2 elements, where they are rounded to float8), which it
+// turns in its registers. Keys, and values of other tokens, go 16 bytes of a token at a time: on the side of the key
+// cache a warp has neighbours of several tokens (128 bytes of 8 tokens), on the side of the rows neighbours of several
+// chunks; values are an element each in their cache.
 //
 // Elements are moved as integers, bit for bit, unless they are rounded to float8.
 #include <type_traits>
@@ -17,9 +18,9 @@ namespace pagedattn::cuda {
 namespace {
 
 constexpr int TILE_TOKENS = WARP_SIZE;  // a lane for each
-constexpr int NUM_THREADS = 256;
+constexpr int NUM_THREADS = 128;
 constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-constexpr int LOADS_PER_THREAD = 2;  // under way at a time
+constexpr int BYTES_UNDER_WAY = 64;  // of a thread that moves chunks
 
 // An unsigned integer of the size of T.
 template <typename T>
@@ -35,62 +36,70 @@ struct Access {
 
 struct Position {
   int64_t block;
-  int64_t offset;
+  int offset;
 };
 
 __device__ Position position_of(int64_t slot, const Access& access) {
-  return {slot >> access.block_size_log2, slot & ((int64_t{1} << access.block_size_log2) - 1)};
+  return {slot >> access.block_size_log2, static_cast<int>(slot & ((int64_t{1} << access.block_size_log2) - 1))};
 }
 
-// ---- 16 bytes of T
+// ---- elements of T, N of them at a time
 
 template <typename T>
 using Chunk = Packed<T, ELEMENTS_PER_CHUNK<T>>;
 
-template <typename T>
-__device__ T element(const Chunk<T>& chunk, int i) {
+template <typename T, int N>
+__device__ T element(const Packed<T, N>& packed, int i) {
   constexpr int PER_WORD = 4 / sizeof(T);
-  return {static_cast<Bits<T>>(chunk.words[i / PER_WORD] >> (i % PER_WORD * 8 * sizeof(T)))};
+  return {static_cast<Bits<T>>(packed.words[i / PER_WORD] >> (i % PER_WORD * 8 * sizeof(T)))};
 }
 
-// `chunk` is zero where `bits` go.
-template <typename T>
-__device__ void set_element(Chunk<T>& chunk, int i, Bits<T> bits) {
+// `packed` is zero where `bits` go.
+template <typename T, int N>
+__device__ void set_element(Packed<T, N>& packed, int i, Bits<T> bits) {
   constexpr int PER_WORD = 4 / sizeof(T);
-  chunk.words[i / PER_WORD] |= static_cast<uint32_t>(bits) << (i % PER_WORD * 8 * sizeof(T));
+  packed.words[i / PER_WORD] |= static_cast<uint32_t>(bits) << (i % PER_WORD * 8 * sizeof(T));
 }
 
-template <typename T>
-__device__ Chunk<T> load_chunk(const T* source, bool is_aligned) {
-  constexpr int N = ELEMENTS_PER_CHUNK<T>;
-  if (is_aligned) return load<N>(source);
-  Chunk<T> chunk = {};
+// Those at source[0], source[step], ...
+template <int N, typename T>
+__device__ Packed<T, N> load_each(const T* source, int step) {
+  Packed<T, N> packed = {};
 #pragma unroll
-  for (int i = 0; i < N; ++i) set_element<T>(chunk, i, reinterpret_cast<const Bits<T>*>(source)[i]);
-  return chunk;
+  for (int i = 0; i < N; ++i) set_element(packed, i, reinterpret_cast<const Bits<T>*>(source)[i * step]);
+  return packed;
+}
+
+template <typename T, int N>
+__device__ void store_each(T* target, int step, const Packed<T, N>& packed) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) target[i * step] = element(packed, i);
+}
+
+template <int N, typename T>
+__device__ Packed<T, N> load_row(const T* source, bool is_aligned) {
+  return is_aligned ? load<N>(source) : load_each<N>(source, 1);
 }
 
 template <typename T>
-__device__ void store_chunk(T* target, const Chunk<T>& chunk, bool is_aligned) {
+__device__ void store_row(T* target, const Chunk<T>& chunk, bool is_aligned) {
   if (is_aligned) {
     store(target, chunk);
-    return;
+  } else {
+    store_each(target, 1, chunk);
   }
-#pragma unroll
-  for (int i = 0; i < ELEMENTS_PER_CHUNK<T>; ++i) target[i] = element(chunk, i);
 }
 
-// ---- rows of T, as they become a chunk of the cache
-
-// The signs of elements i, which is even, and i + 1 in bits 7 and 15: of what lies in memory, as even the conversion of
-// float16 to float may lose that of NaN.
-template <typename T>
-__device__ uint32_t pair_signs(const Chunk<T>& chunk, int i) {
+// The signs of element i of `low` and element j of `high` in bits 7 and 15, beside other bits: of what lies in memory,
+// as even the conversion of float16 to float may lose that of NaN.
+template <typename T, int N>
+__device__ uint32_t pair_signs(const Packed<T, N>& low, int i, const Packed<T, N>& high, int j) {
   constexpr int PER_WORD = 4 / sizeof(T);
-  const uint32_t low = chunk.words[i / PER_WORD] >> (PER_WORD == 2 ? 8 : 24);
-  const uint32_t high = chunk.words[(i + 1) / PER_WORD] >> 16;
-  return (low & 0x80) | (high & 0x8000);
+  const auto top_byte = [](int e) { return (e % PER_WORD + 1) * sizeof(T) - 1; };
+  return __byte_perm(low.words[i / PER_WORD], high.words[j / PER_WORD], (4 + top_byte(j)) << 4 | top_byte(i));
 }
+
+// ---- rows of T, as they become chunks of the cache
 
 // The elements of a chunk of the cache, before they are converted.
 template <typename T, typename CacheT>
@@ -99,8 +108,9 @@ struct SourceChunk {
   Chunk<T> parts[NUM_PARTS];
 
   __device__ SourceChunk(const T* source, bool is_aligned) {
+    constexpr int N = ELEMENTS_PER_CHUNK<T>;
 #pragma unroll
-    for (int i = 0; i < NUM_PARTS; ++i) parts[i] = load_chunk(source + i * ELEMENTS_PER_CHUNK<T>, is_aligned);
+    for (int i = 0; i < NUM_PARTS; ++i) parts[i] = load_row<N>(source + i * N, is_aligned);
   }
   SourceChunk() = default;
 
@@ -116,13 +126,44 @@ struct SourceChunk {
 #pragma unroll
         for (int e = 0; e < N; e += 2) {
           const int first = i * N + e;
-          const uint32_t pair =
-              to_float8x2<CacheT>(__fdiv_rn(x[e], scale), __fdiv_rn(x[e + 1], scale), pair_signs(parts[i], e));
+          const uint32_t signs = pair_signs(parts[i], e, parts[i], e + 1);
+          const uint32_t pair = to_float8x2<CacheT>(__fdiv_rn(x[e], scale), __fdiv_rn(x[e + 1], scale), signs);
           result.words[first / 4] |= pair << first % 4 * 8;
         }
       }
       return result;
     }
+  }
+};
+
+// Of N tokens E elements each; or, for gather_cached_kv, of N elements E tokens each. Turned, and converted on the way,
+// they are E chunks of N.
+template <typename T, typename CacheT, int E>
+struct Transposition {
+  static constexpr int N = ELEMENTS_PER_CHUNK<CacheT>;
+  Packed<T, E> rows[N];
+
+  __device__ Chunk<CacheT> column(int e, [[maybe_unused]] float scale) const {
+    Chunk<CacheT> result = {};
+    if constexpr (std::is_same_v<T, CacheT> && sizeof(T) == 4) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) result.words[n] = rows[n].words[e];
+    } else if constexpr (std::is_same_v<T, CacheT>) {
+      const unsigned halves = e % 2 == 0 ? 0x5410 : 0x7632;
+#pragma unroll
+      for (int n = 0; n < N; n += 2) {
+        result.words[n / 2] = __byte_perm(rows[n].words[e / 2], rows[n + 1].words[e / 2], halves);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; n += 2) {
+        const float low = to_floats(rows[n])[e], high = to_floats(rows[n + 1])[e];
+        const uint32_t signs = pair_signs(rows[n], e, rows[n + 1], e);
+        const uint32_t pair = to_float8x2<CacheT>(__fdiv_rn(low, scale), __fdiv_rn(high, scale), signs);
+        result.words[n / 4] |= pair << n % 4 * 8;
+      }
+    }
+    return result;
   }
 };
 
@@ -136,8 +177,9 @@ struct Tile {
 
 // Grid of both kernels: tiles of tokens x KV heads x (keys, values), the last one fastest.
 __device__ Tile block_tile(int64_t num_kv_heads) {
-  const int64_t head_of_tile = blockIdx.x / 2;
-  return {head_of_tile / num_kv_heads * TILE_TOKENS, head_of_tile % num_kv_heads, blockIdx.x % 2 == 1};
+  const auto num_heads = static_cast<unsigned>(num_kv_heads);
+  const unsigned head_of_tile = blockIdx.x / 2;
+  return {int64_t{head_of_tile / num_heads} * TILE_TOKENS, head_of_tile % num_heads, blockIdx.x % 2 == 1};
 }
 
 // Negative for padding, and past the last token.
@@ -145,64 +187,38 @@ __device__ int64_t slot_of(const int64_t* slot_mapping, int64_t num_tokens, int6
   return token < num_tokens ? slot_mapping[token] : -1;
 }
 
-// A thread's place among the 16-byte chunks of a tile: those of one token, from `first` on.
+// A thread's place among the 16-byte chunks of a tile: those of one token, from `first` on. A warp has 8 tokens x 4
+// chunks, neighbouring tokens in neighbouring lanes: as chunks lie in the key cache.
 struct ThreadChunks {
+  static constexpr int STEP = 4;
   int token;  // of the tile
   int first;
-  int step;
 };
 
-// A warp has 8 tokens x 4 chunks, neighbouring tokens in neighbouring lanes: as chunks lie in the key cache.
-__device__ ThreadChunks chunks_by_token() {
+__device__ ThreadChunks thread_chunks() {
   const int warp = static_cast<int>(threadIdx.x) / WARP_SIZE, lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
-  return {warp % 4 * 8 + lane % 8, warp / 4 * 4 + lane / 8, NUM_WARPS / 4 * 4};
+  return {warp * 8 + lane % 8, lane / 8};
 }
 
-// A warp has 4 tokens x 8 chunks, neighbouring chunks in neighbouring lanes: as chunks lie in a row.
-__device__ ThreadChunks chunks_by_row() {
-  return {static_cast<int>(threadIdx.x) / 8, static_cast<int>(threadIdx.x) % 8, 8};
-}
+static_assert(NUM_WARPS * 8 == TILE_TOKENS);
 
-static_assert(NUM_THREADS / 8 == TILE_TOKENS && NUM_WARPS % 4 == 0);
-
-// write(i, read(i)) for i = first, first + step, ... below `end`, with several reads under way.
+// write(chunk, read(chunk)) for a thread's chunks below `end`, with several reads under way.
 template <typename Read, typename Write>
-__device__ void move(int first, int step, int end, Read read, Write write) {
-  for (; first < end; first += LOADS_PER_THREAD * step) {
-    decltype(read(0)) loaded[LOADS_PER_THREAD];
+__device__ void move_chunks(int first, int end, Read read, Write write) {
+  using Loaded = decltype(read(0));
+  constexpr int NUM_LOADS = BYTES_UNDER_WAY / sizeof(Loaded), STEP = ThreadChunks::STEP;
+  for (; first < end; first += NUM_LOADS * STEP) {
+    Loaded loaded[NUM_LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS_PER_THREAD; ++i) {
-      if (first + i * step < end) loaded[i] = read(first + i * step);
+    for (int i = 0; i < NUM_LOADS; ++i) {
+      if (first + i * STEP < end) loaded[i] = read(first + i * STEP);
     }
 #pragma unroll
-    for (int i = 0; i < LOADS_PER_THREAD; ++i) {
-      if (first + i * step < end) write(first + i * step, loaded[i]);
+    for (int i = 0; i < NUM_LOADS; ++i) {
+      if (first + i * STEP < end) write(first + i * STEP, loaded[i]);
     }
   }
 }
-
-// The values of a tile in shared memory, [TILE_TOKENS, head_size].
-template <typename CacheT>
-class SharedValues {
- public:
-  static constexpr int PIECE = ELEMENTS_PER_CHUNK<CacheT>;  // tokens of a piece
-
-  __device__ explicit SharedValues(int64_t head_size) : pitch_(row_pitch(head_size)) {}
-
-  static __host__ __device__ int row_pitch(int64_t head_size) {
-    return static_cast<int>(head_size * sizeof(CacheT)) + 16;
-  }
-  static size_t num_bytes(int64_t head_size) { return TILE_TOKENS * row_pitch(head_size) + TILE_TOKENS / PIECE * 16; }
-
-  // Pitch and the extra 16 bytes after a piece: the threads of a warp that access an element of several pieces, or of
-  // several tokens, find them in different banks.
-  __device__ CacheT* row(int token) const {
-    return reinterpret_cast<CacheT*>(shared_memory + token * pitch_ + token / PIECE * 16);
-  }
-
- private:
-  int pitch_;
-};
 
 // How the tokens of a tile lie in the value cache. All lanes have the same but for `slot`, their token's.
 template <int PIECE>
@@ -239,152 +255,119 @@ struct Pieces {
   }
 };
 
+// move(d, start, position) for each piece of a tile and every ELEMENTS-th element d of the head, a thread each; `start`
+// is the piece's first token, at `position` of the cache. Returns the tokens of no piece.
+template <int PIECE, int ELEMENTS, typename Params, typename Move>
+__device__ unsigned move_pieces(const Params& p, const Access& access, const Tile& tile, Move move) {
+  constexpr int NUM_PIECES = TILE_TOKENS / PIECE;
+  const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
+  const Pieces<PIECE> pieces(slot_of(p.slot_mapping, p.num_tokens, tile.first_token + lane), access.do_pieces_fit);
+  if (pieces.starts != 0) {
+    const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
+    const Position position = position_of(pieces.slot_at(start), access);
+    const int head_size = start >= 0 ? static_cast<int>(p.head_size) : 0;
+    for (int d = static_cast<int>(threadIdx.x) / NUM_PIECES * ELEMENTS; d < head_size;
+         d += NUM_THREADS / NUM_PIECES * ELEMENTS) {
+      move(d, start, position);
+    }
+  }
+  return pieces.rest;
+}
+
 // ---- reshape_and_cache
 
 template <typename T, typename CacheT>
-__device__ void store_keys(const ReshapeAndCacheParams& p, const Access& access, const Tile& tile, float scale) {
+__global__ void __launch_bounds__(NUM_THREADS) reshape_and_cache_kernel(ReshapeAndCacheParams p, Access access) {
   constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
-  const ThreadChunks chunks = chunks_by_token();
+  const Tile tile = block_tile(p.num_kv_heads);
+  const auto block_size = static_cast<int>(p.block_size);
+  const int64_t row_stride = tile.is_value ? p.value_stride : p.key_stride;
+  const int64_t block_stride = tile.is_value ? p.value_block_stride : p.key_block_stride;
+  const T* rows =
+      static_cast<const T*>(tile.is_value ? p.value : p.key) + tile.first_token * row_stride + tile.head * p.head_size;
+  CacheT* cache =
+      static_cast<CacheT*>(tile.is_value ? p.value_cache : p.key_cache) + tile.head * p.head_size * block_size;
+  const float* scale_on_device = tile.is_value ? p.value_scale_on_device : p.key_scale_on_device;
+  const float scale_on_host = tile.is_value ? p.value_scale : p.key_scale;
+  const float scale = scale_on_device != nullptr ? *scale_on_device : scale_on_host;
+
+  unsigned by_chunks = ALL_LANES;  // the tokens, a bit each
+  if (tile.is_value) {
+    constexpr int ELEMENTS = std::is_same_v<T, CacheT> ? X : 2;
+    by_chunks = move_pieces<X, ELEMENTS>(p, access, tile, [&](int d, int start, const Position& position) {
+      Transposition<T, CacheT, ELEMENTS> turned;
+#pragma unroll
+      for (int t = 0; t < X; ++t) {
+        turned.rows[t] = load_row<ELEMENTS>(rows + (start + t) * row_stride + d, access.are_rows_aligned);
+      }
+      CacheT* target = cache + position.block * block_stride + d * block_size + position.offset;
+#pragma unroll
+      for (int e = 0; e < ELEMENTS; ++e) store(target + e * block_size, turned.column(e, scale));
+    });
+  }
+  const ThreadChunks chunks = thread_chunks();
   const int64_t token = tile.first_token + chunks.token;
-  if (token >= p.num_tokens) return;
+  if (token >= p.num_tokens || (by_chunks >> chunks.token & 1) == 0) return;
   const int64_t slot = p.slot_mapping[token];
-  const T* row = static_cast<const T*>(p.key) + token * p.key_stride + tile.head * p.head_size;
-  CacheT* cache = static_cast<CacheT*>(p.key_cache) + tile.head * p.head_size * p.block_size;
-  // Rows of padding are read too, so that no load waits for a slot.
-  move(
-      chunks.first, chunks.step, static_cast<int>(p.head_size) / X,
-      [&](int chunk) { return SourceChunk<T, CacheT>(row + chunk * X, access.are_rows_aligned); },
+  // Rows of padding are read too, so that no load of keys waits for a slot.
+  move_chunks(
+      chunks.first, static_cast<int>(p.head_size) / X,
+      [&](int chunk) {
+        return SourceChunk<T, CacheT>(rows + chunks.token * row_stride + chunk * X, access.are_rows_aligned);
+      },
       [&](int chunk, const SourceChunk<T, CacheT>& source) {
         if (slot < 0) return;
         const Position position = position_of(slot, access);
-        CacheT* target = cache + position.block * p.key_block_stride + position.offset * X;
-        store_chunk(target + chunk * p.block_size * X, source.converted(scale), access.is_cache_aligned);
+        CacheT* target = cache + position.block * block_stride + chunk * X * block_size;
+        const Chunk<CacheT> converted = source.converted(scale);
+        if (tile.is_value) {
+          store_each(target + position.offset, block_size, converted);
+        } else {
+          store_row(target + position.offset * X, converted, access.is_cache_aligned);
+        }
       });
-}
-
-template <typename T, typename CacheT>
-__device__ void store_values(const ReshapeAndCacheParams& p, const Access& access, const Tile& tile, float scale) {
-  constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
-  const SharedValues<CacheT> values(p.head_size);
-  const ThreadChunks chunks = chunks_by_row();
-  const int64_t token = tile.first_token + chunks.token;
-  if (token < p.num_tokens) {
-    const T* row = static_cast<const T*>(p.value) + token * p.value_stride + tile.head * p.head_size;
-    move(
-        chunks.first, chunks.step, static_cast<int>(p.head_size) / X,
-        [&](int chunk) { return SourceChunk<T, CacheT>(row + chunk * X, access.are_rows_aligned); },
-        [&](int chunk, const SourceChunk<T, CacheT>& source) {
-          const Chunk<CacheT> c = source.converted(scale);
-          *reinterpret_cast<uint4*>(values.row(chunks.token) + chunk * X) =
-              make_uint4(c.words[0], c.words[1], c.words[2], c.words[3]);
-        });
-  }
-  __syncthreads();
-
-  const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
-  const Pieces<X> pieces(slot_of(p.slot_mapping, p.num_tokens, tile.first_token + lane), access.do_pieces_fit);
-  CacheT* cache = static_cast<CacheT*>(p.value_cache) + tile.head * p.head_size * p.block_size;
-  if (pieces.starts != 0) {
-    constexpr int NUM_PIECES = TILE_TOKENS / X;
-    const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
-    const Position position = position_of(pieces.slot_at(start), access);
-    CacheT* target = cache + position.block * p.value_block_stride + position.offset;
-    for (int d = static_cast<int>(threadIdx.x) / NUM_PIECES; start >= 0 && d < p.head_size;
-         d += NUM_THREADS / NUM_PIECES) {
-      Chunk<CacheT> piece = {};
-#pragma unroll
-      for (int i = 0; i < X; ++i) {
-        set_element<CacheT>(piece, i, *reinterpret_cast<const Bits<CacheT>*>(values.row(start + i) + d));
-      }
-      store(target + d * p.block_size, piece);
-    }
-  }
-  if (pieces.rest >> lane & 1) {
-    const Position position = position_of(pieces.slot, access);
-    CacheT* target = cache + position.block * p.value_block_stride + position.offset;
-    for (int d = static_cast<int>(threadIdx.x) / WARP_SIZE; d < p.head_size; d += NUM_WARPS) {
-      target[d * p.block_size] = values.row(lane)[d];
-    }
-  }
-}
-
-template <typename T, typename CacheT>
-__global__ void __launch_bounds__(NUM_THREADS) reshape_and_cache_kernel(ReshapeAndCacheParams p, Access access) {
-  const Tile tile = block_tile(p.num_kv_heads);
-  if (tile.is_value) {
-    store_values<T, CacheT>(p, access, tile,
-                            p.value_scale_on_device != nullptr ? *p.value_scale_on_device : p.value_scale);
-  } else {
-    store_keys<T, CacheT>(p, access, tile, p.key_scale_on_device != nullptr ? *p.key_scale_on_device : p.key_scale);
-  }
 }
 
 // ---- gather_cached_kv
 
 template <typename T>
-__device__ void gather_keys(const GatherCachedKvParams& p, const Access& access, const Tile& tile) {
-  constexpr int X = ELEMENTS_PER_CHUNK<T>;
-  const ThreadChunks chunks = chunks_by_token();
-  const int64_t token = tile.first_token + chunks.token;
-  const int64_t slot = slot_of(p.slot_mapping, p.num_tokens, token);
-  if (slot < 0) return;
-  const Position position = position_of(slot, access);
-  const T* source = static_cast<const T*>(p.key_cache) + position.block * p.key_block_stride +
-                    tile.head * p.head_size * p.block_size + position.offset * X;
-  T* row = static_cast<T*>(p.key) + token * p.key_stride + tile.head * p.head_size;
-  move(
-      chunks.first, chunks.step, static_cast<int>(p.head_size) / X,
-      [&](int chunk) { return load_chunk(source + chunk * p.block_size * X, access.is_cache_aligned); },
-      [&](int chunk, const Chunk<T>& loaded) { store_chunk(row + chunk * X, loaded, access.are_rows_aligned); });
-}
-
-template <typename T>
-__device__ void gather_values(const GatherCachedKvParams& p, const Access& access, const Tile& tile) {
-  constexpr int X = ELEMENTS_PER_CHUNK<T>;
-  const SharedValues<T> values(p.head_size);
-  const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
-  const int head_size = static_cast<int>(p.head_size);
-  const Pieces<X> pieces(slot_of(p.slot_mapping, p.num_tokens, tile.first_token + lane), access.do_pieces_fit);
-  const T* cache = static_cast<const T*>(p.value_cache) + tile.head * p.head_size * p.block_size;
-  if (pieces.starts != 0) {
-    constexpr int NUM_PIECES = TILE_TOKENS / X;
-    const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
-    const Position position = position_of(pieces.slot_at(start), access);
-    const T* source = cache + position.block * p.value_block_stride + position.offset;
-    move(
-        static_cast<int>(threadIdx.x) / NUM_PIECES, NUM_THREADS / NUM_PIECES, start >= 0 ? head_size : 0,
-        [&](int d) { return load<X>(source + d * p.block_size); },
-        [&](int d, const Chunk<T>& loaded) {
-#pragma unroll
-          for (int i = 0; i < X; ++i) values.row(start + i)[d] = element(loaded, i);
-        });
-  }
-  if (pieces.rest >> lane & 1) {
-    const Position position = position_of(pieces.slot, access);
-    const T* source = cache + position.block * p.value_block_stride + position.offset;
-    move(
-        static_cast<int>(threadIdx.x) / WARP_SIZE, NUM_WARPS, head_size,
-        [&](int d) { return source[d * p.block_size]; }, [&](int d, T loaded) { values.row(lane)[d] = loaded; });
-  }
-  __syncthreads();
-
-  const ThreadChunks chunks = chunks_by_row();
-  const int64_t token = tile.first_token + chunks.token;
-  if (slot_of(p.slot_mapping, p.num_tokens, token) < 0) return;
-  T* row = static_cast<T*>(p.value) + token * p.value_stride + tile.head * p.head_size;
-  for (int chunk = chunks.first; chunk < head_size / X; chunk += chunks.step) {
-    store_chunk(row + chunk * X, load<X>(values.row(chunks.token) + chunk * X), access.are_rows_aligned);
-  }
-}
-
-template <typename T>
 __global__ void __launch_bounds__(NUM_THREADS) gather_cached_kv_kernel(GatherCachedKvParams p, Access access) {
+  constexpr int X = ELEMENTS_PER_CHUNK<T>;
   const Tile tile = block_tile(p.num_kv_heads);
+  const auto block_size = static_cast<int>(p.block_size);
+  const int64_t row_stride = tile.is_value ? p.value_stride : p.key_stride;
+  const int64_t block_stride = tile.is_value ? p.value_block_stride : p.key_block_stride;
+  T* rows = static_cast<T*>(tile.is_value ? p.value : p.key) + tile.first_token * row_stride + tile.head * p.head_size;
+  const T* cache =
+      static_cast<const T*>(tile.is_value ? p.value_cache : p.key_cache) + tile.head * p.head_size * block_size;
+
+  unsigned by_chunks = ALL_LANES;  // the tokens, a bit each
   if (tile.is_value) {
-    gather_values<T>(p, access, tile);
-  } else {
-    gather_keys<T>(p, access, tile);
+    by_chunks = move_pieces<X, X>(p, access, tile, [&](int d, int start, const Position& position) {
+      const T* source = cache + position.block * block_stride + d * block_size + position.offset;
+      Transposition<T, T, X> turned;
+#pragma unroll
+      for (int e = 0; e < X; ++e) turned.rows[e] = load<X>(source + e * block_size);
+#pragma unroll
+      for (int t = 0; t < X; ++t) {
+        store_row(rows + (start + t) * row_stride + d, turned.column(t, 1.0f), access.are_rows_aligned);
+      }
+    });
   }
+  const ThreadChunks chunks = thread_chunks();
+  const int64_t slot = slot_of(p.slot_mapping, p.num_tokens, tile.first_token + chunks.token);
+  if (slot < 0 || (by_chunks >> chunks.token & 1) == 0) return;
+  const Position position = position_of(slot, access);
+  const T* source = cache + position.block * block_stride + position.offset * (tile.is_value ? 1 : X);
+  move_chunks(
+      chunks.first, static_cast<int>(p.head_size) / X,
+      [&](int chunk) {
+        const T* of_chunk = source + chunk * X * block_size;
+        return tile.is_value ? load_each<X>(of_chunk, block_size) : load_row<X>(of_chunk, access.is_cache_aligned);
+      },
+      [&](int chunk, const Chunk<T>& loaded) {
+        store_row(rows + chunks.token * row_stride + chunk * X, loaded, access.are_rows_aligned);
+      });
 }
 
 // ---- launches
@@ -406,8 +389,7 @@ Access make_access(const Params& p, int64_t row_element_size) {
 template <typename CacheT, typename Params>
 void launch_tiles(void (*kernel)(Params, Access), const Params& params, int64_t row_element_size, cudaStream_t stream) {
   const int64_t num_tiles = ceil_div<int64_t>(params.num_tokens, TILE_TOKENS);
-  launch(kernel, dim3(grid_size(2 * num_tiles * params.num_kv_heads)), dim3(NUM_THREADS),
-         SharedValues<CacheT>::num_bytes(params.head_size), stream, params,
+  launch(kernel, dim3(grid_size(2 * num_tiles * params.num_kv_heads)), dim3(NUM_THREADS), 0, stream, params,
          make_access<CacheT>(params, row_element_size));
 }
 

@@ -157,13 +157,14 @@ def test_reshape_and_cache(device, data):
 
 @pytest.mark.parametrize("cache", FP8_CACHES, ids=FP8_IDS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_every_16_bit_element(device, dtype, cache):
-    elements = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 1, 256)
-    caches = {"block_size": 256, "num_blocks": 1}
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_16_bit_element(device, dtype, cache, order):
+    """In any order, so that neighbours differ in sign; in a run of slots, and in no run."""
+    elements = torch.randperm(2**16, generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    elements = elements.view(dtype).view(256, 1, 256)
+    slots, caches = list(range(256))[::order], {"block_size": 256, "num_blocks": 1}
     for scales in (None, (0.37, 3.0)):
-        assert_reshape_and_cache(
-            make_reshape_arguments(device, elements, elements, list(range(256)), cache, scales, **caches)
-        )
+        assert_reshape_and_cache(make_reshape_arguments(device, elements, elements, slots, cache, scales, **caches))
 
 
 @pytest.mark.parametrize("cache", FP8_CACHES, ids=FP8_IDS)
