@@ -126,7 +126,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
       },
       [&](cudaStream_t stream) {
         const Tensor mapping = on_gpu(door, block_mapping, stream);
-        cuda::transfer_blocks(make_transfers(mapping), stream);
+        cuda::transfer_blocks(make_transfers(mapping), /*over_the_bus=*/false, stream);
       });
 }
 
@@ -164,7 +164,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
         const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping, stream) : on_host(block_mapping);
         const BlockTransferParams transfer = make_transfer(src, dst, mapping);
         if (in_a_kernel) {
-          cuda::transfer_blocks({transfer}, stream);
+          cuda::transfer_blocks({transfer}, /*over_the_bus=*/!src.is_cuda() || !dst.is_cuda(), stream);
         } else {
           cuda::copy_block_runs(transfer, stream);
         }

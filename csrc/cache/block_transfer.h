@@ -24,8 +24,8 @@ PAGEDATTN_DECLARE_CPU_KERNEL(transfer_blocks, const BlockTransferParams& params,
 
 namespace cuda {
 // All of `transfers` in as few launches as there are `mapping`s: `mapping` and every pool are memory that the GPU
-// reads and writes (its own, or pinned host memory).
-void transfer_blocks(const std::vector<BlockTransferParams>& transfers, cudaStream_t stream);
+// reads and writes (its own, or pinned host memory, `over_the_bus`).
+void transfer_blocks(const std::vector<BlockTransferParams>& transfers, bool over_the_bus, cudaStream_t stream);
 // One copy for each run of adjacent blocks, through the driver: for host memory that is not pinned. `mapping` is on
 // the host.
 void copy_block_runs(const BlockTransferParams& transfer, cudaStream_t stream);

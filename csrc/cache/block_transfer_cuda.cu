@@ -10,6 +10,8 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr int UNITS_PER_THREAD = 4;
+// Of a transfer over the bus: enough to fill it. More would only keep other streams off the GPU while they wait.
+constexpr unsigned MAX_BLOCKS_OVER_THE_BUS = 64;
 
 struct Pool {
   const char* src;
@@ -24,6 +26,7 @@ struct Pools {
   static constexpr int CAPACITY = 96;
   const int64_t* mapping;  // [num_pairs, 2]
   unsigned pieces_per_block;
+  unsigned num_pieces;  // of all pairs
   Pool pools[CAPACITY];
 };
 static_assert(sizeof(Pools) <= 4096);
@@ -46,29 +49,31 @@ __device__ void copy_bytes(const char* source, char* target, int64_t begin, int6
   }
 }
 
-// Grid: x is pairs x pieces of a block, y the pool.
+// Grid: x shares out the pieces of all pairs, y is the pool.
 __global__ void __launch_bounds__(MAX_THREADS) transfer_blocks_kernel(const __grid_constant__ Pools p) {
   const Pool& pool = p.pools[blockIdx.y];
-  const int64_t pair = blockIdx.x / p.pieces_per_block;
-  const int64_t piece = blockIdx.x % p.pieces_per_block;
   const int64_t piece_bytes = static_cast<int64_t>(blockDim.x) * UNITS_PER_THREAD * 16;
-  const int64_t begin = piece * piece_bytes;
-  const int64_t end = min(begin + piece_bytes, pool.block_bytes);
-  const char* source = pool.src + p.mapping[2 * pair] * pool.src_stride;
-  char* target = pool.dst + p.mapping[2 * pair + 1] * pool.dst_stride;
   const auto misalignment = reinterpret_cast<uintptr_t>(pool.src) | reinterpret_cast<uintptr_t>(pool.dst) |
                             static_cast<uintptr_t>(pool.src_stride | pool.dst_stride | pool.block_bytes);
-  if (misalignment % 16 == 0) {
-    copy_bytes<uint4>(source, target, begin, end);
-  } else if (misalignment % 4 == 0) {
-    copy_bytes<unsigned>(source, target, begin, end);
-  } else {
-    copy_bytes<unsigned char>(source, target, begin, end);
+  for (unsigned index = blockIdx.x; index < p.num_pieces; index += gridDim.x) {
+    const int64_t pair = index / p.pieces_per_block;
+    const int64_t begin = index % p.pieces_per_block * piece_bytes;
+    const int64_t end = min(begin + piece_bytes, pool.block_bytes);
+    const char* source = pool.src + p.mapping[2 * pair] * pool.src_stride;
+    char* target = pool.dst + p.mapping[2 * pair + 1] * pool.dst_stride;
+    if (misalignment % 16 == 0) {
+      copy_bytes<uint4>(source, target, begin, end);
+    } else if (misalignment % 4 == 0) {
+      copy_bytes<unsigned>(source, target, begin, end);
+    } else {
+      copy_bytes<unsigned char>(source, target, begin, end);
+    }
   }
 }
 
 // Transfers of the same pairs, at most Pools::CAPACITY.
-void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers, cudaStream_t stream) {
+void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers, bool over_the_bus,
+                      cudaStream_t stream) {
   Pools pools{};
   int64_t max_block_bytes = 0;
   for (size_t i = 0; i < num_transfers; ++i) {
@@ -83,21 +88,22 @@ void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers
   const int64_t num_threads =
       std::min<int64_t>(ceil_div<int64_t>(threads_of_block, WARP_SIZE) * WARP_SIZE, MAX_THREADS);
   pools.pieces_per_block = static_cast<unsigned>(ceil_div<int64_t>(threads_of_block, num_threads));
-  launch(transfer_blocks_kernel,
-         dim3(grid_size(transfers[0].num_pairs * pools.pieces_per_block), static_cast<unsigned>(num_transfers)),
+  pools.num_pieces = grid_size(transfers[0].num_pairs * pools.pieces_per_block);
+  const unsigned num_blocks = over_the_bus ? std::min(pools.num_pieces, MAX_BLOCKS_OVER_THE_BUS) : pools.num_pieces;
+  launch(transfer_blocks_kernel, dim3(num_blocks, static_cast<unsigned>(num_transfers)),
          dim3(static_cast<unsigned>(num_threads)), 0, stream, pools);
 }
 
 }  // namespace
 
-void transfer_blocks(const std::vector<BlockTransferParams>& transfers, cudaStream_t stream) {
+void transfer_blocks(const std::vector<BlockTransferParams>& transfers, bool over_the_bus, cudaStream_t stream) {
   for (size_t first = 0; first < transfers.size();) {
     const auto has_same_pairs = [&](const BlockTransferParams& t) {
       return t.mapping == transfers[first].mapping && t.num_pairs == transfers[first].num_pairs;
     };
     size_t end = first + 1;
     while (end < transfers.size() && end - first < Pools::CAPACITY && has_same_pairs(transfers[end])) ++end;
-    launch_transfers(&transfers[first], end - first, stream);
+    launch_transfers(&transfers[first], end - first, over_the_bus, stream);
     first = end;
   }
 }
