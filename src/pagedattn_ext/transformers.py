@@ -182,7 +182,7 @@ def _paged_attention(
         value_cache,
         block_tables,
         seq_lens,
-        query_start_loc=arguments["cu_seq_lens_q"],
+        query_start_loc=arguments["cu_seq_lens_q"] if arguments["block_table"] is None else None,  # one row a sequence
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap or 0.0,

@@ -24,7 +24,7 @@ from attention_cases import (
 from checks import DTYPES, assert_row_gap_untouched, assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from op_table import runs_cuda_kernels
+from op_table import num_simt_launches, runs_cuda_kernels
 
 # ---- against the reference -----------------------------------------------------------------------------------------
 
@@ -107,6 +107,22 @@ def test_v1_and_v2_are_paged_attention_of_one_row_each(device, case, spare_parti
     same_out, same_lse = OPS.paged_attention(**arguments | {"query_start_loc": None})
     assert_same_bits(same_out, out)
     assert_same_bits(same_lse, lse)
+
+
+@pytest.mark.devices("simt")
+def test_one_row_each_needs_no_prefill_kernel(device):
+    """Without query_start_loc, as then the host knows it; or with as few rows as decode takes of one sequence."""
+    arguments = make_arguments(Case(((1, 600),) * 9, torch.float16), device)
+    few_rows = make_arguments(Case(((1, 600), (3, 600)), torch.float16), device)
+
+    def num_launches(**arguments) -> int:
+        before = num_simt_launches()
+        OPS.paged_attention(**arguments)
+        return num_simt_launches() - before
+
+    decode_alone = num_launches(**arguments | {"query_start_loc": None})
+    assert decode_alone < num_launches(**arguments)
+    assert num_launches(**few_rows) == decode_alone
 
 
 @given(cases())

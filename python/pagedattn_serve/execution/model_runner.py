@@ -98,7 +98,7 @@ class ModelRunner:
             slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
             block_tables=self._tensor(block_tables),
             seq_lens=self._tensor((begins + counts).astype(np.int32)),
-            query_start_loc=self._tensor(query_start_loc),
+            query_start_loc=None if (counts == 1).all() else self._tensor(query_start_loc),
             sampling_rows=self._tensor(np.concatenate([rows, *prompt_rows])),
         )
         return self._tensor(_integers(token_ids)), self._tensor(positions), metadata

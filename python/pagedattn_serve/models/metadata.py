@@ -25,12 +25,12 @@ class AttentionMetadata:
     slot_mapping: int64 [num_tokens], slot of each new token.
     block_tables: int32 [num_seqs, max_num_blocks_per_seq], beyond a sequence's own blocks lies anything.
     seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
-    query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens.
+    query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens. None: one token each.
     sampling_rows: int64 [n], the rows whose logits are asked for; none where every sequence is amid its prompt.
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    query_start_loc: Tensor
+    query_start_loc: Tensor | None
     sampling_rows: Tensor

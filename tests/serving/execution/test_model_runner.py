@@ -63,12 +63,15 @@ def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[in
 
 def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
     token_ids, positions, metadata = runner.prepare_inputs(batch)
+    one_token_each = torch.arange(len(batch.sequences) + 1, dtype=torch.int32)
+    starts = one_token_each if metadata.query_start_loc is None else metadata.query_start_loc
+    assert (metadata.query_start_loc is None) == torch.equal(starts, one_token_each)
     tensors = {
         "token_ids": token_ids,
         "positions": positions,
         "slot_mapping": metadata.slot_mapping,
         "seq_lens": metadata.seq_lens,
-        "query_start_loc": metadata.query_start_loc,
+        "query_start_loc": starts,
         "sampling_rows": metadata.sampling_rows,
     }
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, runner.block_size)
