@@ -146,7 +146,7 @@ PAGEDATTN_INLINE void sum_panel(const LinearInt4Params& p, const uint8_t* weight
     const Group group = load_group<Scale>(weights + p.blocks_per_group * BYTES_PER_BLOCK);
     for (const int64_t end = block + p.blocks_per_group; block < end; ++block, weights += BYTES_PER_BLOCK) {
       PAGEDATTN_UNROLL
-      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) __builtin_prefetch(weights + line + PREFETCH_BYTES, 0, 2);
+      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) prefetch_once(weights + line + PREFETCH_BYTES);
       const PackedCodes packed{weights};
       const auto rows_from = [&](int64_t row) PAGEDATTN_ALWAYS_INLINE {
         return BlockRows{p.codes + row * p.code_stride + block * INT4_BLOCK, p.code_stride,

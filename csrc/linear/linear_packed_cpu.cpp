@@ -18,7 +18,8 @@ constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : 12;  // vectors: what leaves regi
 constexpr int MAX_TILE_ROWS = NUM_SUMS / VECS_PER_PANEL;
 // Along in_features: up to 16 KiB of weights, half of a first-level cache.
 constexpr int64_t BLOCK_STEPS = 256;
-constexpr int64_t NEXT_BLOCK = BLOCK_STEPS * LINEAR_PANEL;
+// In flight for a single tile, of all panels at once; more would push each other out of the first-level cache.
+constexpr int64_t PREFETCH_BYTES = 1024;
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -38,11 +39,11 @@ struct Tiles {
 constexpr int panels_at_once(int tile_rows) { return static_cast<int>(smaller(MAX_TILE_ROWS / tile_rows, 4)); }
 
 // sums [ROWS][PANELS * LINEAR_PANEL] += rows [num_steps][ROWS] times weights [num_steps][LINEAR_PANEL] of each
-// panel. Fetches the weights that lie `fetch_distance` ahead meanwhile: the hardware does so within a page of 4 KiB
-// only.
-template <int ROWS, int PANELS, typename W>
-void add_products(const float* rows, const W* weights, int64_t panel_stride, int64_t num_steps, int64_t fetch_distance,
-                  float* sums) {
+// panel. Calls prefetch(weight) at each step with the first panel's weights: the hardware fetches ahead within a page
+// of 4 KiB only.
+template <int ROWS, int PANELS, typename W, typename Prefetch>
+void add_products(const float* rows, const W* weights, int64_t panel_stride, int64_t num_steps,
+                  const Prefetch& prefetch, float* sums) {
   constexpr int VECS = PANELS * VECS_PER_PANEL;
   Vec sum[ROWS][VECS];
   PAGEDATTN_UNROLL
@@ -52,7 +53,7 @@ void add_products(const float* rows, const W* weights, int64_t panel_stride, int
   }
   for (int64_t step = 0; step < num_steps; ++step) {
     const W* weight = weights + step * LINEAR_PANEL;
-    prefetch_line(weight + fetch_distance);
+    prefetch(weight);
     const auto weight_at = [&](int v) PAGEDATTN_ALWAYS_INLINE {
       return load(weight + v / VECS_PER_PANEL * panel_stride + v % VECS_PER_PANEL * VEC_SIZE);
     };
@@ -118,9 +119,14 @@ void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64
   const auto panels_from = [&]<int PANELS>(int64_t panel) {
     alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
     const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
+    const auto prefetch = [&](const W* weight) PAGEDATTN_ALWAYS_INLINE {
+      constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_size + DISTANCE);
+    };
     for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
       add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * LINEAR_PANEL, panel_size,
-                                 smaller(p.in_features - step, BLOCK_STEPS), NEXT_BLOCK, sums);
+                                 smaller(p.in_features - step, BLOCK_STEPS), prefetch, sums);
     }
     dispatch_dtype(
         p.dtype, [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
@@ -140,9 +146,12 @@ void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float*
     const int64_t num_steps = smaller(p.in_features - step, BLOCK_STEPS);
     for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
       const int64_t first = tiles.begin_of(tile);
+      const int64_t distance = tile == 0 ? BLOCK_STEPS * LINEAR_PANEL : 0;
+      const auto prefetch_next_block = [&](const W* weight)
+                                           PAGEDATTN_ALWAYS_INLINE { prefetch_line(weight + distance); };
       dispatch_tile_rows(tiles.rows_of(tile), [&]<int ROWS>() {
         add_products<ROWS, 1>(rows + first * p.in_features + step * ROWS, weights + step * LINEAR_PANEL, 0, num_steps,
-                              tile == 0 ? NEXT_BLOCK : 0, sums + first * LINEAR_PANEL);
+                              prefetch_next_block, sums + first * LINEAR_PANEL);
       });
     }
   }
