@@ -29,6 +29,10 @@ def packed_layers(llm: LLM) -> dict[str, nn.Module]:
     return {name: module for name, module in modules if isinstance(module, PACKED)}
 
 
+def weight_bytes(layer: nn.Module) -> int:
+    return sum(value.nbytes for value in vars(layer).values() if isinstance(value, Tensor))
+
+
 @torch.inference_mode()
 def layer_errors(llm: LLM, reference: LLM, token_ids: list[int]) -> list[float]:
     """Of each linear layer, on the inputs that it has in `reference`."""
@@ -63,7 +67,7 @@ def main() -> None:
     references: dict[str, accuracy.Measured] = {}
     for form in FORMS:
         llm = LLM(args.model, dtype=args.dtype, device="cpu", quantization=form)
-        num_bytes = sum(buffer.nbytes for layer in packed_layers(llm).values() for buffer in layer.buffers())
+        num_bytes = sum(weight_bytes(layer) for layer in packed_layers(llm).values())
         for text, ids in token_ids.items():
             errors = layer_errors(llm, reference, ids)
             measured = accuracy.measure(llm, ids, args.prompts)

@@ -1,6 +1,5 @@
 """Every op with small valid arguments: for tests of what holds for each of them."""
 
-from functools import cache
 from itertools import takewhile
 
 import torch
@@ -55,9 +54,7 @@ def op_of(call: str) -> str:
     return call.partition(" ")[0]
 
 
-@cache
 def packed_int4_weight() -> torch.Tensor:
-    """Made once: memory that lay in huge pages comes back in such, which a test of leaks would count."""
     generator = torch.Generator().manual_seed(0)
     codes, zeros = (torch.randint(0, 16, (20, n), dtype=torch.uint8, generator=generator) for n in (64, 2))
     return ops.pack_linear_weight_int4(codes, torch.randn(20, 2, generator=generator), zeros)

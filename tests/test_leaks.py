@@ -4,7 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,15 +25,6 @@ STR_ARGUMENTS = [
 def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # what is free is not kept
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.fixture(autouse=True)
-def without_huge_pages() -> Iterator[None]:
-    """Freed memory of caches and packed weights stays in huge pages, and each that is touched again counts 2 MiB."""
-    disable_huge_pages = 41  # PR_SET_THP_DISABLE of <linux/prctl.h>
-    ctypes.CDLL(None).prctl(disable_huge_pages, 1, 0, 0, 0)
-    yield
-    ctypes.CDLL(None).prctl(disable_huge_pages, 0, 0, 0, 0)
 
 
 def assert_keeps_nothing(call: Callable[[], object], num_calls: int) -> None:

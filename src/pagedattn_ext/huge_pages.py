@@ -1,20 +1,53 @@
 """Memory of the CPU in huge pages: caches and packed weights, which are read in long pieces."""
 
+import mmap
+from contextlib import suppress
 from math import prod
+from threading import Lock
 
 import torch
 from torch import Tensor
 
-from pagedattn_ext import _C
-
 HUGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = 4096
+# Of a mapping that smaller tensors share: a weight of a few huge pages would have a large part outside of them.
+REGION_BYTES = 32 << 20
+
+_lock = Lock()
+_region = torch.empty(0, dtype=torch.uint8, device="cpu")  # what no tensor has yet of the last mapping that is shared
 
 
+@torch.inference_mode(False)  # a region may be written to in and out of it
 def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, not initialised, that begins at a huge page, where the system grants them: the hardware
-    fetches ahead within a page of 4 KiB, so what is read in one piece should not lie across two."""
+    """A tensor on the CPU, of zeros, in huge pages where the system grants them: the hardware fetches ahead within a
+    page of 4 KiB, so what is read in one piece should not lie across two.
+
+    Tensors below 32 MiB share a mapping with those that come before and after, which lasts as long as one of them.
+
+    Raises:
+        MemoryError: if there is not enough memory.
+    """
+    global _region
     num_bytes = prod(shape) * dtype.itemsize
-    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
-    tensor = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes].view(dtype).view(shape)
-    _C.advise_huge_pages(tensor.data_ptr(), num_bytes)
-    return tensor
+    if num_bytes >= REGION_BYTES:
+        memory = _map(num_bytes)
+    else:
+        num_page_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        with _lock:
+            if num_page_bytes > _region.numel():
+                _region = _map(REGION_BYTES)
+            memory, _region = _region[:num_bytes], _region[num_page_bytes:]
+    return memory.view(dtype).view(shape)
+
+
+def _map(num_bytes: int) -> Tensor:
+    """Memory that begins at a huge page and goes back to the system with the last tensor in it."""
+    try:
+        mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {error.strerror}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]

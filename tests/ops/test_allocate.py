@@ -3,6 +3,7 @@ are ever touched.
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from checks import DTYPES, assert_close_to_reference, assert_same_bits, random_b
 
 import pagedattn_ext
 from pagedattn_ext import ops
+from pagedattn_ext.huge_pages import empty_huge_pages
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -50,12 +52,36 @@ def test_the_ops_take_it(device):
         assert_same_bits(result, expected)
 
 
-def test_begins_at_a_huge_page_whatever_the_default_device():
+@pytest.mark.parametrize("num_blocks", [4, 1 << 14])
+def test_begins_at_a_page_whatever_the_default_device(num_blocks):
+    """Large ones at a huge page."""
     with torch.device("meta"):
-        pairs = pagedattn_ext.allocate_kv_cache(4, 2, 64, num_layers=2, device="cpu")
+        pairs = pagedattn_ext.allocate_kv_cache(num_blocks, 2, 64, num_layers=2, device="cpu")
     for cache in (cache for pair in pairs for cache in pair):
         assert cache.device.type == "cpu"
-        assert cache.data_ptr() % (2 << 20) == 0
+        assert cache.data_ptr() % (4096 if cache.nbytes < 32 << 20 else 2 << 20) == 0
+
+
+def test_small_tensors_share_huge_pages_and_do_not_overlap():
+    """Of several threads, and written to in and out of inference mode."""
+
+    def allocate(i: int) -> list[torch.Tensor]:
+        with torch.inference_mode(i % 2 == 0):
+            return [empty_huge_pages((1000, 1 + size % 3), torch.float32).fill_(i) for size in range(1000)]
+
+    with ThreadPoolExecutor(8) as pool:
+        tensors = [tensor for some in pool.map(allocate, range(8)) for tensor in some]
+    for tensor in tensors:
+        assert tensor.min() == tensor.max() < 8
+        tensor.fill_(8)
+    num_pages = sum(-(-tensor.nbytes // 4096) for tensor in tensors)
+    num_regions = len({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    assert num_regions <= num_pages * 4096 // (32 << 20) + 2
+
+
+def test_what_does_not_fit_in_memory():
+    with pytest.raises(MemoryError, match=f"^{1 << 50} bytes of memory on the CPU: "):
+        empty_huge_pages((1 << 50,), torch.uint8)
 
 
 def test_huge_pages_are_advised():

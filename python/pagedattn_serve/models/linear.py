@@ -1,7 +1,7 @@
 """Linear layers on the CPU: the weight once, in the form and the order in which a product reads it.
 
 `LinearForms` chooses the form of each layer, `pack_linear_layers` replaces them. Whatever the form, the result of a row
-does not depend on the other rows.
+does not depend on the other rows. Weights are attributes, not buffers, which nn.Module looks up in a microsecond each.
 """
 
 from collections import Counter
@@ -31,14 +31,12 @@ class PackedLinear(nn.Module):
     """Weights of 32 or 16 bits and rows of any float dtype; sums in fp32."""
 
     FORM = "not quantized, in 16 bits where these hold the weights exactly"
-    packed_weight: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features = weight.shape[0]
-        self.register_buffer("packed_weight", ops.pack_linear_weight(narrowed(weight)))
-        self.register_buffer("bias", as_fp32(bias))
+        self.packed_weight = ops.pack_linear_weight(narrowed(weight))
+        self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], of the same dtype; so do all of these."""
@@ -49,15 +47,12 @@ class Int8Linear(nn.Module):
     """Weights of 8 bits with a scale for each output feature. Each row is quantized as well when it comes."""
 
     FORM = "int8, a scale for each output feature, rows quantized at run time"
-    packed_weight: Tensor
-    weight_scales: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("packed_weight", ops.pack_linear_weight_int8(weight.codes))
-        self.register_buffer("weight_scales", weight.scales)
-        self.register_buffer("bias", as_fp32(bias))
+        self.packed_weight = ops.pack_linear_weight_int8(weight.codes)
+        self.weight_scales = weight.scales
+        self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return ops.linear_int8(hidden, self.packed_weight, self.weight_scales, self.bias)
@@ -67,15 +62,13 @@ class Int4Linear(nn.Module):
     """Weights of 4 bits with a scale and a zero for each group. Rows are quantized to 8 bits when they come."""
 
     FORM = f"int4 in groups of {GROUP_SIZE}, rows quantized at run time"
-    packed_weight: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features = weight.codes.shape[0]
         self.group_size = weight.group_size
-        self.register_buffer("packed_weight", ops.pack_linear_weight_int4(weight.codes, weight.scales, weight.zeros))
-        self.register_buffer("bias", as_fp32(bias))
+        self.packed_weight = ops.pack_linear_weight_int4(weight.codes, weight.scales, weight.zeros)
+        self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return ops.linear_int4(hidden, self.packed_weight, self.group_size, self.out_features, self.bias)
@@ -94,7 +87,7 @@ class OneDNNLinear(nn.Module):
         super().__init__()
         self.out_features = weight.shape[0]
         self.packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS_HINT)
-        self.register_buffer("bias", bias)
+        self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         num_rows = hidden.shape[:-1].numel()
