@@ -44,21 +44,27 @@ __device__ inline Packed<T, N> load(const T* source) {
     const uint2 v = *reinterpret_cast<const uint2*>(source);
     return {{v.x, v.y}};
   } else {
+    static_assert(Packed<T, N>::NUM_WORDS == 4);
     const uint4 v = *reinterpret_cast<const uint4*>(source);
     return {{v.x, v.y, v.z, v.w}};
   }
 }
 
-// 16 bytes or an element, to global memory. An assignment of 16 bytes, the compiler may take apart into four stores;
-// the intrinsic stays one.
+// One access, to global memory. An assignment of 16 bytes, the compiler may take apart into four stores; the intrinsic
+// stays one.
 template <typename T, int N>
 __device__ inline void store(T* target, const Packed<T, N>& packed) {
   if constexpr (N == 1) {
     *target = packed.element;
   } else {
-    static_assert(Packed<T, N>::NUM_WORDS == 4);
-    const uint32_t (&w)[4] = packed.words;
-    __stwb(reinterpret_cast<uint4*>(target), make_uint4(w[0], w[1], w[2], w[3]));
+    const auto& w = packed.words;
+    if constexpr (Packed<T, N>::NUM_WORDS == 4) {
+      __stwb(reinterpret_cast<uint4*>(target), make_uint4(w[0], w[1], w[2], w[3]));
+    } else if constexpr (Packed<T, N>::NUM_WORDS == 2) {
+      __stwb(reinterpret_cast<uint2*>(target), make_uint2(w[0], w[1]));
+    } else {
+      __stwb(reinterpret_cast<uint32_t*>(target), w[0]);
+    }
   }
 }
 

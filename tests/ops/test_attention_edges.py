@@ -20,7 +20,7 @@ from attention_cases import (
     run_v1,
     run_v2,
 )
-from checks import DTYPES, assert_close_to_reference, assert_same_bits
+from checks import DTYPES, assert_close_to_reference, assert_row_gap_untouched, assert_same_bits
 from op_table import runs_cuda_kernels
 
 from pagedattn_ext import ops
@@ -112,6 +112,20 @@ def test_head_sizes_with_tails(device, dtype, head_size, block_size):
     case = Case(((1, 33), (4, 70)), dtype, group_size=3, head_size=head_size, block_size=block_size)
     arguments = make_arguments(case, device)
     assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("head_size", [32, 112, 256])
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [(torch.float32, None), (torch.float16, None), (torch.bfloat16, ("fp8", torch.uint8))], ids=str
+)
+def test_rows_of_out_at_any_address(device, dtype, cache, head_size):
+    """An element apart, most begin at no multiple of 4, 8 or 16 bytes."""
+    case = Case(((1, 1300), (1, 0), (1, 7), (1, 70)), dtype, cache, group_size=3, head_size=head_size)
+    arguments = make_v1_arguments(case, device, out_gap=1)
+    out = run_v1(arguments)
+    assert_same_bits(out, run_v1(make_v1_arguments(case, device)))
+    assert_row_gap_untouched(out)
+    assert_v1(arguments, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

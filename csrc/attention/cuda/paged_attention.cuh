@@ -1,5 +1,4 @@
-// What the attention kernels for CUDA share: which rows and tokens a block works on, the softmax of a row while it is
-// split, and its store.
+// What the attention kernels for CUDA share: which rows and tokens a block works on, and how the tokens are split.
 //
 // Packed rows: the rows of a sequence times the heads of a group, which read the same keys and values. Packed row m is
 // head m % group_size of row m / group_size. A block holds a tile of packed rows, so K and V are read once for all of
@@ -25,8 +24,13 @@ constexpr int PREFILL_WARPS = 8;
 constexpr int FMA_ROWS = 8;  // packed rows of a block without tensor cores
 constexpr int MAX_DECODE_ROWS = 8;
 constexpr int MAX_PARTITIONS = WARP_SIZE;  // a lane each when they are merged
-constexpr int MIN_PARTITION_TOKENS = 512;
+constexpr int MIN_PARTITION_SHIFT = 9;     // log2 of the tokens of a partition
+constexpr int MIN_PARTITION_TOKENS = 1 << MIN_PARTITION_SHIFT;
 constexpr int64_t ENOUGH_BLOCKS = 128;  // of a prefill: about one for each multiprocessor of a large GPU
+// That share the decode works: some times as many as fit, so that they end together. With 64, a block has one work at
+// 64 sequences x 32 KV heads x 1,024 tokens, where 16 give it two and the last block comes late; but where block_tables
+// are wide and sequences short, four times as many blocks find nothing. To be tried on a GPU.
+constexpr int64_t DECODE_BLOCKS_OF_MULTIPROCESSOR = 16;
 constexpr float LOG2_E = 1.44269504088896340736f;
 
 // How rows of one kind are split: in at most num_partitions, of shapes alone, so nothing is read back from the device.
@@ -34,7 +38,8 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 // MAX_PARTITIONS whenever it needs them, does not depend on the batch.
 struct Split {
   int num_partitions;
-  // Partial results, [slots, num_heads, num_partitions]: maximum and sum of a softmax, and the weighted values.
+  // Partial results, [slots, num_heads, num_partitions]: maximum and sum of a softmax, and the weighted values. Both
+  // begin at 16 bytes.
   float2* softmax;
   float* values;  // [..., head_size]
 };
@@ -44,11 +49,13 @@ struct AttentionArguments {
   Split decode;
   Split prefill;
   int group_size;
+  int sliding_window;    // p.sliding_window, or as many tokens as there can be
   int max_decode_rows;   // a sequence of at most so many rows is decode
   int decode_tile_rows;  // packed rows of a block
   int prefill_tile_rows;
   int block_shift;             // log2 of block_size
   bool aligned;                // every block of both caches begins at 16 bytes
+  bool out_aligned;            // every row of out, too
   bool decode_slots_are_rows;  // a row's slot in decode.softmax: its own index, or seq * max_decode_rows + its index
                                // there
 };
@@ -57,9 +64,9 @@ struct AttentionArguments {
 struct Work {
   int seq;
   int kv_head;
-  int64_t first_row;  // of the sequence
-  int num_packed;     // packed rows of the sequence
-  int tile_begin;     // packed rows [tile_begin, tile_end) are this block's
+  int first_row;   // of the sequence
+  int num_packed;  // packed rows of the sequence
+  int tile_begin;  // packed rows [tile_begin, tile_end) are this block's
   int tile_end;
   int position;  // of the sequence's first row
   int begin;
@@ -73,7 +80,7 @@ __device__ inline int row_position(const AttentionArguments& a, const Work& work
 }
 
 __device__ inline int first_visible(const AttentionArguments& a, int position) {
-  return static_cast<int>(a.p.first_visible(position));
+  return position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
 }
 
 __device__ inline int head_of(const AttentionArguments& a, const Work& work, int packed) {
@@ -81,24 +88,23 @@ __device__ inline int head_of(const AttentionArguments& a, const Work& work, int
 }
 
 __device__ inline int64_t row_of(const AttentionArguments& a, const Work& work, int packed) {
-  return work.first_row + packed / a.group_size;
+  return int64_t{work.first_row} + packed / a.group_size;
 }
 
 __device__ inline const Split& split_of(const AttentionArguments& a, const Work& work) {
   return work.is_prefill ? a.prefill : a.decode;
 }
 
-// Where the partial results of a packed row begin, in partitions.
-__device__ inline int64_t partial_index(const AttentionArguments& a, const Work& work, int packed) {
+// Where the partial results of a row of the sequence and a head begin, in partitions.
+__device__ inline int64_t partial_index(const AttentionArguments& a, const Work& work, int row_of_sequence, int head) {
   const bool slots_are_rows = work.is_prefill || a.decode_slots_are_rows;
   const int64_t first_slot = slots_are_rows ? work.first_row : int64_t{work.seq} * a.max_decode_rows;
-  const int64_t slot = first_slot + packed / a.group_size;
-  return (slot * a.p.num_heads + head_of(a, work, packed)) * split_of(a, work).num_partitions;
+  return ((first_slot + row_of_sequence) * a.p.num_heads + head) * split_of(a, work).num_partitions;
 }
 
 __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& work) {
   work.seq = seq;
-  work.first_row = a.p.row_begin(seq);
+  work.first_row = static_cast<int>(a.p.row_begin(seq));
   const auto num_rows = static_cast<int>(a.p.row_end(seq) - work.first_row);
   work.num_packed = num_rows * a.group_size;
   work.position = a.p.seq_lens[seq] - num_rows;
@@ -117,21 +123,21 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
 }
 
 struct Partitions {
-  int tokens;  // of one
+  int shift;  // log2 of the tokens of one
   int first;
   int last;
 };
 
 // Those that the tile's tokens lie in. A multiple of 512 tokens each, so that no slice lies in two.
 __device__ inline Partitions find_partitions(const AttentionArguments& a, const Work& work) {
-  Partitions partitions{MIN_PARTITION_TOKENS, 0, 0};
+  Partitions partitions{MIN_PARTITION_SHIFT, 0, 0};
   const int64_t seq_len = a.p.seq_lens[work.seq];
-  constexpr int MAX_TOKENS = 1 << 30;  // ends the loop, whatever a length holds
-  while (int64_t{partitions.tokens} * split_of(a, work).num_partitions < seq_len && partitions.tokens < MAX_TOKENS) {
-    partitions.tokens *= 2;
+  constexpr int MAX_SHIFT = 30;  // ends the loop, whatever a length holds
+  while (int64_t{split_of(a, work).num_partitions} << partitions.shift < seq_len && partitions.shift < MAX_SHIFT) {
+    ++partitions.shift;
   }
-  partitions.first = work.begin / partitions.tokens;
-  partitions.last = max(partitions.first, (work.end - 1) / partitions.tokens);
+  partitions.first = work.begin >> partitions.shift;
+  partitions.last = max(partitions.first, (work.end - 1) >> partitions.shift);
   return partitions;
 }
 
@@ -141,8 +147,8 @@ __device__ inline bool take_partition(const AttentionArguments& a, int index, Wo
   const int partition = partitions.first + index;
   if (partition > partitions.last) return false;
   work.partition = partitions.first == partitions.last ? -1 : index;
-  work.begin = max(work.begin, partition * partitions.tokens);
-  if (partition < partitions.last) work.end = min(work.end, (partition + 1) * partitions.tokens);
+  work.begin = max(work.begin, partition << partitions.shift);
+  if (partition < partitions.last) work.end = min(work.end, (partition + 1) << partitions.shift);
   return true;
 }
 
@@ -154,11 +160,10 @@ inline int64_t num_decode_works(const AttentionArguments& a) {
          a.decode.num_partitions;
 }
 
-// Blocks that share the decode works: some times as many as fit, so that they end together, and an odd number, so that
-// the partitions of a sequence, which are often a power of two apart, fall to different blocks.
+// Blocks that share the decode works: an odd number, so that the partitions of a sequence, which are often a power of
+// two apart, fall to different blocks.
 inline dim3 decode_grid(const AttentionArguments& a) {
-  constexpr int64_t BLOCKS_OF_MULTIPROCESSOR = 16;
-  const int64_t num_blocks = BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors() | 1;
+  const int64_t num_blocks = DECODE_BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors() | 1;
   return dim3(std::min(grid_size(num_decode_works(a)), grid_size(num_blocks)));
 }
 
@@ -237,10 +242,6 @@ __device__ inline bool find_prefill_work(const AttentionArguments& a, Work& work
   return take_partition(a, static_cast<int>(blockIdx.z), work);
 }
 
-__device__ inline float alibi_slope(const AttentionArguments& a, const Work& work, int packed) {
-  return packed < 0 ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
-}
-
 __device__ inline float cap_logit(const AttentionArguments& a, float logit) {
   return a.p.softcap * tanhf(logit * (1.0f / a.p.softcap));
 }
@@ -253,103 +254,6 @@ __device__ inline float exp_below(float x, float max) {
 __device__ inline float logit_scale(const AttentionArguments& a) {
   return a.p.key_scale_on_device == nullptr ? a.p.logit_scale : a.p.logit_scale * *a.p.key_scale_on_device;
 }
-
-__device__ inline float value_scale(const AttentionArguments& a) {
-  return a.p.value_scale_on_device == nullptr ? a.p.value_scale : *a.p.value_scale_on_device;
-}
-
-// The end of a row's softmax: takes the sink in, writes lse, returns what the weighted values are multiplied with.
-__device__ inline float finish_row(const AttentionArguments& a, int64_t row, int head, float max, float sum,
-                                   bool write_lse) {
-  float base = max;
-  float total = sum;
-  if (a.p.sinks != nullptr) {
-    const float sink = a.p.sinks[head];
-    base = fmaxf(max, sink);
-    total = sum * exp_below(max, base) + exp_below(sink, base);
-  }
-  if (write_lse && a.p.lse != nullptr) {
-    a.p.lse[row * a.p.num_heads + head] = total == 0.0f ? -INFINITY : base + logf(total);
-  }
-  // A row that sees nothing is zero. NaN goes on.
-  return sum == 0.0f ? 0.0f : exp_below(max, base) / total * value_scale(a);
-}
-
-__device__ inline void store_out(const AttentionArguments& a, int64_t row, int head, int d, float value) {
-  const int64_t index = row * a.p.out_stride + head * a.p.head_size + d;
-  switch (a.p.dtype) {
-    case DType::FLOAT16:
-      static_cast<float16*>(a.p.out)[index] = ptx::to_float16(value);
-      break;
-    case DType::BFLOAT16:
-      static_cast<bfloat16*>(a.p.out)[index] = ptx::to_bfloat16(value);
-      break;
-    default:
-      static_cast<float*>(a.p.out)[index] = value;
-  }
-}
-
-// Where the weighted values of a packed row go: to out, or to its partial results.
-struct RowTarget {
-  int64_t row;
-  int head;
-  float factor;
-  float* partial;  // nullptr: out
-
-  __device__ void store(const AttentionArguments& a, int d, float value) const {
-    if (partial != nullptr) {
-      partial[d] = value;
-    } else {
-      store_out(a, row, head, d, value * factor);
-    }
-  }
-};
-
-// What precedes the values; `is_first` of the threads that share a row writes it.
-__device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& work, int packed, float max, float sum,
-                                      bool is_first) {
-  RowTarget target{row_of(a, work, packed), head_of(a, work, packed), 1.0f, nullptr};
-  if (work.partition < 0) {
-    target.factor = finish_row(a, target.row, target.head, max, sum, is_first);
-  } else {
-    const int64_t partial = partial_index(a, work, packed) + work.partition;
-    const Split& split = split_of(a, work);
-    if (is_first) split.softmax[partial] = make_float2(max, sum);
-    target.partial = split.values + partial * a.p.head_size;
-  }
-  return target;
-}
-
-// The results of the warps of a block, each over tokens of its own, in shared memory.
-template <int NUM_WARPS, int TILE_ROWS, int HEAD_SIZE>
-struct WarpResults {
-  // Rows of values begin 8 banks apart: the lanes of a warp, 8 rows with 4 pairs each, write without conflicts.
-  static constexpr int ROW_FLOATS = HEAD_SIZE + 8;
-  float2 softmax[NUM_WARPS][TILE_ROWS];
-  float values[NUM_WARPS][TILE_ROWS][ROW_FLOATS];
-
-  // After a barrier. Merges the warps' results and writes the rows of the tile, or their partial results.
-  __device__ void store(const AttentionArguments& a, const Work& work) const {
-    const auto head_size = static_cast<int>(a.p.head_size);
-    for (int packed = work.tile_begin; packed < work.tile_end; ++packed) {
-      const int i = packed - work.tile_begin;
-      float max = softmax[0][i].x;
-      for (int w = 1; w < NUM_WARPS; ++w) max = fmaxf(max, softmax[w][i].x);
-      float weights[NUM_WARPS];
-      float sum = 0.0f;
-      for (int w = 0; w < NUM_WARPS; ++w) {
-        weights[w] = exp_below(softmax[w][i].x, max);
-        sum = fmaf(softmax[w][i].y, weights[w], sum);
-      }
-      const RowTarget target = begin_row(a, work, packed, max, sum, threadIdx.x == 0);
-      for (auto d = static_cast<int>(threadIdx.x); d < head_size; d += NUM_WARPS * WARP_SIZE) {
-        float value = 0.0f;
-        for (int w = 0; w < NUM_WARPS; ++w) value = fmaf(values[w][i][d], weights[w], value);
-        target.store(a, d, value);
-      }
-    }
-  }
-};
 
 // One instantiation file each. Runs decode and, where there may be any, prefill.
 template <typename T, typename CacheT>

@@ -1,8 +1,7 @@
 // paged_attention on CUDA: scratch, the choice of the kernels, and the merge of partial results.
 #include <bit>
 
-#include "attention/cuda/paged_attention.cuh"
-#include "cuda_vec.cuh"
+#include "attention/cuda/row_results.cuh"
 
 namespace pagedattn::cuda {
 namespace {
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
   if (num_partitions == 1) return;  // the block that had it has written the row
 
   const Split& split = split_of(a, work);
-  const int64_t first = partial_index(a, work, packed);
+  const int64_t first = partial_index(a, work, packed / a.group_size, head_of(a, work, packed));
   const float2 softmax = lane < num_partitions ? split.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
   const float max = warp_max(softmax.x);
   const float weight = exp_below(softmax.x, max);
@@ -62,7 +61,18 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
       const float of_partition = column[int64_t{partition} * head_size];
       value = fmaf(of_partition, __shfl_sync(ALL_LANES, weight, partition), value);
     }
-    if (d < head_size) store_out(a, row, head, d, value * factor);
+    if (d >= head_size) continue;
+    const int64_t index = row * a.p.out_stride + head * head_size + d;
+    switch (a.p.dtype) {
+      case DType::FLOAT16:
+        store_out<float16>(a, index, Floats<1>{value * factor});
+        break;
+      case DType::BFLOAT16:
+        store_out<bfloat16>(a, index, Floats<1>{value * factor});
+        break;
+      default:
+        store_out<float>(a, index, Floats<1>{value * factor});
+    }
   }
 }
 
@@ -107,12 +117,14 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .decode = make_split(p, MAX_PARTITIONS),
       .prefill = make_split(p, std::clamp<int64_t>(ENOUGH_BLOCKS / prefill_blocks, 1, MAX_PARTITIONS)),
       .group_size = group_size,
+      .sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, INT32_MAX)),
       .max_decode_rows = max_decode_rows,
       .decode_tile_rows = on_tensor_cores ? MMA_ROWS : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,
       .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
       .aligned = is_aligned_16({p.key_cache, p.value_cache},
                                {p.key_block_stride * element_bytes, p.value_block_stride * element_bytes}),
+      .out_aligned = is_aligned_16({p.out}, {p.out_stride * element_size(p.dtype)}),
       .decode_slots_are_rows = p.num_tokens <= p.num_seqs * max_decode_rows,
   };
 }
@@ -120,7 +132,8 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
 // Takes what the split needs from the scratch at `begin`; returns where it ends.
 char* place(Split& split, int64_t num_slots, const PagedAttentionParams& p, char* begin) {
   if (split.num_partitions == 1) return begin;
-  const int64_t num_partials = num_slots * p.num_heads * split.num_partitions;
+  // An even number of 8 bytes, so that the values begin at 16.
+  const int64_t num_partials = ceil_div<int64_t>(num_slots * p.num_heads * split.num_partitions, 2) * 2;
   split.softmax = reinterpret_cast<float2*>(begin);
   split.values = reinterpret_cast<float*>(split.softmax + num_partials);
   return reinterpret_cast<char*>(split.values + num_partials * p.head_size);

@@ -10,8 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "attention/cuda/paged_attention.cuh"
-#include "cuda_vec.cuh"
+#include "attention/cuda/row_results.cuh"
 
 namespace pagedattn::cuda {
 
@@ -82,7 +81,7 @@ class FmaWarp {
       float logit = logits[row] * scale_;
       if (a_.p.softcap > 0.0f) logit = cap_logit(a_, logit);
       if (a_.p.alibi_slopes != nullptr) {
-        logit = fmaf(alibi_slope(a_, work_, packed), static_cast<float>(token - position), logit);
+        logit = fmaf(a_.p.alibi_slopes[head_of(a_, work_, packed)], static_cast<float>(token - position), logit);
       }
       const bool visible = in_range && token <= position && token >= first_visible(a_, position);
       add_logit(row, visible ? logit : -INFINITY);
@@ -215,7 +214,7 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   for (int token = first_token; token < work.end; token += FMA_THREADS) warp.attend(token);
   warp.write();
   __syncthreads();
-  shared.results.store(a, work);
+  shared.results.template store<float>(a, work);
 }
 
 // Grid: decode_grid.

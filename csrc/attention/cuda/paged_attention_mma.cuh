@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/cuda/cache_slice.cuh"
+#include "attention/cuda/row_results.cuh"
 
 namespace pagedattn::cuda {
 namespace {
@@ -23,14 +24,13 @@ class WarpRows {
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
 
   __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
-      : lane_(threadIdx.x % WARP_SIZE) {
+      : lane_(threadIdx.x % WARP_SIZE), first_packed_(first_packed) {
     const float scale = logit_scale(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int packed = first_packed + lane_ / 4 + i * 8;
-      packed_[i] = packed < work.tile_end ? packed : -1;
-      position_[i] = packed_[i] < 0 ? -1 : row_position(a, work, packed);  // -1: sees no token
-      first_visible_[i] = first_visible(a, position_[i]);
+      const int packed = packed_row(work, i);
+      position_[i] = row_position(a, work, packed);
+      slope_[i] = a.p.alibi_slopes == nullptr ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
       scale_[i] = scale;
       max_[i] = -INFINITY;
       sum_[i] = 0.0f;
@@ -65,14 +65,14 @@ class WarpRows {
       for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
     }
     if (a.p.alibi_slopes != nullptr) {
-      const float slopes[2] = {alibi_slope(a, work, packed_[0]), alibi_slope(a, work, packed_[1])};
       for_each(logits, token, [&](float& logit, int i, int key_token) {
-        logit = fmaf(slopes[i], static_cast<float>(key_token - position_[i]), logit);
+        logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
       });
     }
-    if (!sees_all(token, NUM_SLICES * SLICE_TOKENS)) {
+    if (!sees_all(a, token, NUM_SLICES * SLICE_TOKENS)) {
       for_each(logits, token, [&](float& logit, int i, int key_token) {
-        logit = key_token >= first_visible_[i] && key_token <= position_[i] ? logit : -INFINITY;
+        const bool visible = key_token >= first_visible(a, position_[i]) && key_token <= position_[i];
+        logit = visible ? logit : -INFINITY;
       });
     }
     float max[2] = {max_[0], max_[1]};
@@ -97,11 +97,11 @@ class WarpRows {
   }
 
   template <typename Results>
-  __device__ void write(Results& results, int warp) const {
+  __device__ void write(const Work& work, Results& results, int warp) const {
     const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (packed_[i] < 0) continue;
+      if (!has_row(work, i)) continue;
       const int row = lane_ / 4 + i * 8;
       if (pair == 0) results.softmax[warp][row] = make_float2(max_[i], sum_[i]);
 #pragma unroll
@@ -112,29 +112,35 @@ class WarpRows {
     }
   }
 
-  // The rows' results as they are: no other warp has worked on them.
+  // The rows' results as they are, to an out of type Out: no other warp has worked on them.
+  template <typename Out>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
     const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (packed_[i] < 0) continue;
-      const RowTarget target = begin_row(a, work, packed_[i], max_[i], sum_[i], pair == 0);
+      if (!has_row(work, i)) continue;
+      const RowTarget target = begin_row(a, work, packed_row(work, i), max_[i], sum_[i], pair == 0);
 #pragma unroll
       for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
         const int d = tile * 8 + pair;
         if (d >= a.p.head_size) continue;
-        target.store(a, d, values_[tile][2 * i]);
-        target.store(a, d + 1, values_[tile][2 * i + 1]);
+        target.template store<Out>(a, work, d, Floats<2>{values_[tile][2 * i], values_[tile][2 * i + 1]});
       }
     }
   }
 
-  // Whether none of the rows sees any of the tokens from `token` on.
-  __device__ bool is_before(int token) const {
-    return !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
+  // Whether none of the rows, if there are any, sees any of the tokens from `token` on.
+  __device__ bool is_before(const Work& work, int token) const {
+    return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
   }
 
  private:
+  __device__ bool has_row(const Work& work, int i) const { return first_packed_ + lane_ / 4 + i * 8 < work.tile_end; }
+  // Past the last row of the tile, that one again: it sees no other tokens, and is not written.
+  __device__ int packed_row(const Work& work, int i) const {
+    return min(first_packed_ + lane_ / 4 + i * 8, work.tile_end - 1);
+  }
+
   // function(logit, row, token) for all logits of a lane; row is 0 or 1.
   template <int NUM_SLICES, typename Function>
   __device__ void for_each(float (&logits)[NUM_SLICES][2][4], int token, const Function& function) const {
@@ -150,11 +156,11 @@ class WarpRows {
   }
 
   // Whether all rows of the warp see all of the tokens.
-  __device__ bool sees_all(int token, int num_tokens) const {
+  __device__ bool sees_all(const AttentionArguments& a, int token, int num_tokens) const {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      all = all && (packed_[i] < 0 || (first_visible_[i] <= token && token + num_tokens - 1 <= position_[i]));
+      all = all && first_visible(a, position_[i]) <= token && token + num_tokens - 1 <= position_[i];
     }
     return __all_sync(ALL_LANES, all);
   }
@@ -165,7 +171,7 @@ class WarpRows {
     const uint16_t* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int packed = max(packed_[i], 0);
+      const int packed = packed_row(work, i);
       rows[i] = static_cast<const uint16_t*>(a.p.query) + row_of(a, work, packed) * a.p.query_stride +
                 head_of(a, work, packed) * a.p.head_size;
     }
@@ -176,7 +182,7 @@ class WarpRows {
       for (int r = 0; r < 4; ++r) {
         const int element = Slice::element_of(lane_, step, r / 2);
         uint32_t bits = 0;
-        if (packed_[r % 2] >= 0 && element < a.p.head_size) {
+        if (element < a.p.head_size) {
           bits = rows[r % 2][element] | static_cast<uint32_t>(rows[r % 2][element + 1]) << 16;
         }
         query_[step][r] = bits;
@@ -280,15 +286,25 @@ class WarpRows {
   }
 
   int lane_;
-  int packed_[2];  // -1: no row
+  int first_packed_;
   int position_[2];
-  int first_visible_[2];
+  float slope_[2];  // of ALiBi
   float scale_[2];  // one for both rows, unless convert_query scales them
   float max_[2];
   float sum_[2];  // of this lane's logits
   uint32_t query_[HEAD_SIZE / 16][4];
   float values_[HEAD_SIZE / 8][4];
 };
+
+// store.operator()<Out>() with the type of out: that of the queries, which over an 8-bit cache are multiplied in
+// float16 whatever they are.
+template <typename T, typename CacheT, typename Store>
+__device__ void with_out_type(const AttentionArguments& a, const Store& store) {
+  if constexpr (sizeof(CacheT) == 1) {
+    if (a.p.dtype == DType::BFLOAT16) return store.template operator()<bfloat16>();
+  }
+  store.template operator()<T>();
+}
 
 // ---- decode
 
@@ -343,9 +359,9 @@ __device__ void attend_decode(const AttentionArguments& a, const Work& work) {
   ptx::cp_async_wait<0>();
   __syncthreads();  // the results take the place of the slices
   auto& results = *reinterpret_cast<typename Shape::Results*>(shared_memory);
-  rows.write(results, warp);
+  rows.write(work, results, warp);
   __syncthreads();
-  results.store(a, work);
+  with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out>(a, work); });
 }
 
 // Grid: decode_grid; num_decode_works where IS_LOOP is false.
@@ -412,13 +428,13 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
     __syncthreads();  // as in decode
     load_next();
-    if (!rows.is_before(token)) {
+    if (!rows.is_before(work, token)) {
       rows.template attend<Shape::NUM_SLICES>(a, work, shared_memory + stage * Shape::STAGE_BYTES, token);
     }
     stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
   }
   rows.finish();
-  rows.store(a, work);
+  with_out_type<T, CacheT>(a, [&]<typename Out>() { rows.template store<Out>(a, work); });
 }
 
 template <typename T, typename CacheT, int HEAD_SIZE>

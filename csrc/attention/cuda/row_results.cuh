@@ -1,0 +1,141 @@
+// The end of a work: what warps have summed over tokens of their own is merged, and goes to out, or as a partial result
+// to the scratch.
+#pragma once
+
+#include "attention/cuda/paged_attention.cuh"
+#include "cuda_vec.cuh"
+
+namespace pagedattn::cuda {
+
+constexpr int LANE_ELEMENTS = 4;  // that a lane moves at a time where lanes lie along a head: 16 bytes of float
+
+__device__ inline float value_scale(const AttentionArguments& a) {
+  return a.p.value_scale_on_device == nullptr ? a.p.value_scale : *a.p.value_scale_on_device;
+}
+
+// The end of a row's softmax: takes the sink in, writes lse, returns what the weighted values are multiplied with.
+__device__ inline float finish_row(const AttentionArguments& a, int64_t row, int head, float max, float sum,
+                                   bool write_lse) {
+  float base = max;
+  float total = sum;
+  if (a.p.sinks != nullptr) {
+    const float sink = a.p.sinks[head];
+    base = fmaxf(max, sink);
+    total = sum * exp_below(max, base) + exp_below(sink, base);
+  }
+  if (write_lse && a.p.lse != nullptr) {
+    a.p.lse[row * a.p.num_heads + head] = total == 0.0f ? -INFINITY : base + logf(total);
+  }
+  // A row that sees nothing is zero. NaN goes on.
+  return sum == 0.0f ? 0.0f : exp_below(max, base) / total * value_scale(a);
+}
+
+// N neighbouring elements of out. `index`, of the first, is a multiple of N, and N * sizeof(Out) at most 16.
+template <typename Out, int N>
+__device__ inline void store_out(const AttentionArguments& a, int64_t index, const Floats<N>& values) {
+  Out* target = static_cast<Out*>(a.p.out) + index;
+  if (a.out_aligned) {
+    store(target, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) target[i] = from_float<Out>(values[i]);
+  }
+}
+
+// Where the weighted values of a packed row go: to out, times `factor`, or as they are to the partial results.
+struct RowTarget {
+  int64_t index;  // of the row's first element
+  float factor;
+
+  template <typename Out, int N>
+  __device__ void store(const AttentionArguments& a, const Work& work, int d, Floats<N> values) const {
+    if (work.partition >= 0) return cuda::store(split_of(a, work).values + index + d, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= factor;
+    store_out<Out>(a, index + d, values);
+  }
+};
+
+// What precedes the values; `is_first` of the threads that share a row writes it.
+__device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& work, int packed, float max, float sum,
+                                      bool is_first) {
+  const int head = head_of(a, work, packed);
+  if (work.partition < 0) {
+    const int64_t row = row_of(a, work, packed);
+    return {row * a.p.out_stride + head * a.p.head_size, finish_row(a, row, head, max, sum, is_first)};
+  }
+  const int64_t partial = partial_index(a, work, packed / a.group_size, head) + work.partition;
+  if (is_first) split_of(a, work).softmax[partial] = make_float2(max, sum);
+  return {partial * a.p.head_size, 1.0f};
+}
+
+// The results of the warps of a block, each over tokens of its own, in shared memory.
+template <int NUM_WARPS, int TILE_ROWS, int HEAD_SIZE>
+struct alignas(16) WarpResults {
+  // Rows of values begin 8 banks apart: the lanes of a warp, 8 rows with 4 pairs each, write without conflicts.
+  static constexpr int ROW_FLOATS = HEAD_SIZE + 8;
+  float2 softmax[NUM_WARPS][TILE_ROWS];
+  float values[NUM_WARPS][TILE_ROWS][ROW_FLOATS];
+
+  // After a barrier. Merges the warps' results and writes the rows of the tile to an out of type Out, or their partial
+  // results. A warp has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
+  template <typename Out>
+  __device__ void store(const AttentionArguments& a, const Work& work) const {
+    constexpr int ROWS_OF_WARP = TILE_ROWS / NUM_WARPS;
+    const int warp = threadIdx.x / WARP_SIZE;
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int num_rows = work.tile_end - work.tile_begin;
+    float weights[NUM_WARPS] = {};
+    RowTarget target{};
+    if (const int row = warp + lane * NUM_WARPS; lane < ROWS_OF_WARP && row < num_rows) {
+      target = merge_softmax(a, work, row, weights);
+    }
+#pragma unroll 1
+    for (int i = 0; i < ROWS_OF_WARP; ++i) {
+      const int row = warp + i * NUM_WARPS;
+      if (row >= num_rows) break;
+      float row_weights[NUM_WARPS];
+#pragma unroll
+      for (int w = 0; w < NUM_WARPS; ++w) row_weights[w] = __shfl_sync(ALL_LANES, weights[w], i);
+      const RowTarget row_target{__shfl_sync(ALL_LANES, target.index, i), __shfl_sync(ALL_LANES, target.factor, i)};
+      store_row<Out>(a, work, row, row_weights, row_target);
+    }
+  }
+
+ private:
+  // The warps' weights in a row of the tile, and its lse or partial softmax.
+  __device__ RowTarget merge_softmax(const AttentionArguments& a, const Work& work, int row,
+                                     float (&weights)[NUM_WARPS]) const {
+    float max = softmax[0][row].x;
+#pragma unroll
+    for (int w = 1; w < NUM_WARPS; ++w) max = fmaxf(max, softmax[w][row].x);
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < NUM_WARPS; ++w) {
+      weights[w] = exp_below(softmax[w][row].x, max);
+      sum = fmaf(softmax[w][row].y, weights[w], sum);
+    }
+    return begin_row(a, work, work.tile_begin + row, max, sum, true);
+  }
+
+  template <typename Out>
+  __device__ void store_row(const AttentionArguments& a, const Work& work, int row, const float (&weights)[NUM_WARPS],
+                            const RowTarget& target) const {
+    constexpr int WARP_ELEMENTS = WARP_SIZE * LANE_ELEMENTS;
+#pragma unroll
+    for (int begin = 0; begin < HEAD_SIZE; begin += WARP_ELEMENTS) {
+      const int d = begin + static_cast<int>(threadIdx.x) % WARP_SIZE * LANE_ELEMENTS;
+      if (d >= a.p.head_size) break;
+      Floats<LANE_ELEMENTS> merged{};
+#pragma unroll
+      for (int w = 0; w < NUM_WARPS; ++w) {
+        const auto of_warp = to_floats(load<LANE_ELEMENTS>(&values[w][row][d]));
+#pragma unroll
+        for (int i = 0; i < LANE_ELEMENTS; ++i) merged[i] = fmaf(of_warp[i], weights[w], merged[i]);
+      }
+      target.template store<Out>(a, work, d, merged);
+    }
+  }
+};
+
+}  // namespace pagedattn::cuda
