@@ -32,10 +32,11 @@ inline void check(cudaError_t error, const char* file, int line) {
 // The dynamic shared memory of the block, `shared_bytes` of its launch.
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
-// Runs `kernel` on `grid` blocks of `block` threads. Nothing to do (an empty grid) is no error.
+namespace detail {
+
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-            const Args&... args) {
+void launch(cudaLaunchAttribute* attributes, unsigned num_attributes, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, cudaStream_t stream, const Args&... args) {
   constexpr size_t SHARED_BYTES_WITHOUT_ASKING = 48 * 1024;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   if (shared_bytes > SHARED_BYTES_WITHOUT_ASKING) {
@@ -48,7 +49,35 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+}  // namespace detail
+
+// Runs `kernel` on `grid` blocks of `block` threads. Nothing to do (an empty grid) is no error.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Args&... args) {
+  detail::launch(nullptr, 0, kernel, grid, block, shared_bytes, stream, args...);
+}
+
+// The same for a kernel in which every thread calls ptx::griddepcontrol_wait before it ends, and before it looks at
+// what the kernel before it in the stream writes: since sm_90 its blocks may begin once all of that one's have called
+// griddepcontrol_launch_dependents or ended. It is captured in a graph like any other.
+template <typename... Params, typename... Args>
+void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                      const Args&... args) {
+  constexpr int SM_90 = 90;
+  cudaFuncAttributes code{};
+  PAGEDATTN_CUDA_CHECK(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  // The GPU may be newer than the code that it runs, in which the wait is nothing.
+  const bool waits = code.ptxVersion >= SM_90;
+  detail::launch(&attribute, waits ? 1 : 0, kernel, grid, block, shared_bytes, stream, args...);
 }
 
 // Of the current device.

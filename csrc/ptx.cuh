@@ -81,6 +81,24 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- kernels that follow each other in a stream; before sm_90 each begins when the last has ended
+// ---------------------
+
+// The next kernel may begin once all blocks of this one have said so, or ended, if it was launched with
+// launch_dependent.
+__device__ inline void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernel before this one has ended, and what it wrote can be read.
+__device__ inline void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- numbers
 // ----------------------------------------------------------------------------------------------------------
 

@@ -258,6 +258,20 @@ __global__ void vector_alignment_kernel(Arguments a) {
   *reinterpret_cast<uint4*>(a.out + threadIdx.x * 4) = make_uint4(low.x, low.y, high.x, high.y);
 }
 
+// ---- kernels that follow each other
+
+template <bool BUG>
+__global__ void dependent_kernel(Arguments a) {
+  if (BUG && threadIdx.x == NUM_THREADS - 1) return;
+  ptx::griddepcontrol_wait();
+  a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
+void run_dependent(bool bug, Arguments a) {
+  launch_dependent(bug ? dependent_kernel<true> : dependent_kernel<false>, dim3(1), dim3(NUM_THREADS), 0, nullptr, a);
+  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
 // ---- limits
 
 // Threads past the first NUM_THREADS, and blocks past the first, have nothing to do.
@@ -337,6 +351,7 @@ const std::vector<Case>& cases() {
       CASE(global_write, same),
       CASE(copy_source, same),
       CASE(vector_alignment, same),
+      {"dependent", run_dependent, same},
       {"threads", [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(1024 + bug), 0, a); }, same},
       {"shared_bytes",
        [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(NUM_THREADS), 227 * 1024 + bug, a); }, same},

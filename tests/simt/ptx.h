@@ -90,6 +90,12 @@ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
   return convert(x & 0xff) | convert(x >> 8 & 0xff) << 16;
 }
 
+// ---- kernels that follow each other
+
+inline void griddepcontrol_launch_dependents() {}
+
+inline void griddepcontrol_wait() { simt::wait_for_previous_kernel(); }
+
 // ---- matrices
 
 struct LdmatrixLane {

@@ -59,6 +59,7 @@ struct Thread {
   uint3 index;
   std::vector<Copy> copies;  // under way, oldest first
   unsigned open_group = 0;   // its number; older ones are closed
+  bool has_waited = false;   // for the kernel before this one
 };
 
 // Lanes that wait for one operation.
@@ -264,6 +265,7 @@ void prepare_block(unsigned num_threads) {
     thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     thread.copies.clear();
     thread.open_group = 0;
+    thread.has_waited = false;
   }
   device.ready_warps = 0;
   device.num_live = num_threads;
@@ -308,6 +310,10 @@ void run_block(unsigned num_threads) {
     throw std::runtime_error(std::exchange(device.error, {}));
   }
   check_writes_past_shared_memory(MARGIN_BYTES);
+  for (unsigned i = 0; device.launch->is_dependent && i < num_threads; ++i) {
+    if (device.threads[i].has_waited) continue;
+    fail_launch("thread " + std::to_string(i) + " of a dependent kernel ended without griddepcontrol_wait");
+  }
   device.in_block = false;
 }
 
@@ -381,6 +387,8 @@ void fail(const std::string& what, Site site) {
        << site.function_name() << waiting_threads();
   fail_launch(full.str());
 }
+
+void wait_for_previous_kernel() { device.threads[device.running].has_waited = true; }
 
 unsigned lane_idx() { return device.running % WARP_SIZE; }
 

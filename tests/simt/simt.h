@@ -28,6 +28,7 @@ struct Launch {
   const void* function;
   const dim3 &grid, &block;
   size_t shared_bytes;
+  bool is_dependent;  // it may begin before the kernel before it has ended, so its threads have to wait for that one
   void (*run_thread)(const void* arguments);
   const void* arguments;
 };
@@ -63,6 +64,9 @@ struct BarrierResult {
 };
 // Waits for all threads of the block that have not exited.
 BarrierResult block_barrier(const char* name, bool predicate, Site site);
+
+// All that it does here is that the thread has called it.
+void wait_for_previous_kernel();
 
 // Lets other threads run, or not.
 void maybe_yield();

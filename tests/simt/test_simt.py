@@ -38,6 +38,7 @@ CAUGHT = {
     "copy_alignment": "is not aligned to 16",
     "shared_read": "expected",
     "shared_write": "of shared memory, past the end",
+    "dependent": "ended without griddepcontrol_wait",
     "threads": "expected 1 to 1024 threads",
     "shared_bytes": "232449 bytes of shared memory, at most 232448",
     "shared_bytes_not_asked": "49153 bytes of shared memory: at most 49152",

@@ -148,6 +148,39 @@ void check_ldmatrix() {
   }
 }
 
+// ---- kernels that follow each other
+
+constexpr int NUM_STEPS = 10'000;  // of a chain: time enough for a dependent kernel to begin
+
+__global__ void slow_kernel(int* numbers) {
+  ptx::griddepcontrol_launch_dependents();
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  int number = i;
+  for (int step = 0; step < NUM_STEPS; ++step) number = (number * 75 + 74) % 65537;
+  numbers[i] = number;
+}
+
+__global__ void dependent_kernel(const int* numbers, int* out) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int other = static_cast<int>(gridDim.x * blockDim.x) - 1 - i;
+  ptx::griddepcontrol_wait();
+  out[i] = numbers[other];
+}
+
+void check_dependent_launch() {
+  constexpr int NUM_NUMBERS = 4 * 64;
+  Buffer<int> numbers(NUM_NUMBERS), out(NUM_NUMBERS);
+  launch(slow_kernel, dim3(4), dim3(64), 0, nullptr, numbers.data());
+  launch_dependent(dependent_kernel, dim3(4), dim3(64), 0, nullptr, static_cast<const int*>(numbers.data()),
+                   out.data());
+  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+  for (int i = 0; i < NUM_NUMBERS; ++i) {
+    int expected = NUM_NUMBERS - 1 - i;
+    for (int step = 0; step < NUM_STEPS; ++step) expected = (expected * 75 + 74) % 65537;
+    expect(out[i] == expected, "a dependent kernel", i, expected, out[i]);
+  }
+}
+
 // ---- asynchronous copies
 
 // One block of 64: threads copy 16 bytes, then 8, of a source each, or zeros.
@@ -400,6 +433,7 @@ int main() {
     cuda::check_mma<float16>("mma of float16");
     cuda::check_mma<bfloat16>("mma of bfloat16");
     cuda::check_ldmatrix();
+    cuda::check_dependent_launch();
     cuda::check_copies();
     cuda::check_widening();
     cuda::check_rounding();

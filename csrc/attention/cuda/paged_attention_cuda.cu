@@ -2,84 +2,110 @@
 #include <bit>
 
 #include "attention/cuda/row_results.cuh"
+#include "dispatch.h"
 
 namespace pagedattn::cuda {
 namespace {
 
 constexpr int MERGE_WARPS = 4;
 
-// The packed row that a warp merges: warps over (row, head), heads innermost. The rows are all there are if `prefill`,
-// else max_decode_rows of each sequence. False: there is no such row of that kind.
-__device__ bool find_row(const AttentionArguments& a, bool prefill, int64_t warp, Work& work, int& packed) {
-  const auto head = static_cast<int>(warp % a.p.num_heads);
-  int64_t row = warp / a.p.num_heads;
+// The `row`-th of the rows that may have partial results: all there are if `prefill`, else max_decode_rows of each
+// sequence. Leaves what it sees to the work, and its number in its sequence. False: there is no such row of that kind.
+__device__ bool find_row(const AttentionArguments& a, bool prefill, int row, int head, Work& work,
+                         int& row_of_sequence) {
   if (prefill) {
-    if (row >= a.p.num_tokens) return false;
     set_sequence(a, find_sequence(a, [&](int seq) { return a.p.row_begin(seq) <= row; }), work);
-    row -= work.first_row;
+    row_of_sequence = row - work.first_row;
   } else {
-    if (row >= a.p.num_seqs * a.max_decode_rows) return false;
-    set_sequence(a, static_cast<int>(row / a.max_decode_rows), work);
-    row %= a.max_decode_rows;
+    set_sequence(a, row / a.max_decode_rows, work);
+    row_of_sequence = row % a.max_decode_rows;
   }
   if (work.is_prefill != prefill) return false;
   work.kv_head = head / a.group_size;
-  packed = static_cast<int>(row) * a.group_size + head % a.group_size;
+  const int packed = row_of_sequence * a.group_size + head - work.kv_head * a.group_size;
   return packed < work.num_packed && set_tile(a, packed / (prefill ? a.prefill_tile_rows : a.decode_tile_rows), work);
 }
 
+// The values of 8 partitions, of which a lane has 4 elements each: 16 bytes, all under way together.
+class PartitionValues {
+ public:
+  static constexpr int COUNT = 8;
+
+  // From `partition` on, as far as there are any. `values` are those of partition 0.
+  __device__ void load(const float* values, int head_size, int partition, int num_partitions) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (partition + i < num_partitions) values_[i] = cuda::load<LANE_ELEMENTS>(values + (partition + i) * head_size);
+    }
+  }
+
+  // sum += values * weights; lane i of the warp has the weight of partition i.
+  __device__ void add(Floats<LANE_ELEMENTS>& sum, float weight_of_lane, int partition, int num_partitions) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (partition + i >= num_partitions) break;
+      const float weight = __shfl_sync(ALL_LANES, weight_of_lane, partition + i);
+      const auto values = to_floats(values_[i]);
+#pragma unroll
+      for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(values[e], weight, sum[e]);
+    }
+  }
+
+ private:
+  Packed<float, LANE_ELEMENTS> values_[COUNT];
+};
+
 // A warp merges a row's partitions: first a lane each for their maxima and sums, then lanes along the head.
-// Grid: warps over (row, head).
+// Grid: rows x heads, a warp each. It may begin before the kernel that writes the partial results has ended.
+template <typename Out>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
     merge_kernel(const __grid_constant__ AttentionArguments a, bool prefill) {
   const auto lane = static_cast<int>(threadIdx.x % WARP_SIZE);
+  const auto head = static_cast<int>(blockIdx.y * MERGE_WARPS + threadIdx.x / WARP_SIZE);
   Work work;
-  int packed = 0;
-  if (!find_row(a, prefill, int64_t{blockIdx.x} * MERGE_WARPS + threadIdx.x / WARP_SIZE, work, packed)) return;
-  const Partitions partitions = find_partitions(a, work);
-  const int num_partitions = partitions.last - partitions.first + 1;
-  if (num_partitions == 1) return;  // the block that had it has written the row
+  int row = 0;
+  int num_partitions = 0;
+  if (head < a.p.num_heads && find_row(a, prefill, static_cast<int>(blockIdx.x), head, work, row)) {
+    const Partitions partitions = find_partitions(a, work);
+    num_partitions = partitions.last - partitions.first + 1;
+  }
+  ptx::griddepcontrol_wait();
+  if (num_partitions <= 1) return;  // of one, the block that had it has written the row
 
   const Split& split = split_of(a, work);
-  const int64_t first = partial_index(a, work, packed / a.group_size, head_of(a, work, packed));
+  const auto head_size = static_cast<int>(a.p.head_size);
+  const int64_t first = partial_index(a, work, row, head);
+  const auto column = [&](int begin) { return min(begin + lane * LANE_ELEMENTS, head_size - LANE_ELEMENTS); };
+  const float* values = split.values + first * head_size;
+  PartitionValues batch;
+  batch.load(values + column(0), head_size, 0, num_partitions);  // under way while the weights are computed
+
   const float2 softmax = lane < num_partitions ? split.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
   const float max = warp_max(softmax.x);
   const float weight = exp_below(softmax.x, max);
   const float sum = warp_sum(softmax.y * weight);
-  const int64_t row = row_of(a, work, packed);
-  const int head = head_of(a, work, packed);
-  const float factor = finish_row(a, row, head, max, sum, lane == 0);
+  const int64_t out_row = int64_t{work.first_row} + row;
+  const float factor = finish_row(a, out_row, head, max, sum, lane == 0);
 
-  const auto head_size = static_cast<int>(a.p.head_size);
-  const float* values = split.values + first * head_size;
-  for (int begin = 0; begin < head_size; begin += WARP_SIZE) {
-    const int d = begin + lane;
-    const float* column = values + min(d, head_size - 1);  // loaded before it is asked for: several at a time
-    float value = 0.0f;
-#pragma unroll 8
-    for (int partition = 0; partition < num_partitions; ++partition) {
-      const float of_partition = column[int64_t{partition} * head_size];
-      value = fmaf(of_partition, __shfl_sync(ALL_LANES, weight, partition), value);
+  for (int begin = 0; begin < head_size; begin += WARP_SIZE * LANE_ELEMENTS) {
+    Floats<LANE_ELEMENTS> merged{};
+    for (int partition = 0; partition < num_partitions; partition += PartitionValues::COUNT) {
+      if (begin + partition > 0) batch.load(values + column(begin), head_size, partition, num_partitions);
+      batch.add(merged, weight, partition, num_partitions);
     }
-    if (d >= head_size) continue;
-    const int64_t index = row * a.p.out_stride + head * head_size + d;
-    switch (a.p.dtype) {
-      case DType::FLOAT16:
-        store_out<float16>(a, index, Floats<1>{value * factor});
-        break;
-      case DType::BFLOAT16:
-        store_out<bfloat16>(a, index, Floats<1>{value * factor});
-        break;
-      default:
-        store_out<float>(a, index, Floats<1>{value * factor});
-    }
+#pragma unroll
+    for (int e = 0; e < LANE_ELEMENTS; ++e) merged[e] *= factor;
+    const int d = begin + lane * LANE_ELEMENTS;
+    if (d < head_size) store_out<Out>(a, out_row * a.p.out_stride + head * a.p.head_size + d, merged);
   }
 }
 
 void launch_merge(const AttentionArguments& a, bool prefill, cudaStream_t stream) {
   const int64_t num_rows = prefill ? a.p.num_tokens : a.p.num_seqs * a.max_decode_rows;
-  const int64_t num_blocks = ceil_div<int64_t>(num_rows * a.p.num_heads, MERGE_WARPS);
-  launch(merge_kernel, dim3(grid_size(num_blocks)), dim3(MERGE_WARPS * WARP_SIZE), 0, stream, a, prefill);
+  const dim3 grid(grid_size(num_rows), grid_size(ceil_div<int64_t>(a.p.num_heads, MERGE_WARPS)));
+  dispatch_dtype(a.p.dtype, [&]<typename Out>() {
+    launch_dependent(merge_kernel<Out>, grid, dim3(MERGE_WARPS * WARP_SIZE), 0, stream, a, prefill);
+  });
 }
 
 void attend(const AttentionArguments& a, cudaStream_t stream) {

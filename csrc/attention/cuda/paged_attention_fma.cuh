@@ -221,6 +221,7 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
 template <typename CacheT, int HEAD_SIZE>
 __global__ void __launch_bounds__(FMA_THREADS, 2)
     fma_decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
+  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
   for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE>(a, work); });
 }
 

@@ -368,6 +368,7 @@ __device__ void attend_decode(const AttentionArguments& a, const Work& work) {
 template <typename T, typename CacheT, int HEAD_SIZE>
 __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
     decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
+  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
   if constexpr (Decode<CacheT, HEAD_SIZE>::IS_LOOP) {
     for_each_decode_work(a, num_works, [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE>(a, work); });
   } else {

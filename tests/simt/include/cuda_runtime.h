@@ -303,18 +303,40 @@ inline cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute,
   return cudaSuccess;
 }
 
+// The code is that of sm_90.
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   const auto thread = [&] { kernel(args...); };
   const auto run_thread = [](const void* arguments) { (*static_cast<decltype(thread)*>(arguments))(); };
+  bool is_dependent = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    is_dependent |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+  }
   simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, config->blockDim,
-             config->dynamicSmemBytes, run_thread, &thread});
+             config->dynamicSmemBytes, is_dependent, run_thread, &thread});
   return cudaSuccess;
 }
 
