@@ -54,6 +54,15 @@ __device__ inline void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- barriers
+// ------------------------------------------------------------------------------------------------------------
+
+// Waits for `num_threads` threads of the block, whole warps, to be here with the same `id`: 1 to 15, as __syncthreads
+// is 0.
+__device__ inline void barrier_sync(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 // ---- asynchronous copies to shared memory
 // -----------------------------------------------------------------------------
 

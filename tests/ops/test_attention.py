@@ -68,6 +68,26 @@ def test_every_group_size(device, group_size):
         assert_attention(arguments, *OPS.paged_attention(**arguments))
 
 
+@pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["same", "fp8"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("group_size", [17, 32, 33, 71])
+def test_large_groups(device, group_size, head_size, cache):
+    """More rows than a multiplication of a tensor core has, over one partition and several; with few rows in the last
+    tile, and with none."""
+    lens = ((1, 1100), (1, 3), (1, 0), (12, 40))
+    case = Case(lens, torch.bfloat16, cache, num_kv_heads=1, group_size=group_size, head_size=head_size, alibi=True)
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+    assert_as_alone(arguments, device)
+
+
+def test_large_groups_of_many_sequences(device):
+    """On a device of 4 multiprocessors, more than there are blocks."""
+    case = Case(((1, 20),) * 70, torch.float16, num_kv_heads=1, group_size=20)
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 7, 200])
 def test_reference_is_torch_sdpa(dtype, num_tokens):

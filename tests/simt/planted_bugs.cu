@@ -62,6 +62,22 @@ __global__ void divergent_barrier_kernel(Arguments a) {
   a.out[threadIdx.x] = a.in[threadIdx.x];
 }
 
+// Each half of the block has a barrier of its own; with the bug, one of half as many threads.
+template <bool BUG>
+__global__ void named_barrier_kernel(Arguments a) {
+  constexpr int HALF = NUM_THREADS / 2;
+  const int half = threadIdx.x / HALF;
+  shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+  ptx::barrier_sync(1 + half, BUG ? HALF / 2 : HALF);
+  a.out[threadIdx.x] = shared_floats()[threadIdx.x ^ (HALF - 1)];
+}
+
+template <bool BUG>
+__global__ void missing_from_named_barrier_kernel(Arguments a) {
+  if (!BUG || threadIdx.x < NUM_THREADS / 2) ptx::barrier_sync(3, NUM_THREADS);
+  a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
 template <bool BUG>
 __global__ void deadlock_kernel(Arguments a) {
   if (BUG && threadIdx.x % WARP_SIZE < 5) __syncthreads();
@@ -332,6 +348,8 @@ const std::vector<Case>& cases() {
       CASE(warp_barrier, [](const float* in, int i) { return in[i ^ (WARP_SIZE - 1)]; }),
       CASE(uninitialised, sum_of_all),
       CASE(divergent_barrier, same),
+      CASE(named_barrier, [](const float* in, int i) { return in[i ^ (NUM_THREADS / 2 - 1)]; }),
+      CASE(missing_from_named_barrier, same),
       CASE(deadlock, sum_of_warp),
       CASE(exited_lanes, sum_of_warp),
       CASE(shuffle_mask, [](const float* in, int i) { return in[i ^ 16]; }),

@@ -203,6 +203,12 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   simt::warp_operation<mma_warp<T>>("mma_m16n8k16", ~0u, mine, site);
 }
 
+// ---- barriers
+
+inline void barrier_sync(int id, int num_threads, simt::Site site = simt::Site::current()) {
+  simt::named_barrier(id, num_threads, site);
+}
+
 // ---- asynchronous copies
 
 inline void cp_async_16(void* target, const void* source, bool valid, simt::Site site = simt::Site::current()) {

@@ -8,9 +8,11 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <numeric>
 #include <sstream>
@@ -43,6 +45,7 @@ constexpr unsigned char POISON = 0xff;  // NaN in every format of floats, -1 in 
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_WARPS = MAX_THREADS / WARP_SIZE;
 constexpr unsigned MAX_GRID_YZ = 65535;
+constexpr int NUM_BARRIERS = 16;
 
 // ---- state
 
@@ -85,6 +88,12 @@ struct Barrier {
   BarrierResult result;
 };
 
+struct NamedBarrier {
+  Site site;
+  int num_threads, num_arrived;
+  unsigned waiting[MAX_WARPS];  // lanes
+};
+
 struct Device {
   std::mutex mutex;
   std::unordered_map<const void*, size_t> allowed_shared_bytes;
@@ -98,6 +107,7 @@ struct Device {
   unsigned running = 0;   // thread
   unsigned patience = 0;  // a power of two: how many switches a warp is kept for, on average
   Barrier barrier;
+  NamedBarrier named_barriers[NUM_BARRIERS];  // 0 is `barrier`
   Warp warps[MAX_WARPS];
   Thread threads[MAX_THREADS];
   Fiber host;
@@ -156,6 +166,11 @@ std::string waiting_threads() {
     if (warp.at_barrier) {
       out << " lanes " << lane_list(warp.at_barrier) << " wait at " << device.barrier.name << " ("
           << device.barrier.site << ");";
+    }
+    for (const NamedBarrier& barrier : device.named_barriers) {
+      if (const unsigned lanes = barrier.waiting[warp_idx]) {
+        out << " lanes " << lane_list(lanes) << " wait at barrier_sync (" << barrier.site << ");";
+      }
     }
     for (unsigned i = 0; i < warp.num_groups; ++i) {
       const Group& group = warp.groups[i];
@@ -271,6 +286,7 @@ void prepare_block(unsigned num_threads) {
   device.num_live = num_threads;
   device.barrier.num_arrived = 0;
   device.barrier.num_true = 0;
+  std::fill(std::begin(device.named_barriers), std::end(device.named_barriers), NamedBarrier{});
   for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
     Warp& warp = device.warps[warp_idx];
     const unsigned first = std::min(warp_idx * WARP_SIZE, num_threads);
@@ -442,6 +458,31 @@ BarrierResult block_barrier(const char* name, bool predicate, Site site) {
   if (barrier.num_arrived == device.num_live) open_barrier();
   run_next();
   return barrier.result;  // the next barrier cannot open before this thread is there
+}
+
+void named_barrier(int id, int num_threads, Site site) {
+  if (id < 1 || id >= NUM_BARRIERS || num_threads < 1 || num_threads % static_cast<int>(WARP_SIZE)) {
+    fail("barrier_sync: expected a barrier of 1 to 15 and whole warps, got barrier " + std::to_string(id) + " and " +
+             std::to_string(num_threads) + " threads",
+         site);
+  }
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
+  NamedBarrier& barrier = device.named_barriers[id];
+  if (barrier.num_arrived == 0) {
+    barrier.site = site;
+    barrier.num_threads = num_threads;
+  } else if (barrier.num_threads != num_threads || !same_site(barrier.site, site)) {
+    fail("divergent barrier: one thread is at barrier_sync while others of its barrier are at another one", site);
+  }
+  barrier.waiting[warp_idx] |= lane;
+  set_waiting(warp_idx, lane);
+  if (++barrier.num_arrived == num_threads) {
+    for (unsigned i = 0; i < MAX_WARPS; ++i) {
+      if (const unsigned lanes = std::exchange(barrier.waiting[i], 0)) set_ready(i, lanes);
+    }
+    barrier.num_arrived = 0;
+  }
+  run_next();
 }
 
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site) {

@@ -65,6 +65,9 @@ struct BarrierResult {
 // Waits for all threads of the block that have not exited.
 BarrierResult block_barrier(const char* name, bool predicate, Site site);
 
+// Waits for `num_threads` threads of the block to be at barrier `id`.
+void named_barrier(int id, int num_threads, Site site);
+
 // All that it does here is that the thread has called it.
 void wait_for_previous_kernel();
 

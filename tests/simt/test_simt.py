@@ -23,6 +23,8 @@ CAUGHT = {
     "warp_barrier": "expected",
     "uninitialised": "expected",
     "divergent_barrier": "simt: divergent barrier",
+    "named_barrier": "expected",
+    "missing_from_named_barrier": "simt: deadlock",
     "deadlock": "simt: deadlock",
     "exited_lanes": "simt: deadlock",
     "shuffle_mask": "simt: ",  # which of several errors is found first depends on the schedule

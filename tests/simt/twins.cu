@@ -148,6 +148,33 @@ void check_ldmatrix() {
   }
 }
 
+// ---- barriers
+
+// One block of 128: pairs of warps turn their halves around, a few times, at barriers of their own.
+__global__ void barrier_kernel(const int* in, int* out) {
+  constexpr int TEAM = 64, NUM_ROUNDS = 5;
+  const int thread = static_cast<int>(threadIdx.x), team = thread / TEAM;
+  int* numbers = reinterpret_cast<int*>(shared_memory);
+  int number = in[thread];
+  for (int round = 0; round < NUM_ROUNDS; ++round) {
+    numbers[thread] = number;
+    ptx::barrier_sync(1 + team, TEAM);
+    number = numbers[thread ^ (TEAM - 1)] + 1;
+    ptx::barrier_sync(1 + team, TEAM);
+  }
+  out[thread] = number;
+}
+
+void check_barriers() {
+  Buffer<int> in(128), out(128);
+  for (int i = 0; i < 128; ++i) in[i] = i * i;
+  run_kernel(barrier_kernel, dim3(1), dim3(128), 512, static_cast<const int*>(in.data()), out.data());
+  for (int i = 0; i < 128; ++i) {
+    const int other = i ^ 63;
+    expect(out[i] == other * other + 5, "barrier_sync", i, other * other + 5, out[i]);
+  }
+}
+
 // ---- kernels that follow each other
 
 constexpr int NUM_STEPS = 10'000;  // of a chain: time enough for a dependent kernel to begin
@@ -433,6 +460,7 @@ int main() {
     cuda::check_mma<float16>("mma of float16");
     cuda::check_mma<bfloat16>("mma of bfloat16");
     cuda::check_ldmatrix();
+    cuda::check_barriers();
     cuda::check_dependent_launch();
     cuda::check_copies();
     cuda::check_widening();

@@ -21,7 +21,8 @@ namespace pagedattn::cuda {
 constexpr int MMA_ROWS = 16;  // of mma.m16n8k16
 constexpr int SLICE_TOKENS = 16;
 constexpr int PREFILL_WARPS = 8;
-constexpr int FMA_ROWS = 8;  // packed rows of a block without tensor cores
+constexpr int WIDE_TILES = 2;  // of 16 rows, in a decode block for a group of more than 16 heads
+constexpr int FMA_ROWS = 8;    // packed rows of a block without tensor cores
 constexpr int MAX_DECODE_ROWS = 8;
 constexpr int MAX_PARTITIONS = WARP_SIZE;  // a lane each when they are merged
 constexpr int MIN_PARTITION_SHIFT = 9;     // log2 of the tokens of a partition
@@ -253,6 +254,12 @@ __device__ inline float exp_below(float x, float max) {
 
 __device__ inline float logit_scale(const AttentionArguments& a) {
   return a.p.key_scale_on_device == nullptr ? a.p.logit_scale : a.p.logit_scale * *a.p.key_scale_on_device;
+}
+
+// Whether decode has such blocks. Larger heads have too many results for shared memory; over 8-bit caches three blocks
+// of 4 warps share a multiprocessor (head of 128), where there would be one of 8.
+constexpr bool has_wide_tiles(int64_t head_size, int64_t cache_element_bytes) {
+  return head_size <= 128 && cache_element_bytes > 1;
 }
 
 // One instantiation file each. Runs decode and, where there may be any, prefill.

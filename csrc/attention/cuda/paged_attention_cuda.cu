@@ -138,6 +138,8 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const int64_t prefill_blocks = std::max<int64_t>(1, prefill_tiles(p, prefill_tile_rows) * p.num_kv_heads);
   const int max_decode_rows = p.query_start_loc == nullptr ? 1 : std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS);
   const int64_t element_bytes = element_size(p.cache_dtype);
+  const bool has_wide_decode_tiles = group_size > MMA_ROWS && has_wide_tiles(p.head_size, element_bytes);
+  const int mma_decode_rows = has_wide_decode_tiles ? WIDE_TILES * MMA_ROWS : MMA_ROWS;
   return {
       .p = p,
       .decode = make_split(p, MAX_PARTITIONS),
@@ -145,7 +147,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .group_size = group_size,
       .sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, INT32_MAX)),
       .max_decode_rows = max_decode_rows,
-      .decode_tile_rows = on_tensor_cores ? MMA_ROWS : FMA_ROWS,
+      .decode_tile_rows = on_tensor_cores ? mma_decode_rows : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,
       .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
       .aligned = is_aligned_16({p.key_cache, p.value_cache},

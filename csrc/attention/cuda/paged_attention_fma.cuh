@@ -44,7 +44,7 @@ template <int HEAD_SIZE>
 struct FmaShared {
   float query[FMA_ROWS][HEAD_SIZE];
   float probabilities[FMA_WARPS][FMA_ROWS][WARP_SIZE];
-  WarpResults<FMA_WARPS, FMA_ROWS, HEAD_SIZE> results;
+  BlockResults<FMA_WARPS, FMA_ROWS, HEAD_SIZE> results;
 };
 
 // What a warp does: 32 tokens after another. HEAD_SIZE is the largest head that a lane's registers hold.
@@ -214,7 +214,7 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   for (int token = first_token; token < work.end; token += FMA_THREADS) warp.attend(token);
   warp.write();
   __syncthreads();
-  shared.results.template store<float>(a, work);
+  shared.results.template store<float, FMA_WARPS>(a, work);
 }
 
 // Grid: decode_grid.

@@ -2,12 +2,12 @@
 // (Dao et al., "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh).
 //
 // A warp holds 16 packed rows: their queries as operands, the weighted values as accumulators. With
-//   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + NUM_WARPS, ..., each
-//            through a pipeline of its own, and the results are merged at the end. Memory bound; 16 rows cost no more
-//            than one, so tensor cores serve every group size.
+//   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + 4, ..., each through a
+//            pipeline of its own, and the results are merged at the end. Memory bound; 16 rows cost no more than one,
+//            so tensor cores serve every group size. Of 32 rows, two warps share a slice.
 //   prefill  each warp has rows of its own, and all share a tile of 4 slices. Compute bound.
 //
-// Bytes: decode reads K and V once for each tile of 16 packed rows; prefill once for each tile of 128.
+// Bytes: decode reads K and V once for each tile of 16 or 32 packed rows; prefill once for each tile of 128.
 #pragma once
 
 #include "attention/cuda/cache_slice.cuh"
@@ -96,17 +96,18 @@ class WarpRows {
     }
   }
 
+  // To the `index`-th results of the block.
   template <typename Results>
-  __device__ void write(const Work& work, Results& results, int warp) const {
+  __device__ void write(const Work& work, Results& results, int index) const {
     const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!has_row(work, i)) continue;
-      const int row = lane_ / 4 + i * 8;
-      if (pair == 0) results.softmax[warp][row] = make_float2(max_[i], sum_[i]);
+      const int row = first_packed_ - work.tile_begin + lane_ / 4 + i * 8;
+      if (pair == 0) results.softmax[index][row] = make_float2(max_[i], sum_[i]);
 #pragma unroll
       for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
-        *reinterpret_cast<float2*>(&results.values[warp][row][tile * 8 + pair]) =
+        *reinterpret_cast<float2*>(&results.values[index][row][tile * 8 + pair]) =
             make_float2(values_[tile][2 * i], values_[tile][2 * i + 1]);
       }
     }
@@ -311,33 +312,47 @@ __device__ void with_out_type(const AttentionArguments& a, const Store& store) {
 // What every GPU since sm_80 lets a block have.
 constexpr int MAX_SHARED_BYTES = 99 * 1024;
 
-template <typename CacheT, int HEAD_SIZE>
+// The block of decode is of teams, which part the tokens. A team has a slice at a time, and a warp for each tile of 16
+// rows.
+template <typename CacheT, int HEAD_SIZE, int NUM_TILES>
 struct Decode {
   static constexpr int SLICE_BYTES = CacheSlice<CacheT, HEAD_SIZE>::BYTES;
-  static constexpr int NUM_WARPS = HEAD_SIZE > 128 && sizeof(CacheT) > 1 ? 2 : 4;
-  static constexpr int NUM_STAGES = NUM_WARPS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
-  static constexpr int WARP_BYTES = NUM_STAGES * SLICE_BYTES;
+  static constexpr int NUM_TEAMS = HEAD_SIZE > 128 && sizeof(CacheT) > 1 ? 2 : 4;
+  static constexpr int TEAM_THREADS = NUM_TILES * WARP_SIZE;
+  static constexpr int NUM_WARPS = NUM_TEAMS * NUM_TILES;
+  static constexpr int NUM_STAGES = NUM_TEAMS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
+  static constexpr int TEAM_BYTES = NUM_STAGES * SLICE_BYTES;
   static constexpr bool IS_LOOP = HEAD_SIZE <= 128;  // over works; larger heads leave no registers for it
-  using Results = WarpResults<NUM_WARPS, MMA_ROWS, HEAD_SIZE>;
-  static constexpr int SHARED_BYTES = std::max<int>(NUM_WARPS * WARP_BYTES, sizeof(Results));
+  using Results = BlockResults<NUM_TEAMS, NUM_TILES * MMA_ROWS, HEAD_SIZE>;
+  static constexpr int SHARED_BYTES = std::max<int>(NUM_TEAMS * TEAM_BYTES, sizeof(Results));
   static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
+
+  static __device__ void sync_team(int team) {
+    if constexpr (NUM_TILES == 1) {
+      __syncwarp();
+    } else {
+      ptx::barrier_sync(1 + team, TEAM_THREADS);
+    }
+  }
 };
 
-template <typename T, typename CacheT, int HEAD_SIZE>
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
 __device__ void attend_decode(const AttentionArguments& a, const Work& work) {
   using Slice = CacheSlice<CacheT, HEAD_SIZE>;
-  using Shape = Decode<CacheT, HEAD_SIZE>;
-  constexpr int STEP = Shape::NUM_WARPS * SLICE_TOKENS;
-  const int warp = threadIdx.x / WARP_SIZE;
-  const int lane = threadIdx.x % WARP_SIZE;
-  unsigned char* stages = shared_memory + warp * Shape::WARP_BYTES;
-  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS + warp * SLICE_TOKENS;
+  using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
+  constexpr int STEP = Shape::NUM_TEAMS * SLICE_TOKENS;
+  const int team = threadIdx.x / Shape::TEAM_THREADS;
+  const int thread = threadIdx.x % Shape::TEAM_THREADS;
+  const int first_packed = work.tile_begin + thread / WARP_SIZE * MMA_ROWS;  // the last tile may have no row
+  unsigned char* stages = shared_memory + team * Shape::TEAM_BYTES;
+  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS + team * SLICE_TOKENS;
   int next_token = token;  // of the next slice to load, whose blocks are looked up one step ahead
   SliceBlocks next_blocks = find_blocks(a, work, next_token);
   int next_stage = 0;
   const auto load_next = [&] {
     if (next_token < work.end) {
-      Slice::template load<WARP_SIZE>(a, work, next_token, next_blocks, stages + next_stage * Slice::BYTES, lane);
+      Slice::template load<Shape::TEAM_THREADS>(a, work, next_token, next_blocks, stages + next_stage * Slice::BYTES,
+                                                thread);
       next_token += STEP;
       next_blocks = find_blocks(a, work, next_token);
     }
@@ -346,12 +361,14 @@ __device__ void attend_decode(const AttentionArguments& a, const Work& work) {
   };
   for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) load_next();
 
-  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, work.tile_begin);
+  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, first_packed);
   for (int stage = 0; token < work.end; token += STEP) {
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
-    __syncwarp();  // the slice is there for all lanes, and all have done with the one before, whose place is filled now
+    Shape::sync_team(team);  // the slice is there for all, and all have done with the one before, whose place is filled
     load_next();
-    rows.template attend<1>(a, work, stages + stage * Slice::BYTES, token);
+    if (NUM_TILES == 1 || first_packed < work.tile_end) {
+      rows.template attend<1>(a, work, stages + stage * Slice::BYTES, token);
+    }
     stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
   }
   rows.finish();
@@ -359,21 +376,22 @@ __device__ void attend_decode(const AttentionArguments& a, const Work& work) {
   ptx::cp_async_wait<0>();
   __syncthreads();  // the results take the place of the slices
   auto& results = *reinterpret_cast<typename Shape::Results*>(shared_memory);
-  rows.write(work, results, warp);
+  rows.write(work, results, team);
   __syncthreads();
-  with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out>(a, work); });
+  with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out, Shape::NUM_WARPS>(a, work); });
 }
 
 // Grid: decode_grid; num_decode_works where IS_LOOP is false.
-template <typename T, typename CacheT, int HEAD_SIZE>
-__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE)
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE)
     decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
   ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
-  if constexpr (Decode<CacheT, HEAD_SIZE>::IS_LOOP) {
-    for_each_decode_work(a, num_works, [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE>(a, work); });
+  if constexpr (Decode<CacheT, HEAD_SIZE, NUM_TILES>::IS_LOOP) {
+    for_each_decode_work(a, num_works,
+                         [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work); });
   } else {
     Work work;
-    if (find_decode_work(a, blockIdx.x, work)) attend_decode<T, CacheT, HEAD_SIZE>(a, work);
+    if (find_decode_work(a, blockIdx.x, work)) attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work);
   }
 }
 
@@ -438,12 +456,21 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
   with_out_type<T, CacheT>(a, [&]<typename Out>() { rows.template store<Out>(a, work); });
 }
 
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+void launch_decode(const AttentionArguments& a, cudaStream_t stream) {
+  using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
+  const int64_t num_works = num_decode_works(a);
+  launch(decode_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, Shape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)),
+         dim3(Shape::NUM_WARPS * WARP_SIZE), Shape::SHARED_BYTES, stream, a, num_works);
+}
+
 template <typename T, typename CacheT, int HEAD_SIZE>
 void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
-  using DecodeShape = Decode<CacheT, HEAD_SIZE>;
-  const int64_t num_works = num_decode_works(a);
-  launch(decode_kernel<T, CacheT, HEAD_SIZE>, DecodeShape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)),
-         dim3(DecodeShape::NUM_WARPS * WARP_SIZE), DecodeShape::SHARED_BYTES, stream, a, num_works);
+  if (a.decode_tile_rows == MMA_ROWS) {
+    launch_decode<T, CacheT, HEAD_SIZE, 1>(a, stream);
+  } else if constexpr (has_wide_tiles(HEAD_SIZE, sizeof(CacheT))) {
+    launch_decode<T, CacheT, HEAD_SIZE, WIDE_TILES>(a, stream);
+  }
   if (!may_have_prefill(a)) return;
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
   launch(prefill_kernel<T, CacheT, HEAD_SIZE>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),

@@ -69,23 +69,23 @@ __device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& w
   return {partial * a.p.head_size, 1.0f};
 }
 
-// The results of the warps of a block, each over tokens of its own, in shared memory.
-template <int NUM_WARPS, int TILE_ROWS, int HEAD_SIZE>
-struct alignas(16) WarpResults {
+// The results of a block in shared memory: NUM_RESULTS of each row, each over tokens of its own.
+template <int NUM_RESULTS, int TILE_ROWS, int HEAD_SIZE>
+struct alignas(16) BlockResults {
   // Rows of values begin 8 banks apart: the lanes of a warp, 8 rows with 4 pairs each, write without conflicts.
   static constexpr int ROW_FLOATS = HEAD_SIZE + 8;
-  float2 softmax[NUM_WARPS][TILE_ROWS];
-  float values[NUM_WARPS][TILE_ROWS][ROW_FLOATS];
+  float2 softmax[NUM_RESULTS][TILE_ROWS];
+  float values[NUM_RESULTS][TILE_ROWS][ROW_FLOATS];
 
-  // After a barrier. Merges the warps' results and writes the rows of the tile to an out of type Out, or their partial
-  // results. A warp has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
-  template <typename Out>
+  // After a barrier. Merges the results and writes the rows of the tile to an out of type Out, or their partial
+  // results. Each of NUM_WARPS warps has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
+  template <typename Out, int NUM_WARPS>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
     constexpr int ROWS_OF_WARP = TILE_ROWS / NUM_WARPS;
     const int warp = threadIdx.x / WARP_SIZE;
     const int lane = threadIdx.x % WARP_SIZE;
     const int num_rows = work.tile_end - work.tile_begin;
-    float weights[NUM_WARPS] = {};
+    float weights[NUM_RESULTS] = {};
     RowTarget target{};
     if (const int row = warp + lane * NUM_WARPS; lane < ROWS_OF_WARP && row < num_rows) {
       target = merge_softmax(a, work, row, weights);
@@ -94,32 +94,32 @@ struct alignas(16) WarpResults {
     for (int i = 0; i < ROWS_OF_WARP; ++i) {
       const int row = warp + i * NUM_WARPS;
       if (row >= num_rows) break;
-      float row_weights[NUM_WARPS];
+      float row_weights[NUM_RESULTS];
 #pragma unroll
-      for (int w = 0; w < NUM_WARPS; ++w) row_weights[w] = __shfl_sync(ALL_LANES, weights[w], i);
+      for (int r = 0; r < NUM_RESULTS; ++r) row_weights[r] = __shfl_sync(ALL_LANES, weights[r], i);
       const RowTarget row_target{__shfl_sync(ALL_LANES, target.index, i), __shfl_sync(ALL_LANES, target.factor, i)};
       store_row<Out>(a, work, row, row_weights, row_target);
     }
   }
 
  private:
-  // The warps' weights in a row of the tile, and its lse or partial softmax.
+  // The results' weights in a row of the tile, and its lse or partial softmax.
   __device__ RowTarget merge_softmax(const AttentionArguments& a, const Work& work, int row,
-                                     float (&weights)[NUM_WARPS]) const {
+                                     float (&weights)[NUM_RESULTS]) const {
     float max = softmax[0][row].x;
 #pragma unroll
-    for (int w = 1; w < NUM_WARPS; ++w) max = fmaxf(max, softmax[w][row].x);
+    for (int r = 1; r < NUM_RESULTS; ++r) max = fmaxf(max, softmax[r][row].x);
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < NUM_WARPS; ++w) {
-      weights[w] = exp_below(softmax[w][row].x, max);
-      sum = fmaf(softmax[w][row].y, weights[w], sum);
+    for (int r = 0; r < NUM_RESULTS; ++r) {
+      weights[r] = exp_below(softmax[r][row].x, max);
+      sum = fmaf(softmax[r][row].y, weights[r], sum);
     }
     return begin_row(a, work, work.tile_begin + row, max, sum, true);
   }
 
   template <typename Out>
-  __device__ void store_row(const AttentionArguments& a, const Work& work, int row, const float (&weights)[NUM_WARPS],
+  __device__ void store_row(const AttentionArguments& a, const Work& work, int row, const float (&weights)[NUM_RESULTS],
                             const RowTarget& target) const {
     constexpr int WARP_ELEMENTS = WARP_SIZE * LANE_ELEMENTS;
 #pragma unroll
@@ -128,10 +128,10 @@ struct alignas(16) WarpResults {
       if (d >= a.p.head_size) break;
       Floats<LANE_ELEMENTS> merged{};
 #pragma unroll
-      for (int w = 0; w < NUM_WARPS; ++w) {
-        const auto of_warp = to_floats(load<LANE_ELEMENTS>(&values[w][row][d]));
+      for (int r = 0; r < NUM_RESULTS; ++r) {
+        const auto result = to_floats(load<LANE_ELEMENTS>(&values[r][row][d]));
 #pragma unroll
-        for (int i = 0; i < LANE_ELEMENTS; ++i) merged[i] = fmaf(of_warp[i], weights[w], merged[i]);
+        for (int i = 0; i < LANE_ELEMENTS; ++i) merged[i] = fmaf(result[i], weights[r], merged[i]);
       }
       target.template store<Out>(a, work, d, merged);
     }
