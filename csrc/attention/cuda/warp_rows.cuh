@@ -1,0 +1,291 @@
+// What a warp does on tensor cores: 16 packed rows, their queries as operands of mma.m16n8k16, the weighted values as
+// accumulators, an online softmax between the two.
+#pragma once
+
+#include "attention/cuda/cache_slice.cuh"
+#include "attention/cuda/row_results.cuh"
+
+namespace pagedattn::cuda {
+
+// The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8: index 0
+// and 1 below.
+template <typename T, typename CacheT, int HEAD_SIZE>
+class WarpRows {
+ public:
+  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+
+  __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
+      : lane_(threadIdx.x % WARP_SIZE), first_packed_(first_packed) {
+    const float scale = logit_scale(a);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int packed = packed_row(work, i);
+      position_[i] = row_position(a, work, packed);
+      slope_[i] = a.p.alibi_slopes == nullptr ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
+      scale_[i] = scale;
+      max_[i] = -INFINITY;
+      sum_[i] = 0.0f;
+    }
+    load_query(a, work);
+#pragma unroll
+    for (auto& tile : values_) {
+      for (float& value : tile) value = 0.0f;
+    }
+  }
+
+  // Takes in the tokens of `NUM_SLICES` slices from `token` on.
+  template <int NUM_SLICES>
+  __device__ void attend(const AttentionArguments& a, const Work& work, const unsigned char* slices, int token) {
+    float logits[NUM_SLICES][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 32; ++step) {
+#pragma unroll
+      for (int slice = 0; slice < NUM_SLICES; ++slice) {
+        uint32_t keys[2][4];
+        Slice::load_keys(slices + slice * Slice::BYTES, lane_, step, keys);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_m16n8k16<T>(logits[slice][0], query_[2 * step + i], keys[i][0], keys[i][1]);
+          ptx::mma_m16n8k16<T>(logits[slice][1], query_[2 * step + i], keys[i][2], keys[i][3]);
+        }
+      }
+    }
+
+    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[Slice::IS_FLOAT8 ? i : 0]; });
+    if (a.p.softcap > 0.0f) {
+      for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
+    }
+    if (a.p.alibi_slopes != nullptr) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
+      });
+    }
+    if (!sees_all(a, token, NUM_SLICES * SLICE_TOKENS)) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        const bool visible = key_token >= first_visible(a, position_[i]) && key_token <= position_[i];
+        logit = visible ? logit : -INFINITY;
+      });
+    }
+    float max[2] = {max_[0], max_[1]};
+    for_each(logits, token, [&](float& logit, int i, int) { max[i] = fmaxf(max[i], logit); });
+
+    rescale(max);
+    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+    if (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end) {
+      add_values<false>(work, slices, logits, base, token);
+    } else {
+      add_values<true>(work, slices, logits, base, token);
+    }
+  }
+
+  // Once, after the last token: the sums of whole rows.
+  __device__ void finish() {
+#pragma unroll
+    for (float& sum : sum_) {
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    }
+  }
+
+  // To the `index`-th results of the block.
+  template <typename Results>
+  __device__ void write(const Work& work, Results& results, int index) const {
+    const int pair = lane_ % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!has_row(work, i)) continue;
+      const int row = first_packed_ - work.tile_begin + lane_ / 4 + i * 8;
+      if (pair == 0) results.softmax[index][row] = make_float2(max_[i], sum_[i]);
+#pragma unroll
+      for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
+        *reinterpret_cast<float2*>(&results.values[index][row][tile * 8 + pair]) =
+            make_float2(values_[tile][2 * i], values_[tile][2 * i + 1]);
+      }
+    }
+  }
+
+  // The rows' results as they are, to an out of type Out: no other warp has worked on them.
+  template <typename Out>
+  __device__ void store(const AttentionArguments& a, const Work& work) const {
+    const int pair = lane_ % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!has_row(work, i)) continue;
+      const RowTarget target = begin_row(a, work, packed_row(work, i), max_[i], sum_[i], pair == 0);
+#pragma unroll
+      for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
+        const int d = tile * 8 + pair;
+        if (d >= a.p.head_size) continue;
+        target.template store<Out>(a, work, d, Floats<2>{values_[tile][2 * i], values_[tile][2 * i + 1]});
+      }
+    }
+  }
+
+  // Whether none of the rows, if there are any, sees any of the tokens from `token` on.
+  __device__ bool is_before(const Work& work, int token) const {
+    return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
+  }
+
+ private:
+  __device__ bool has_row(const Work& work, int i) const { return first_packed_ + lane_ / 4 + i * 8 < work.tile_end; }
+  // Past the last row of the tile, that one again: it sees no other tokens, and is not written.
+  __device__ int packed_row(const Work& work, int i) const {
+    return min(first_packed_ + lane_ / 4 + i * 8, work.tile_end - 1);
+  }
+
+  // function(logit, row, token) for all logits of a lane; row is 0 or 1.
+  template <int NUM_SLICES, typename Function>
+  __device__ void for_each(float (&logits)[NUM_SLICES][2][4], int token, const Function& function) const {
+#pragma unroll
+    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const int first = token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(logits[slice][tile][i], i / 2, first + i % 2);
+      }
+    }
+  }
+
+  // Whether all rows of the warp see all of the tokens.
+  __device__ bool sees_all(const AttentionArguments& a, int token, int num_tokens) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      all = all && first_visible(a, position_[i]) <= token && token + num_tokens - 1 <= position_[i];
+    }
+    return __all_sync(ALL_LANES, all);
+  }
+
+  // With an 8-bit cache, bfloat16 queries are multiplied in float16: divided by a power of two of their own, so that
+  // none overflows. What is then below float16's range is 2^-24 of the row's largest element.
+  __device__ void load_query(const AttentionArguments& a, const Work& work) {
+    const uint16_t* rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int packed = packed_row(work, i);
+      rows[i] = static_cast<const uint16_t*>(a.p.query) + row_of(a, work, packed) * a.p.query_stride +
+                head_of(a, work, packed) * a.p.head_size;
+    }
+    float largest[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int element = Slice::element_of(lane_, step, r / 2);
+        uint32_t bits = 0;
+        if (element < a.p.head_size) {
+          bits = rows[r % 2][element] | static_cast<uint32_t>(rows[r % 2][element + 1]) << 16;
+        }
+        query_[step][r] = bits;
+        if constexpr (Slice::IS_FLOAT8) {
+          largest[r % 2] = fmaxf(largest[r % 2], fmaxf(fabsf(low_bfloat16(bits)), fabsf(high_bfloat16(bits))));
+        }
+      }
+    }
+    if constexpr (Slice::IS_FLOAT8) {
+      if (a.p.dtype == DType::BFLOAT16) convert_query(largest);
+    }
+  }
+
+  __device__ void convert_query(float (&largest)[2]) {
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 1));
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 2));
+      // The power of two at or below it, within what has an inverse.
+      const uint32_t exponent = min(max(__float_as_uint(largest[i]) >> 23, 1u), 253u);
+      scale_[i] *= __uint_as_float(exponent << 23);
+      inverse[i] = __uint_as_float((254 - exponent) << 23);
+    }
+#pragma unroll
+    for (auto& registers : query_) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t bits = registers[r];
+        registers[r] = ptx::pack<T>(low_bfloat16(bits) * inverse[r % 2], high_bfloat16(bits) * inverse[r % 2]);
+      }
+    }
+  }
+
+  static __device__ float low_bfloat16(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ float high_bfloat16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+  // Takes the maxima of a lane's logits to those of the rows, and what was summed so far to these.
+  __device__ void rescale(float (&max)[2]) {
+    bool larger = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      max[i] = fmaxf(max[i], __shfl_xor_sync(ALL_LANES, max[i], 1));
+      max[i] = fmaxf(max[i], __shfl_xor_sync(ALL_LANES, max[i], 2));
+      larger = larger || max[i] > max_[i];
+    }
+    if (!__any_sync(ALL_LANES, larger)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float weight = exp_below(max_[i], max[i]);
+      max_[i] = max[i];
+      sum_[i] *= weight;
+#pragma unroll
+      for (auto& tile : values_) {
+        tile[2 * i] *= weight;
+        tile[2 * i + 1] *= weight;
+      }
+    }
+  }
+
+  // values += probabilities * V, probabilities = e^(logits - base). At an edge of what the work sees, the values of the
+  // other tokens are masked: they may be anything, and 0 * NaN is NaN.
+  template <bool AT_EDGE, int NUM_SLICES>
+  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&logits)[NUM_SLICES][2][4],
+                             const float (&base)[2], int token) {
+#pragma unroll
+    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+      uint32_t probabilities[4];
+      uint32_t mask[2] = {~0u, ~0u};
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          p[i] = ptx::exp2_approx((logits[slice][tile][i] - base[i / 2]) * LOG2_E);
+          sum_[i / 2] += p[i];
+        }
+        probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
+        probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
+        if constexpr (AT_EDGE) {
+          mask[tile] = visible_pair(work, token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile));
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < HEAD_SIZE / 32; ++step) {
+        uint32_t operands[4][2];
+        Slice::load_values(slices + slice * Slice::BYTES, lane_, step, operands);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ptx::mma_m16n8k16<T>(values_[4 * step + i], probabilities, operands[i][0] & mask[0],
+                               operands[i][1] & mask[1]);
+        }
+      }
+    }
+  }
+
+  // Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
+  static __device__ uint32_t visible_pair(const Work& work, int token) {
+    const auto visible = [&](int t) { return t >= work.begin && t < work.end; };
+    return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
+  }
+
+  int lane_;
+  int first_packed_;
+  int position_[2];
+  float slope_[2];  // of ALiBi
+  float scale_[2];  // one for both rows, unless convert_query scales them
+  float max_[2];
+  float sum_[2];  // of this lane's logits
+  uint32_t query_[HEAD_SIZE / 16][4];
+  float values_[HEAD_SIZE / 8][4];
+};
+
+}  // namespace pagedattn::cuda
