@@ -28,9 +28,9 @@ constexpr int MAX_PARTITIONS = WARP_SIZE;  // a lane each when they are merged
 constexpr int MIN_PARTITION_SHIFT = 9;     // log2 of the tokens of a partition
 constexpr int MIN_PARTITION_TOKENS = 1 << MIN_PARTITION_SHIFT;
 constexpr int64_t ENOUGH_BLOCKS = 128;  // of a prefill: about one for each multiprocessor of a large GPU
-// That share the decode works: some times as many as fit, so that they end together. With 64, a block has one work at
-// 64 sequences x 32 KV heads x 1,024 tokens, where 16 give it two and the last block comes late; but where block_tables
-// are wide and sequences short, four times as many blocks find nothing. To be tried on a GPU.
+// Of decode, which share its works: some times as many as fit. With fewer the last of them end late; with more, they
+// begin more often, and where block_tables are wide and sequences short, most for nothing. 32 and 64 (at 64 sequences x
+// 32 KV heads x 1,024 tokens, a work each) are to be tried on a GPU.
 constexpr int64_t DECODE_BLOCKS_OF_MULTIPROCESSOR = 16;
 constexpr float LOG2_E = 1.44269504088896340736f;
 
