@@ -178,9 +178,9 @@ def paged_attention(
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
         the exponentials of a row's logits.
     """
-    check_tensors("paged_attention", query=query)
-    check_rank("paged_attention", "query", query, 3)
     if scale is None:
+        check_tensors("paged_attention", query=query)
+        check_rank("paged_attention", "query", query, 3)
         scale = _default_scale(query)
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
