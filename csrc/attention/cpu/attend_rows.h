@@ -218,20 +218,23 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
   for (int r = 0; r < NUM_ROWS; ++r) *rows[r].sum += reduce_sum(sums[r]);
 }
 
-// Elements [d, d + STEP) of the values of NUM_ROWS rows; values[s] is strip s of element 0. WHOLE: the head does not
-// end within them.
+// How many times as many sums of values as registers hold are reduced together. Without AVX512 it pays: reductions for
+// each few elements would hold up the multiplications that follow.
+template <int NUM_ROWS>
+constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
+
+// The sums of NUM_STRIPS strips of NUM_ROWS rows, one below the other; values[s] is strip s of the first element. WHOLE:
+// the head does not end within them, else after num_strips. Sum i of row r goes to sums[r * row_stride + i].
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
-PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
-                                          const T* const* values, int64_t d) {
+PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
+                                 int64_t first_offset, int num_strips, Vec* to, int row_stride) {
   constexpr int PARTS = Strip::PARTS;
   constexpr int TOKENS = Strip::SIZE / ELEMENTS;   // of a strip
   constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // one below the other
   constexpr int STEP = NUM_STRIPS * ELEMENTS;
   const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
-  const int num_strips = WHOLE ? NUM_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
   constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
   Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
-  const int64_t first_offset = d * h.params.block_size;
   const auto strip_at = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
     // Past the end of the head, its last strip is read again; that sum is dropped.
     const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
@@ -327,8 +330,30 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       }
     }
   }
-  float totals[VEC_SIZE * ELEMENTS];
-  sum_runs<ELEMENTS>(sums, totals);
+  PAGEDATTN_UNROLL
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) to[r * row_stride + i] = sums[r * NUM_STRIPS + i];
+  }
+}
+
+// Elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS elements.
+template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
+PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
+                                          const T* const* values, int64_t d) {
+  constexpr int NUM_PASSES = SUM_PASSES<NUM_ROWS>;
+  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // in a pass
+  constexpr int ROW_STRIPS = NUM_PASSES * NUM_STRIPS;
+  constexpr int STEP = ROW_STRIPS * ELEMENTS;
+  const int num_strips = WHOLE ? ROW_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
+  Vec sums[NUM_PASSES][VEC_SIZE];  // of [NUM_ROWS][ROW_STRIPS]
+  for (int first = 0; first < num_strips; first += NUM_STRIPS) {
+    const int64_t offset = (d + first * ELEMENTS) * h.params.block_size;
+    sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, values, offset, num_strips - first, sums[0] + first,
+                                                    ROW_STRIPS);
+  }
+  float totals[NUM_PASSES * VEC_SIZE * ELEMENTS];
+  for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
   for (int r = 0; r < NUM_ROWS; ++r) {
     float* row = rows[r].values + d;
     const float* row_totals = totals + r * STEP;
@@ -351,7 +376,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
 
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS>
 void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
-  constexpr int STEP = VEC_SIZE / NUM_ROWS * ELEMENTS;
+  constexpr int STEP = SUM_PASSES<NUM_ROWS> * VEC_SIZE / NUM_ROWS * ELEMENTS;
   alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
   for (int r = 0; r < NUM_ROWS; ++r) {
     Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
