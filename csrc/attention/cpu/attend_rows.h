@@ -68,6 +68,17 @@ PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
   return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
 }
 
+// The first step of the conversion of keys: converted[i * COUNT + j] from first[j] + i * step. Not inlined: GCC 12
+// would keep its constants in registers that the sums need.
+template <typename Dot, int COUNT, typename T>
+__attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t step, int64_t num_steps,
+                                                  typename Dot::Converted* converted) {
+  for (int64_t i = 0; i < num_steps; ++i) {
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < COUNT; ++j) Dot::convert(first[j] + i * step, converted[i * COUNT + j]);
+  }
+}
+
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
 PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
@@ -83,6 +94,8 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
   constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
   constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
+  // Where registers would not hold all parts of several keys beside the sums.
+  constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
   const auto key_at = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
     const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
     const T* run = keys[token / RUN] + chunk * chunk_stride;
@@ -90,10 +103,9 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   };
   [[maybe_unused]] ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS> converted;
   if constexpr (CONVERTS_FIRST<Dot>) {
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-      PAGEDATTN_UNROLL
-      for (int key = 0; key < NUM_KEYS; ++key) Dot::convert(key_at(chunk, key), converted.at[chunk * NUM_KEYS + key]);
-    }
+    const T* first_chunks[NUM_KEYS];
+    for (int key = 0; key < NUM_KEYS; ++key) first_chunks[key] = key_at(0, key);
+    convert_keys_first<Dot, NUM_KEYS>(first_chunks, chunk_stride, num_chunks, converted.at);
   }
   const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
     if constexpr (CONVERTS_FIRST<Dot>) {
@@ -112,14 +124,25 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
       PAGEDATTN_UNROLL
       for (int first = pass; first < pass + PASS_KEYS; first += LOADED_KEYS) {
         typename Dot::Keys loaded[LOADED_KEYS];
-        PAGEDATTN_UNROLL
-        for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
+        if constexpr (!PART_BY_PART) {
+          PAGEDATTN_UNROLL
+          for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
+        }
         if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
           for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
         }
         // Parts that are multiplied with the same of the query, into different sums, are adjacent.
         PAGEDATTN_UNROLL
         for (int part = 0; part < Dot::PARTS; part += Dot::SUMS) {
+          if constexpr (PART_BY_PART) {
+            PAGEDATTN_UNROLL
+            for (int of = 0; of < Dot::SUMS; ++of) {
+              PAGEDATTN_UNROLL
+              for (int i = 0; i < LOADED_KEYS; ++i) {
+                loaded[i].part[part + of] = Dot::load_part(converted.at[chunk * NUM_KEYS + first + i], part + of);
+              }
+            }
+          }
           PAGEDATTN_UNROLL
           for (int r = 0; r < NUM_ROWS; ++r) {
             auto query = Dot::load_query(rows[r].query, chunk, part);
@@ -223,8 +246,8 @@ void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Ro
 template <int NUM_ROWS>
 constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
 
-// The sums of NUM_STRIPS strips of NUM_ROWS rows, one below the other; values[s] is strip s of the first element. WHOLE:
-// the head does not end within them, else after num_strips. Sum i of row r goes to sums[r * row_stride + i].
+// The sums of NUM_STRIPS strips of NUM_ROWS rows, one below the other; values[s] is strip s of the first element.
+// WHOLE: the head does not end within them, else after num_strips. Sum i of row r goes to sums[r * row_stride + i].
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
                                  int64_t first_offset, int num_strips, Vec* to, int row_stride) {

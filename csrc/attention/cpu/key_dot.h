@@ -91,8 +91,12 @@ struct Float8KeyDot : KeyDot<CacheT> {
   using typename KeyDot<CacheT>::Keys;
 
   static PAGEDATTN_INLINE void convert(const CacheT* keys, Converted& converted) { converted.store(keys); }
+  static PAGEDATTN_INLINE Vec load_part(const Converted& keys, int part) {
+    const Float16Halves& halves = part < 2 ? keys.even : keys.odd;
+    return part % 2 == 0 ? halves.first() : halves.last();
+  }
   static PAGEDATTN_INLINE Keys load_converted(const Converted& keys) {
-    return {{keys.even.first(), keys.even.last(), keys.odd.first(), keys.odd.last()}};
+    return {{load_part(keys, 0), load_part(keys, 1), load_part(keys, 2), load_part(keys, 3)}};
   }
   static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
     Converted converted;
