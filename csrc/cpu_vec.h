@@ -289,16 +289,37 @@ constexpr float E4M3_UNIT = 1.0f;
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // The upper byte of each 16-bit element as float16: e5m2 as it is, e4m3 in units of E4M3_UNIT, as the biases of the
-// exponents differ by 8.
+// exponents differ by 8. What becomes of the NaN of e4m3 without NAN_TOO is a number.
+template <bool NAN_TOO>
 PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e5m2) {
   return _mm256_and_si256(bytes, _mm256_set1_epi16(static_cast<short>(0xff00)));
 }
+template <bool NAN_TOO>
 PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e4m3) {
   const __m256i half = _mm256_and_si256(_mm256_srai_epi16(bytes, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+  if constexpr (!NAN_TOO) return half;
   // Only the NaN carries to the first bit of the exponent, which is what it lacks to be one of float16.
   const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
   return _mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
 }
+
+// Finds out whether one of many values needs NAN_TOO, in fewer instructions than that takes. e5m2 never does.
+template <typename Float8>
+struct NanFinder {
+  PAGEDATTN_INLINE void add(__m256i) {}
+  PAGEDATTN_INLINE bool found() const { return false; }
+};
+template <>
+struct NanFinder<float8_e4m3> {
+  __m256i greatest = _mm256_setzero_si256();  // of the magnitudes
+
+  PAGEDATTN_INLINE void add(__m256i bytes) {
+    greatest = _mm256_max_epu8(greatest, _mm256_and_si256(bytes, _mm256_set1_epi8(0x7f)));
+  }
+  PAGEDATTN_INLINE bool found() const {
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(greatest, _mm256_set1_epi8(0x7f))) != 0;
+  }
+};
 
 // 16 float16 in memory, to be converted 8 at a time: to take the halves of a register apart costs as much again.
 struct Float16Halves {
@@ -317,21 +338,23 @@ struct Float16Pairs {
   Float16Halves even;
   Float16Halves odd;
 
-  template <typename Float8>
-  PAGEDATTN_INLINE void store(const Float8* source) {
+  template <bool NAN_TOO, typename Float8>
+  PAGEDATTN_INLINE void store(const Float8* source, NanFinder<Float8>& nans) {
     const __m256i bytes = load_as<__m256i>(source);
-    even.store(upper_bytes_to_float16(_mm256_slli_epi16(bytes, 8), Float8{}));
-    odd.store(upper_bytes_to_float16(bytes, Float8{}));
+    nans.add(bytes);
+    even.store(upper_bytes_to_float16<NAN_TOO>(_mm256_slli_epi16(bytes, 8), Float8{}));
+    odd.store(upper_bytes_to_float16<NAN_TOO>(bytes, Float8{}));
   }
 };
 
 // Of 16 float8 the elements at even places, then those at odd places.
-template <typename Float8>
-PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source) {
+template <bool NAN_TOO, typename Float8>
+PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source, NanFinder<Float8>& nans) {
   const __m256i twice = _mm256_broadcastsi128_si256(load_as<__m128i>(source));
+  nans.add(twice);
   const __m256i even_then_odd_as_upper = _mm256_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14,  //
                                                           -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
-  target.store(upper_bytes_to_float16(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
+  target.store(upper_bytes_to_float16<NAN_TOO>(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
 }
 #elif !defined(__AVX512BF16__)
 // Of every 4 bytes the first, the second, the third and the last.

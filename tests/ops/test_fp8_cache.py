@@ -248,6 +248,30 @@ def test_attention_reads_every_byte(device, out_dtype, dtype):
     assert_close_to_reference(out[:, 0, 3].cpu(), reference.dequantise(stored, dtype, v_scale))
 
 
+@pytest.mark.parametrize("group_size", [1, 4, 20])
+@pytest.mark.parametrize("nan", [0x7F, 0xFF], ids=hex)
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_one_nan_stays_where_it_is(device, dtype, nan, group_size):
+    """A key: out and lse of its heads. A value: its element of their out. All else is the same bit for bit."""
+    case = Case(((1, 300),), torch.bfloat16, cache=("auto", dtype), group_size=group_size)
+    arguments = make_arguments(case, device)
+    expected_out, expected_lse = OPS.paged_attention(**arguments)
+    block, slot = arguments["block_tables"][0, 9].long(), 5
+    heads = slice(group_size, 2 * group_size)  # of KV head 1
+    for name, place in (("key_cache", (block, 1, 2, slot, 13)), ("value_cache", (block, 1, 37, slot))):
+        cache = arguments[name].clone()
+        cache.view(torch.uint8)[place] = nan
+        out, lse = OPS.paged_attention(**arguments | {name: cache})
+        hit = torch.zeros_like(out, dtype=torch.bool)
+        hit[:, heads, 37 if name == "value_cache" else slice(None)] = True
+        assert out[hit].isnan().all()
+        assert_same_bits(out[~hit], expected_out[~hit])
+        if name == "key_cache":
+            assert lse[:, heads].isnan().all()
+            lse[:, heads] = expected_lse[:, heads]
+        assert_same_bits(lse, expected_lse)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("cache", FP8_CACHES, ids=FP8_IDS)
 @pytest.mark.parametrize("dtype", DTYPES)

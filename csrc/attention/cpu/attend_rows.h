@@ -68,15 +68,30 @@ PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
   return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
 }
 
+// Calls convert_all(convert), which calls convert(source, converted) for all that is to be converted; twice if one of
+// the values is NaN.
+template <typename Loader, typename T, typename ConvertAll>
+PAGEDATTN_INLINE void convert_with_nan_if_any(const ConvertAll& convert_all) {
+  typename Loader::Nans nans;
+  convert_all([&](const T* source, auto& converted)
+                  PAGEDATTN_ALWAYS_INLINE { Loader::template convert<false>(source, converted, nans); });
+  if (nans.found()) [[unlikely]] {
+    convert_all([&](const T* source, auto& converted)
+                    PAGEDATTN_ALWAYS_INLINE { Loader::template convert<true>(source, converted, nans); });
+  }
+}
+
 // The first step of the conversion of keys: converted[i * COUNT + j] from first[j] + i * step. Not inlined: GCC 12
 // would keep its constants in registers that the sums need.
 template <typename Dot, int COUNT, typename T>
 __attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t step, int64_t num_steps,
                                                   typename Dot::Converted* converted) {
-  for (int64_t i = 0; i < num_steps; ++i) {
-    PAGEDATTN_UNROLL
-    for (int j = 0; j < COUNT; ++j) Dot::convert(first[j] + i * step, converted[i * COUNT + j]);
-  }
+  convert_with_nan_if_any<Dot, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+    for (int64_t i = 0; i < num_steps; ++i) {
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < COUNT; ++j) convert(first[j] + i * step, converted[i * COUNT + j]);
+    }
+  });
 }
 
 // The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
@@ -265,10 +280,12 @@ PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, con
   };
   [[maybe_unused]] ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS> converted;
   if constexpr (CONVERTS_FIRST<Strip>) {
-    for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) Strip::convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
-    }
+    convert_with_nan_if_any<Strip, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+      for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < NUM_STRIPS; ++i) convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
+      }
+    });
   }
   const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
     if constexpr (CONVERTS_FIRST<Strip>) {

@@ -88,9 +88,13 @@ struct KeyDot {
 template <typename CacheT>
 struct Float8KeyDot : KeyDot<CacheT> {
   using Converted = Float16Pairs;
+  using Nans = NanFinder<CacheT>;
   using typename KeyDot<CacheT>::Keys;
 
-  static PAGEDATTN_INLINE void convert(const CacheT* keys, Converted& converted) { converted.store(keys); }
+  template <bool NAN_TOO>
+  static PAGEDATTN_INLINE void convert(const CacheT* keys, Converted& converted, Nans& nans) {
+    converted.store<NAN_TOO>(keys, nans);
+  }
   static PAGEDATTN_INLINE Vec load_part(const Converted& keys, int part) {
     const Float16Halves& halves = part < 2 ? keys.even : keys.odd;
     return part % 2 == 0 ? halves.first() : halves.last();
@@ -100,7 +104,8 @@ struct Float8KeyDot : KeyDot<CacheT> {
   }
   static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
     Converted converted;
-    convert(keys, converted);
+    Nans nans;
+    convert<true>(keys, converted, nans);
     return load_converted(converted);
   }
 };

@@ -88,15 +88,20 @@ template <typename CacheT>
   requires(sizeof(CacheT) == 1)
 struct ValueStrip<CacheT> : FloatStrip<2> {
   using Converted = Float16Halves;
+  using Nans = NanFinder<CacheT>;
 
-  static PAGEDATTN_INLINE void convert(const CacheT* values, Converted& converted) { store_pairs(converted, values); }
+  template <bool NAN_TOO>
+  static PAGEDATTN_INLINE void convert(const CacheT* values, Converted& converted, Nans& nans) {
+    store_pairs<NAN_TOO>(converted, values, nans);
+  }
   static PAGEDATTN_INLINE ValueStrip load_converted(const Converted& values) {
     return {{{values.first(), values.last()}}};
   }
   template <int ELEMENTS>
   static PAGEDATTN_INLINE ValueStrip load_from(const CacheT* values) {
     Converted converted;
-    convert(values, converted);
+    Nans nans;
+    convert<true>(values, converted, nans);
     return load_converted(converted);
   }
 };
