@@ -20,9 +20,8 @@ constexpr int PRODUCT_ROWS = 3;
 
 constexpr int LANE_FLOATS = 4;  // in 128 bits
 
-// So many rows are worth a conversion for all of them, which saves more where it costs more.
-template <typename T>
-constexpr int64_t LEAST_ROWS = sizeof(T) == 1 ? 8 : 16;
+// So many rows are worth a conversion for all of them.
+constexpr int64_t LEAST_ROWS = 16;
 
 // As many have their logits in memory at a time.
 constexpr int64_t MOST_ROWS = 128;
