@@ -21,7 +21,7 @@ COMPILERS = {
     ],
     "simt": [
         *("c++", "-std=c++20", "-O2", "-Wno-unknown-pragmas", "-DPAGEDATTN_SIMT"),
-        *("-I", "tests", "-I", "tests/simt/include", "-x", "c++", "tests/simt/simt.cpp"),
+        *("-I", "tests", "-I", "tests/simt/include", "-x", "c++", "tests/simt/simt.cpp", "tests/simt/bulk_copy.cpp"),
     ],
 }
 

@@ -108,6 +108,55 @@ __device__ inline void griddepcontrol_wait() {
 #endif
 }
 
+// ---- bulk copies to shared memory, and the barriers that count their bytes. sm_90
+// ---------------------------------------------------------------------------------------------------------
+
+// Whether the functions of this section may be called: known when the kernel is compiled.
+__device__ constexpr bool is_sm90() {
+#if __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
+
+// `barrier` is in shared memory. A phase of it ends when `num_arrivals` arrivals have come, and all bytes that they
+// said. By one thread, before a fence_proxy_async of its own and a barrier of the threads.
+__device__ inline void mbarrier_init(uint64_t* barrier, uint32_t num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+}
+
+// Arrives, and says that bulk copies of so many bytes belong to the phase, too.
+__device__ inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Waits for the end of a phase, 0 for the first one, of which only the parity is told: it returns at once if the phase
+// that the barrier is in has the other one. What was copied is there for this thread then.
+__device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t is_over = 0;
+  while (!is_over) {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+                 : "=r"(is_over)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+}
+
+// Copies from global to shared memory; both addresses and the number of bytes are multiples of 16. One thread calls it,
+// and `barrier` counts the bytes as they come.
+__device__ inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target)),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// What threads have written to shared memory before is there for bulk copies that begin after it, and is not written
+// over what they bring. By the thread that starts them, after a barrier, or by those that wrote, before one.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- numbers
 // ----------------------------------------------------------------------------------------------------------
 

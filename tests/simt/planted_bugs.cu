@@ -1,7 +1,7 @@
 // Small kernels, each with a bug that can be switched on: what the simt device must catch (test_simt.py).
 //   planted_bugs CASE clean|bug     exit status: 0 right result, 1 wrong result, 2 error (its text on stderr)
 //   planted_bugs --list
-// The clean kernels are right on a GPU too.
+// The clean kernels are right on a GPU too, those with bulk copies from sm_90 on.
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -225,6 +225,38 @@ __global__ void copy_alignment_kernel(Arguments a) {
   a.out[threadIdx.x] = shared_floats()[threadIdx.x];
 }
 
+// ---- bulk copies: a stage of 32 floats, filled four times by the first thread, in phases of one barrier
+
+enum class BulkBug { NONE, INIT, INIT_FENCE, PHASE, WAIT, BYTES, REUSE, FENCE, ALIGNMENT };
+
+template <BulkBug BUG>
+__global__ void bulk_kernel(Arguments a) {
+  constexpr int STAGE = 32;
+  constexpr uint32_t BYTES = STAGE * sizeof(float);
+  float* stage = shared_floats();
+  auto* barrier = reinterpret_cast<uint64_t*>(stage + STAGE);
+  if (threadIdx.x == 0) {
+    if (BUG != BulkBug::INIT) ptx::mbarrier_init(barrier, 1);
+    if (BUG != BulkBug::INIT_FENCE) ptx::fence_proxy_async();
+  }
+  __syncthreads();
+  constexpr unsigned NUM_ROUNDS = NUM_THREADS / STAGE;
+  for (unsigned round = 0; round < NUM_ROUNDS; ++round) {
+    if (threadIdx.x == 0) {
+      if (BUG != BulkBug::FENCE && round > 0) ptx::fence_proxy_async();
+      ptx::mbarrier_arrive_expect(barrier, BYTES + (BUG == BulkBug::BYTES ? 16 : 0));
+      ptx::bulk_copy(stage, a.in + round * STAGE + (BUG == BulkBug::ALIGNMENT ? 1 : 0), BYTES, barrier);
+    }
+    const unsigned phase = BUG == BulkBug::PHASE ? 0 : round;
+    if (BUG != BulkBug::WAIT || round + 1 < NUM_ROUNDS) ptx::mbarrier_wait(barrier, phase % 2);
+    if (threadIdx.x / STAGE == round) a.out[threadIdx.x] = stage[threadIdx.x % STAGE];
+    if (BUG == BulkBug::REUSE) continue;
+    __syncthreads();
+    if (threadIdx.x < STAGE) stage[threadIdx.x] = 0.0f;  // used for something else
+    __syncthreads();
+  }
+}
+
 // ---- out of bounds by one element, and unaligned
 
 template <bool BUG>
@@ -340,6 +372,8 @@ Case make_case(const char* name, Kernel clean, Kernel bug, Expected expected) {
   return {name, run, expected};
 }
 
+Case make_bulk_case(const char* name, Kernel bug) { return make_case(name, bulk_kernel<BulkBug::NONE>, bug, same); }
+
 #define CASE(name, expected) make_case(#name, name##_kernel<false>, name##_kernel<true>, expected)
 
 const std::vector<Case>& cases() {
@@ -363,6 +397,14 @@ const std::vector<Case>& cases() {
       CASE(wait_count, sum_of_all),
       CASE(reuse, sum_of_all),
       CASE(copy_alignment, same),
+      make_bulk_case("bulk_init", bulk_kernel<BulkBug::INIT>),
+      make_bulk_case("bulk_init_fence", bulk_kernel<BulkBug::INIT_FENCE>),
+      make_bulk_case("bulk_phase", bulk_kernel<BulkBug::PHASE>),
+      make_bulk_case("bulk_wait", bulk_kernel<BulkBug::WAIT>),
+      make_bulk_case("bulk_bytes", bulk_kernel<BulkBug::BYTES>),
+      make_bulk_case("bulk_reuse", bulk_kernel<BulkBug::REUSE>),
+      make_bulk_case("bulk_fence", bulk_kernel<BulkBug::FENCE>),
+      make_bulk_case("bulk_alignment", bulk_kernel<BulkBug::ALIGNMENT>),
       CASE(shared_read, same),
       CASE(shared_write, same),
       CASE(global_read, same),

@@ -226,4 +226,27 @@ inline void cp_async_wait() {
   simt::wait_for_copy_groups(PENDING);
 }
 
+// ---- bulk copies
+
+inline bool is_sm90() { return simt::architecture() >= 90; }
+
+inline void mbarrier_init(uint64_t* barrier, uint32_t num_arrivals, simt::Site site = simt::Site::current()) {
+  simt::mbarrier_init(barrier, num_arrivals, site);
+}
+
+inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes, simt::Site site = simt::Site::current()) {
+  simt::mbarrier_arrive_expect(barrier, bytes, site);
+}
+
+inline void mbarrier_wait(uint64_t* barrier, uint32_t parity, simt::Site site = simt::Site::current()) {
+  simt::mbarrier_wait(barrier, parity != 0, site);
+}
+
+inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier,
+                      simt::Site site = simt::Site::current()) {
+  simt::start_bulk_copy(target, source, bytes, barrier, site);
+}
+
+inline void fence_proxy_async() { simt::fence_proxy_async(); }
+
 }  // namespace pagedattn::ptx

@@ -1,9 +1,9 @@
-// The simt device (simt.h): the schedule, warp operations, barriers, asynchronous copies, errors.
+// The simt device (simt.h): the schedule, warp operations, barriers, cp.async, errors.
 //
 // All state is one global `device`: a mutex lets one launch run at a time. A thread of the block is in exactly one of
-// these states: ready (the running one too), waiting in a group of its warp, waiting at the barrier, or exited. They
-// are bit masks, one bit a lane. Waiting threads switch directly to the next ready one; the host's stack gets its turn
-// when no thread is ready: the block is done, or nobody can go on.
+// these states: ready (the running one too), waiting in a group of its warp, at the barrier or at a place in memory, or
+// exited. They are bit masks, one bit a lane. Waiting threads switch directly to the next ready one; the host's stack
+// gets its turn when no thread is ready: the block is done, or nobody can go on.
 #include "simt.h"
 
 #include <cuda_runtime.h>
@@ -63,6 +63,7 @@ struct Thread {
   std::vector<Copy> copies;  // under way, oldest first
   unsigned open_group = 0;   // its number; older ones are closed
   bool has_waited = false;   // for the kernel before this one
+  const void* waits_at = nullptr;
 };
 
 // Lanes that wait for one operation.
@@ -75,6 +76,9 @@ struct Group {
 
 struct Warp {
   unsigned live = 0, ready = 0, at_barrier = 0;
+  unsigned at_places = 0;  // wait_at, all of them for the same reason as the last one
+  const char* place_name;
+  Site place_site;
   unsigned num_groups = 0;
   Group groups[WARP_SIZE];
   void* operands[WARP_SIZE];
@@ -101,6 +105,7 @@ struct Device {
 
   const Launch* launch = nullptr;
   uint64_t seed = 0, random_state = 0;
+  int architecture = 0;
   std::string error;
 
   unsigned num_live = 0, ready_warps = 0;
@@ -176,6 +181,10 @@ std::string waiting_threads() {
       const Group& group = warp.groups[i];
       out << " lanes " << lane_list(group.arrived) << " wait at " << group.name << " (" << group.site << ") for lanes "
           << lane_list(group.mask & ~group.arrived) << ";";
+    }
+    if (warp.at_places) {
+      out << " lanes " << lane_list(warp.at_places) << " wait at " << warp.place_name << " (" << warp.place_site
+          << ");";
     }
     if (warp.ready) out << " lanes " << lane_list(warp.ready) << " run;";
     if (~warp.live) out << " lanes " << lane_list(~warp.live) << " have exited, or never were;";
@@ -292,10 +301,11 @@ void prepare_block(unsigned num_threads) {
     const unsigned first = std::min(warp_idx * WARP_SIZE, num_threads);
     const unsigned num_lanes = std::min(num_threads - first, WARP_SIZE);
     warp.live = num_lanes == WARP_SIZE ? ~0u : (1u << num_lanes) - 1;
-    warp.ready = warp.at_barrier = warp.num_groups = 0;
+    warp.ready = warp.at_barrier = warp.at_places = warp.num_groups = 0;
     if (num_lanes) set_ready(warp_idx, warp.live);
   }
   std::memset(shared_memory, POISON, device.launch->shared_bytes);
+  begin_bulk_copies(device.launch->shared_bytes);
   device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
 }
 
@@ -330,6 +340,7 @@ void run_block(unsigned num_threads) {
     if (device.threads[i].has_waited) continue;
     fail_launch("thread " + std::to_string(i) + " of a dependent kernel ended without griddepcontrol_wait");
   }
+  if (has_bulk_copies_under_way()) fail_launch("the block has ended, and nobody has waited for its last bulk copies");
   device.in_block = false;
 }
 
@@ -357,6 +368,14 @@ void check_limits(const Launch& launch) {
 
 }  // namespace
 
+int environment_number(const char* name, int otherwise) {
+  const char* request = std::getenv(name);
+  if (request == nullptr) return otherwise;
+  const int number = std::atoi(request);
+  if (number < 1) throw std::runtime_error(std::string(name) + ": expected 1 or more, got " + request);
+  return number;
+}
+
 void allow_shared_bytes(const void* function, int64_t bytes) {
   const std::lock_guard lock(device.mutex);
   if (bytes < 0 || bytes > static_cast<int64_t>(MAX_SHARED_BYTES)) {
@@ -373,6 +392,7 @@ void run(const Launch& launch) {
   const char* seed = std::getenv("PAGEDATTN_SIMT_SEED");
   device.seed = seed && *seed ? std::strtoull(seed, nullptr, 10) : device.num_launches;
   device.random_state = (device.seed + 1) * 0x9e3779b97f4a7c15u | 1;
+  device.architecture = environment_number("PAGEDATTN_SIMT_ARCH", 90);
   device.in_block = false;
   check_limits(launch);
   blockDim = launch.block;
@@ -405,6 +425,8 @@ void fail(const std::string& what, Site site) {
 }
 
 void wait_for_previous_kernel() { device.threads[device.running].has_waited = true; }
+
+int architecture() { return device.architecture; }
 
 unsigned lane_idx() { return device.running % WARP_SIZE; }
 
@@ -483,6 +505,29 @@ void named_barrier(int id, int num_threads, Site site) {
     barrier.num_arrived = 0;
   }
   run_next();
+}
+
+void wait_at(const char* name, const void* place, Site site) {
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
+  Warp& warp = device.warps[warp_idx];
+  device.threads[device.running].waits_at = place;
+  warp.at_places |= lane;
+  warp.place_name = name;
+  warp.place_site = site;
+  set_waiting(warp_idx, lane);
+  run_next();
+}
+
+void wake(const void* place) {
+  for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
+    Warp& warp = device.warps[warp_idx];
+    for (unsigned lanes = warp.at_places; lanes; lanes &= lanes - 1) {
+      const unsigned lane_idx = std::countr_zero(lanes);
+      if (device.threads[warp_idx * WARP_SIZE + lane_idx].waits_at != place) continue;
+      warp.at_places &= ~(1u << lane_idx);
+      set_ready(warp_idx, 1u << lane_idx);
+    }
+  }
 }
 
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site) {

@@ -36,6 +36,9 @@ struct Launch {
 void run(const Launch& launch);
 void allow_shared_bytes(const void* function, int64_t bytes);
 
+// A variable of the environment: 1 or more, or `otherwise` where it is not set.
+int environment_number(const char* name, int otherwise);
+
 // ---- from a kernel's thread
 
 // Ends the launch with an error.
@@ -59,6 +62,9 @@ void warp_operation(const char* name, unsigned mask, Operands& operands, Site si
 
 unsigned lane_idx();
 
+// Of the GPU that the device stands for, 90 for sm_90: PAGEDATTN_SIMT_ARCH, looked up at each launch.
+int architecture();
+
 struct BarrierResult {
   int num_true, num_threads;
 };
@@ -74,6 +80,10 @@ void wait_for_previous_kernel();
 // Lets other threads run, or not.
 void maybe_yield();
 
+// Waits until another thread of the block wakes those at `place`; it may have to wait again.
+void wait_at(const char* name, const void* place, Site site);
+void wake(const void* place);
+
 // Fails unless `pointer` is aligned, and `bytes` from there lie in the dynamic shared memory of the launch.
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
 
@@ -81,5 +91,21 @@ void check_shared(const char* name, const void* pointer, size_t bytes, Site site
 void start_copy(const char* name, void* target, const void* source, unsigned bytes, bool valid, Site site);
 void close_copy_group();
 void wait_for_copy_groups(unsigned num_pending);
+
+// ---- mbarriers and bulk copies (bulk_copy.cpp)
+
+void mbarrier_init(void* barrier, unsigned num_arrivals, Site site);
+void mbarrier_arrive_expect(void* barrier, unsigned bytes, Site site);
+void mbarrier_wait(void* barrier, bool parity, Site site);
+
+// cp.async.bulk: the target is poisoned now, and written when a thread waits for the phase of `barrier`.
+void start_bulk_copy(void* target, const void* source, unsigned bytes, void* barrier, Site site);
+
+// fence.proxy.async: what threads have written to shared memory is seen by bulk copies from here on.
+void fence_proxy_async();
+
+// Before and after the threads of a block have run.
+void begin_bulk_copies(size_t shared_bytes);
+bool has_bulk_copies_under_way();
 
 }  // namespace pagedattn::simt

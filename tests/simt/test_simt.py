@@ -38,6 +38,14 @@ CAUGHT = {
     "wait_count": "expected",
     "reuse": "expected",
     "copy_alignment": "is not aligned to 16",
+    "bulk_init": "mbarrier_init did not come before",
+    "bulk_init_fence": "fence_proxy_async is missing after mbarrier_init",
+    "bulk_phase": "all arrivals of the phase have come",
+    "bulk_wait": "nobody has waited for its last bulk copies",
+    "bulk_bytes": "wait at mbarrier_wait",
+    "bulk_reuse": "simt: deadlock",
+    "bulk_fence": "no fence_proxy_async came after it",
+    "bulk_alignment": "must be multiples of 16",
     "shared_read": "expected",
     "shared_write": "of shared memory, past the end",
     "dependent": "ended without griddepcontrol_wait",
@@ -75,7 +83,7 @@ def run(program: Path, *arguments: str, seed: int | None = None) -> Outcome:
 
 def compile_program(name: str, directory: Path, *options: str) -> Path:
     program = directory / name
-    sources = [TESTS / "simt" / f"{name}.cu", TESTS / "simt/simt.cpp"]
+    sources = [TESTS / "simt" / f"{name}.cu", *sorted((TESTS / "simt").glob("*.cpp"))]
     subprocess.run([*COMPILE, *options, "-x", "c++", *sources, "-o", program], check=True)
     return program
 

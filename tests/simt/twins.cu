@@ -235,6 +235,46 @@ void check_copies() {
   for (int i = 0; i < 512; ++i) expect_same(i / 8 % 3 ? in[i] : 0, out[1024 + i], "cp_async_8", i);
 }
 
+constexpr int BULK_BYTES = 2048, BULK_ROUNDS = 5;
+
+// One block of 64. In every round each warp's first thread copies a half, the last 16 bytes of it alone, and all
+// threads wait; then the halves are stored. Nothing is stored before sm_90.
+__global__ void bulk_copy_kernel(const unsigned char* in, unsigned char* out, bool* was_run) {
+  if (!ptx::is_sm90()) return;
+  constexpr int HALF = BULK_BYTES / 2;
+  const int thread = static_cast<int>(threadIdx.x);
+  auto* barrier = reinterpret_cast<uint64_t*>(shared_memory + BULK_BYTES);
+  if (thread == 0) {
+    ptx::mbarrier_init(barrier, 2);
+    ptx::fence_proxy_async();
+  }
+  __syncthreads();
+  for (int round = 0; round < BULK_ROUNDS; ++round) {
+    if (thread % WARP_SIZE == 0) {
+      const int begin = thread / WARP_SIZE * HALF;
+      const unsigned char* source = in + round * BULK_BYTES + begin;
+      ptx::mbarrier_arrive_expect(barrier, HALF);
+      ptx::bulk_copy(shared_memory + begin, source, HALF - 16, barrier);
+      ptx::bulk_copy(shared_memory + begin + HALF - 16, source + HALF - 16, 16, barrier);
+    }
+    __syncwarp();
+    ptx::mbarrier_wait(barrier, round % 2);
+    for (int i = thread; i < BULK_BYTES; i += 64) out[round * BULK_BYTES + i] = shared_memory[i];
+    __syncthreads();
+  }
+  *was_run = true;
+}
+
+void check_bulk_copies() {
+  Buffer<unsigned char> in(BULK_BYTES * BULK_ROUNDS), out(BULK_BYTES * BULK_ROUNDS);
+  Buffer<bool> was_run(1);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = static_cast<unsigned char>(i * 7 + i / 256);
+  run_kernel(bulk_copy_kernel, dim3(1), dim3(64), BULK_BYTES + sizeof(uint64_t),
+             static_cast<const unsigned char*>(in.data()), out.data(), was_run.data());
+  if (!was_run[0]) return;
+  for (size_t i = 0; i < in.size(); ++i) expect_same(in[i], out[i], "bulk_copy", i);
+}
+
 // ---- numbers
 
 struct Numbers {
@@ -463,6 +503,7 @@ int main() {
     cuda::check_barriers();
     cuda::check_dependent_launch();
     cuda::check_copies();
+    cuda::check_bulk_copies();
     cuda::check_widening();
     cuda::check_rounding();
     cuda::check_computed_nan();

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 
@@ -390,17 +389,6 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-// As many as PAGEDATTN_SIMT_MULTIPROCESSORS says, or few, so that blocks loop over their work.
-inline int simt_num_multiprocessors() {
-  const char* request = getenv("PAGEDATTN_SIMT_MULTIPROCESSORS");
-  if (request == nullptr) return 4;
-  const int count = atoi(request);
-  if (count < 1) {
-    throw std::runtime_error("PAGEDATTN_SIMT_MULTIPROCESSORS: expected 1 or more, got " + std::string(request));
-  }
-  return count;
-}
-
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
@@ -410,7 +398,7 @@ enum cudaDeviceAttr {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = simt_num_multiprocessors();
+      *value = simt::environment_number("PAGEDATTN_SIMT_MULTIPROCESSORS", 4);  // few: blocks loop over their work
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = simt::MAX_SHARED_BYTES;

@@ -1,0 +1,142 @@
+// mbarriers and cp.async.bulk of the simt device.
+//
+// An mbarrier is 64 bits of shared memory, here as there: nobody else may write to them. Bulk copies read and write
+// shared memory through the "async proxy", which sees what threads have written only after a fence.proxy.async. So
+// there is a second array, what that proxy sees: brought up to date by fences, and compared before a copy begins.
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "simt.h"
+
+namespace pagedattn::cuda {
+extern unsigned char shared_memory[];
+}
+
+namespace pagedattn::simt {
+namespace {
+
+constexpr unsigned char POISON = 0xff;
+constexpr unsigned UNIT = 16;  // bytes: alignment and size of bulk copies are multiples
+
+// A phase ends when all arrivals have come and as many bytes as they said; the next one begins with it.
+struct Mbarrier {
+  static constexpr unsigned MAGIC = 0xba44;
+  uint64_t magic : 16;
+  uint64_t phase : 1;
+  uint64_t num_arrivals : 11;  // of a phase
+  uint64_t num_missing : 11;   // in this one
+  int64_t missing_bytes : 25;
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+struct BulkCopy {
+  void* target;
+  const void* source;
+  unsigned bytes;
+  Mbarrier* barrier;
+};
+
+std::vector<BulkCopy> under_way;  // of the block
+unsigned char seen[MAX_SHARED_BYTES];
+size_t seen_bytes = 0;
+bool seen_is_set = false;  // nothing was written before the first fence or copy of most blocks
+
+unsigned char* as_seen(const void* pointer) {
+  if (!seen_is_set) std::memset(seen, POISON, seen_bytes);
+  seen_is_set = true;
+  return seen + (static_cast<const unsigned char*>(pointer) - cuda::shared_memory);
+}
+
+Mbarrier& find_barrier(const char* name, void* pointer, Site site) {
+  check_shared(name, pointer, sizeof(Mbarrier), site);
+  auto& barrier = *static_cast<Mbarrier*>(pointer);
+  if (barrier.magic != Mbarrier::MAGIC) {
+    fail(std::string(name) + ": no mbarrier: mbarrier_init did not come before, or something was written over it",
+         site);
+  }
+  return barrier;
+}
+
+void end_phase_if_complete(Mbarrier& barrier) {
+  if (barrier.num_missing > 0 || barrier.missing_bytes != 0) return;
+  barrier.phase = !barrier.phase;
+  barrier.num_missing = barrier.num_arrivals;
+  wake(&barrier);
+}
+
+void finish_copies(Mbarrier& barrier) {
+  const auto of_barrier = [&](const BulkCopy& copy) { return copy.barrier == &barrier; };
+  for (const BulkCopy& copy : under_way) {
+    if (!of_barrier(copy)) continue;
+    std::memcpy(copy.target, copy.source, copy.bytes);
+    std::memcpy(as_seen(copy.target), copy.source, copy.bytes);
+    barrier.missing_bytes -= copy.bytes;
+  }
+  if (std::erase_if(under_way, of_barrier) > 0) end_phase_if_complete(barrier);
+}
+
+}  // namespace
+
+void mbarrier_init(void* pointer, unsigned num_arrivals, Site site) {
+  check_shared("mbarrier_init", pointer, sizeof(Mbarrier), site);
+  auto& barrier = *static_cast<Mbarrier*>(pointer);
+  if (barrier.magic == Mbarrier::MAGIC) fail("mbarrier_init: there is an mbarrier already", site);
+  barrier = {Mbarrier::MAGIC, 0, num_arrivals, num_arrivals, 0};
+}
+
+void mbarrier_arrive_expect(void* pointer, unsigned bytes, Site site) {
+  maybe_yield();
+  Mbarrier& barrier = find_barrier("mbarrier_arrive_expect", pointer, site);
+  if (barrier.num_missing == 0) fail("mbarrier_arrive_expect: all arrivals of the phase have come", site);
+  barrier.missing_bytes += bytes;
+  --barrier.num_missing;
+  end_phase_if_complete(barrier);
+}
+
+// Copies are as late as can be: they are done when a thread waits for them.
+void mbarrier_wait(void* pointer, bool parity, Site site) {
+  Mbarrier& barrier = find_barrier("mbarrier_wait", pointer, site);
+  while (barrier.phase == parity) {
+    finish_copies(barrier);
+    if (barrier.phase == parity) wait_at("mbarrier_wait", pointer, site);
+  }
+}
+
+void start_bulk_copy(void* target, const void* source, unsigned bytes, void* pointer, Site site) {
+  constexpr const char* NAME = "bulk_copy";
+  Mbarrier& barrier = find_barrier(NAME, pointer, site);
+  if (bytes == 0 || bytes % UNIT || reinterpret_cast<uintptr_t>(source) % UNIT) {
+    fail(std::string(NAME) + ": source and size must be multiples of 16 bytes, got a size of " + std::to_string(bytes),
+         site);
+  }
+  check_shared(NAME, target, UNIT, site);
+  check_shared(NAME, static_cast<unsigned char*>(target) + bytes - UNIT, UNIT, site);
+  if (reinterpret_cast<const Mbarrier*>(as_seen(pointer))->magic != Mbarrier::MAGIC) {
+    fail(std::string(NAME) + ": a fence_proxy_async is missing after mbarrier_init", site);
+  }
+  if (std::memcmp(target, as_seen(target), bytes)) {
+    fail(std::string(NAME) + ": threads have written to the target, and no fence_proxy_async came after it", site);
+  }
+  std::memset(target, POISON, bytes);
+  std::memset(as_seen(target), POISON, bytes);
+  under_way.push_back({target, source, bytes, &barrier});
+  wake(pointer);
+}
+
+void fence_proxy_async() {
+  seen_is_set = true;
+  std::memcpy(seen, cuda::shared_memory, seen_bytes);
+}
+
+void begin_bulk_copies(size_t shared_bytes) {
+  under_way.clear();
+  seen_bytes = shared_bytes;
+  seen_is_set = false;
+}
+
+bool has_bulk_copies_under_way() { return !under_way.empty(); }
+
+}  // namespace pagedattn::simt
