@@ -144,6 +144,14 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+// True in one lane of the warp, the same each time; all 32 take part. The compiler knows by it that one lane alone
+// starts bulk copies, and makes no loop over lanes.
+__device__ inline bool elect() {
+  uint32_t is_elected = 0;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 // Copies from global to shared memory; both addresses and the number of bytes are multiples of 16. One thread calls it,
 // and `barrier` counts the bytes as they come.
 __device__ inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {

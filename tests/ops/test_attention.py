@@ -145,6 +145,19 @@ def test_one_row_each_needs_no_prefill_kernel(device):
     assert num_launches(**few_rows) == decode_alone
 
 
+@pytest.mark.devices("simt")
+@given(cases(rows=st.integers(0, 1)), st.sampled_from([64, 128, 256]), st.sampled_from([1, 4, 20]))
+def test_slices_by_bulk_copies_are_those_by_single_ones(device, case, head_size, group_size):
+    """From sm_90 on, two copies bring a slice to decode: also what no row sees of it, NaN here."""
+    arguments = make_arguments(replace(case, head_size=head_size, block_size=16, group_size=group_size), device)
+    results = OPS.paged_attention(**arguments)
+    assert_attention(arguments, *results)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PAGEDATTN_SIMT_ARCH", "80")
+        for result, expected in zip(results, OPS.paged_attention(**arguments), strict=True):
+            assert_same_bits(result, expected)
+
+
 @given(cases())
 def test_a_batch_is_its_sequences_one_by_one(device, case):
     assert_as_alone(make_arguments(case, device), device)

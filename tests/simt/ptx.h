@@ -242,6 +242,21 @@ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity, simt::Site site = 
   simt::mbarrier_wait(barrier, parity != 0, site);
 }
 
+struct ElectLane {
+  bool is_elected;
+};
+
+// The document leaves open which one.
+inline void elect_warp(ElectLane* const* lanes, unsigned, simt::Site) {
+  for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) lanes[lane]->is_elected = lane == 5;
+}
+
+inline bool elect(simt::Site site = simt::Site::current()) {
+  ElectLane mine{};
+  simt::warp_operation<elect_warp>("elect", ~0u, mine, site);
+  return mine.is_elected;
+}
+
 inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier,
                       simt::Site site = simt::Site::current()) {
   simt::start_bulk_copy(target, source, bytes, barrier, site);

@@ -237,7 +237,7 @@ void check_copies() {
 
 constexpr int BULK_BYTES = 2048, BULK_ROUNDS = 5;
 
-// One block of 64. In every round each warp's first thread copies a half, the last 16 bytes of it alone, and all
+// One block of 64. In every round one thread of each warp copies a half, the last 16 bytes of it alone, and all
 // threads wait; then the halves are stored. Nothing is stored before sm_90.
 __global__ void bulk_copy_kernel(const unsigned char* in, unsigned char* out, bool* was_run) {
   if (!ptx::is_sm90()) return;
@@ -250,7 +250,7 @@ __global__ void bulk_copy_kernel(const unsigned char* in, unsigned char* out, bo
   }
   __syncthreads();
   for (int round = 0; round < BULK_ROUNDS; ++round) {
-    if (thread % WARP_SIZE == 0) {
+    if (ptx::elect()) {
       const int begin = thread / WARP_SIZE * HALF;
       const unsigned char* source = in + round * BULK_BYTES + begin;
       ptx::mbarrier_arrive_expect(barrier, HALF);

@@ -12,6 +12,9 @@
 //                                                  pairs, for the same reason
 //            values [head_size]                    units of 16 tokens
 //
+// Bulk copies bring units as they lie in memory, not SWAPPED: a warp then reads half of its matrices (values of 16
+// bits, keys of 8) in two steps.
+//
 // ldmatrix moves pairs of 16 bits. Of 8-bit elements it gives a lane four neighbours, 4 * (lane % 4)..., where the
 // operand has 2 * (lane % 4)... and 8 more: the order within a sum does not matter, so query and probabilities are
 // arranged the same way (`element_of`, `token_of`).
@@ -66,7 +69,7 @@ __device__ inline void widen(float8_e5m2, uint32_t x, uint32_t& low, uint32_t& h
   high = __byte_perm(x, 0, 0x3424);
 }
 
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, bool SWAPPED = true>
 struct CacheSlice {
   static constexpr int ELEMENTS = 16 / sizeof(CacheT);      // in a unit of 16 bytes
   static constexpr int UNITS = HEAD_SIZE * sizeof(CacheT);  // of keys, and of values
@@ -75,9 +78,9 @@ struct CacheSlice {
   static constexpr int HALF = SLICE_TOKENS / 2;
 
   static __device__ int key_unit(int chunk, int token) {
-    return chunk * SLICE_TOKENS + (IS_FLOAT8 ? token ^ (token >> 3 & 1) << 1 : token);
+    return chunk * SLICE_TOKENS + (IS_FLOAT8 && SWAPPED ? token ^ (token >> 3 & 1) << 1 : token);
   }
-  static __device__ int value_unit(int d, int half) { return 2 * d + (half ^ (d >> 2 & 1)); }
+  static __device__ int value_unit(int d, int half) { return 2 * d + (SWAPPED ? half ^ (d >> 2 & 1) : half); }
 
   // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units of which no row of the work sees
   // anything are zeros and cost no memory traffic, and so are the elements from head_size to HEAD_SIZE.

@@ -3,13 +3,14 @@
 //
 // A warp holds 16 packed rows (warp_rows.cuh). With
 //   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + 4, ..., each through a
-//            pipeline of its own, and the results are merged at the end. Memory bound; 16 rows cost no more than one,
-//            so tensor cores serve every group size. Of 32 rows, two warps share a slice.
+//            pipeline of its own (decode_stages.cuh), and the results are merged at the end. Memory bound; 16 rows
+//            cost no more than one, so tensor cores serve every group size. Of 32 rows, two warps share a slice.
 //   prefill  each warp has rows of its own, and all share a tile of 4 slices. Compute bound.
 //
 // Bytes: decode reads K and V once for each tile of 16 or 32 packed rows; prefill once for each tile of 128.
 #pragma once
 
+#include "attention/cuda/decode_stages.cuh"
 #include "attention/cuda/warp_rows.cuh"
 
 namespace pagedattn::cuda {
@@ -27,89 +28,54 @@ __device__ void with_out_type(const AttentionArguments& a, const Store& store) {
 
 // ---- decode
 
-// What every GPU since sm_80 lets a block have.
-constexpr int MAX_SHARED_BYTES = 99 * 1024;
-
-// The block of decode is of teams, which part the tokens. A team has a slice at a time, and a warp for each tile of 16
-// rows.
-template <typename CacheT, int HEAD_SIZE, int NUM_TILES>
-struct Decode {
-  static constexpr int SLICE_BYTES = CacheSlice<CacheT, HEAD_SIZE>::BYTES;
-  static constexpr int NUM_TEAMS = HEAD_SIZE > 128 && sizeof(CacheT) > 1 ? 2 : 4;
-  static constexpr int TEAM_THREADS = NUM_TILES * WARP_SIZE;
-  static constexpr int NUM_WARPS = NUM_TEAMS * NUM_TILES;
-  static constexpr int NUM_STAGES = NUM_TEAMS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
-  static constexpr int TEAM_BYTES = NUM_STAGES * SLICE_BYTES;
-  static constexpr bool IS_LOOP = HEAD_SIZE <= 128;  // over works; larger heads leave no registers for it
-  using Results = BlockResults<NUM_TEAMS, NUM_TILES * MMA_ROWS, HEAD_SIZE>;
-  static constexpr int SHARED_BYTES = std::max<int>(NUM_TEAMS * TEAM_BYTES, sizeof(Results));
-  static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
-
-  static __device__ void sync_team(int team) {
-    if constexpr (NUM_TILES == 1) {
-      __syncwarp();
-    } else {
-      ptx::barrier_sync(1 + team, TEAM_THREADS);
-    }
-  }
-};
-
-template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
-__device__ void attend_decode(const AttentionArguments& a, const Work& work) {
-  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, typename Stages>
+__device__ void attend_decode(const AttentionArguments& a, const Work& work, Stages& stages) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
-  constexpr int STEP = Shape::NUM_TEAMS * SLICE_TOKENS;
-  const int team = threadIdx.x / Shape::TEAM_THREADS;
-  const int thread = threadIdx.x % Shape::TEAM_THREADS;
-  const int first_packed = work.tile_begin + thread / WARP_SIZE * MMA_ROWS;  // the last tile may have no row
-  unsigned char* stages = shared_memory + team * Shape::TEAM_BYTES;
-  int token = work.begin / SLICE_TOKENS * SLICE_TOKENS + team * SLICE_TOKENS;
-  int next_token = token;  // of the next slice to load, whose blocks are looked up one step ahead
-  SliceBlocks next_blocks = find_blocks(a, work, next_token);
-  int next_stage = 0;
-  const auto load_next = [&] {
-    if (next_token < work.end) {
-      Slice::template load<Shape::TEAM_THREADS>(a, work, next_token, next_blocks, stages + next_stage * Slice::BYTES,
-                                                thread);
-      next_token += STEP;
-      next_blocks = find_blocks(a, work, next_token);
-    }
-    ptx::cp_async_commit();
-    next_stage = next_stage + 1 == Shape::NUM_STAGES ? 0 : next_stage + 1;
-  };
-  for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) load_next();
+  stages.begin(a, work);
+  for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) stages.load_next(a, work);
 
-  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, first_packed);
-  for (int stage = 0; token < work.end; token += STEP) {
-    ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
-    Shape::sync_team(team);  // the slice is there for all, and all have done with the one before, whose place is filled
-    load_next();
-    if (NUM_TILES == 1 || first_packed < work.tile_end) {
-      rows.template attend<1>(a, work, stages + stage * Slice::BYTES, token);
-    }
-    stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;
+  const int tile = threadIdx.x % Shape::TEAM_THREADS / WARP_SIZE;
+  const int first_packed = work.tile_begin + tile * MMA_ROWS;  // the last tile may have no row
+  WarpRows<T, CacheT, HEAD_SIZE, typename Stages::Slice> rows(a, work, first_packed);
+  for (int token = Shape::first_token(work); token < work.end; token += Shape::STEP) {
+    const unsigned char* slice = stages.wait();
+    stages.load_next(a, work);
+    if (NUM_TILES == 1 || first_packed < work.tile_end) rows.template attend<1>(a, work, slice, token);
   }
   rows.finish();
 
-  ptx::cp_async_wait<0>();
+  stages.finish();
   __syncthreads();  // the results take the place of the slices
   auto& results = *reinterpret_cast<typename Shape::Results*>(shared_memory);
-  rows.write(work, results, team);
+  rows.write(work, results, Shape::team());
   __syncthreads();
   with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out, Shape::NUM_WARPS>(a, work); });
 }
 
-// Grid: decode_grid; num_decode_works where IS_LOOP is false.
-template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
-__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE)
-    decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
-  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, typename Stages>
+__device__ void attend_decode_works(const AttentionArguments& a, int64_t num_works) {
+  Stages stages;
+  const auto attend = [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work, stages); };
   if constexpr (Decode<CacheT, HEAD_SIZE, NUM_TILES>::IS_LOOP) {
-    for_each_decode_work(a, num_works,
-                         [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work); });
+    for_each_decode_work(a, num_works, attend);
   } else {
     Work work;
-    if (find_decode_work(a, blockIdx.x, work)) attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work);
+    if (find_decode_work(a, blockIdx.x, work)) attend(work);
+  }
+}
+
+// Grid: decode_grid; num_decode_works where IS_LOOP is false.
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE,
+                                  Decode<CacheT, HEAD_SIZE, NUM_TILES>::MIN_BLOCKS)
+    decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
+  using Bulk = BulkStages<CacheT, HEAD_SIZE, NUM_TILES>;
+  using Async = AsyncStages<CacheT, HEAD_SIZE, NUM_TILES>;
+  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
+  if (Bulk::fits(a)) {
+    attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Bulk>(a, num_works);
+  } else {
+    attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Async>(a, num_works);
   }
 }
 

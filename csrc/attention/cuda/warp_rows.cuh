@@ -9,10 +9,10 @@ namespace pagedattn::cuda {
 
 // The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8: index 0
 // and 1 below.
-template <typename T, typename CacheT, int HEAD_SIZE>
+template <typename T, typename CacheT, int HEAD_SIZE, typename SliceT = CacheSlice<CacheT, HEAD_SIZE>>
 class WarpRows {
  public:
-  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+  using Slice = SliceT;
 
   __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
       : lane_(threadIdx.x % WARP_SIZE), first_packed_(first_packed) {
