@@ -26,9 +26,9 @@ from typing import TypeVar
 
 import cuda_timing
 import torch
-from attention_plan import Planner, decode_tables
-from attn_inputs import Attention, Fp8Decode, Mixed, Model, SharedDecode
-from attn_peers import fastest_sdpa, flash, flashinfer_decode
+from attention.inputs import Attention, Fp8Decode, Mixed, Model, SharedDecode
+from attention.peers import fastest_sdpa, flash, flashinfer_decode
+from attention.plan import Planner, decode_tables
 from harness import (
     Probe,
     Row,

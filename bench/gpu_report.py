@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_docs
-from gpu_commands import ROOT, Command, run_together
-from gpu_steps import STEPS, Work
+from gpu import docs
+from gpu.commands import ROOT, Command, run_together
+from gpu.steps import STEPS, Work
 
 ESSENTIAL = ("build", "smoke")  # if one of them fails, what comes after it is not worth its time
 
@@ -105,7 +105,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if args.docs:
-        gpu_docs.write(args.docs, ROOT / "docs/cuda-kernels.md")
+        docs.write(args.docs, ROOT / "docs/cuda-kernels.md")
         return 0
     # cmake, ninja and other tools of this Python's environment, which need not be the one that is active.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

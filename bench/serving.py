@@ -6,7 +6,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
 
-Lengths are those of ShareGPT or Alpaca (serving_requests.py), prompts are random tokens, and outputs never stop early.
+Lengths are those of ShareGPT or Alpaca (serve/requests.py), prompts are random tokens, and outputs never stop early.
 
 report, greedy: first the engine serves all requests: throughput, latencies, cache. A step's host time is the
 CPU's, outside of the model and the sampler: scheduling, inputs, outputs. Then engine and peers take turns at the first
@@ -14,14 +14,14 @@ requests, all there at once, with the same weights and threads. Peers, all of tr
 at a time; with padded batches of 16 in order of arrival, each as long as its longest output; its own continuous
 batching over a paged cache; and the same on our ops (use_paged_attention).
 
-Experiments (serving_experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
+Experiments (serve/experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
 separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks.
 
-server (serving_http.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
+server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
-engines (serving_engines.py): OpenVINO GenAI and llama.cpp beside the engine, as far as they are installed.
+engines (serve/engines.py): OpenVINO GenAI and llama.cpp beside the engine, as far as they are installed.
 
-profile (serving_profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
+profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import serving_engines
 import torch
 import transformers
 from harness import check_plot, hardware, keep_freed_memory, write_files
-from serving_experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
-from serving_http import compare_server
-from serving_peers import System, compare, load_peers, print_comparison, run_in_turns
-from serving_profile import limits_of_profile, run_profile
-from serving_requests import SHAPES, WORKLOADS, Request, make_model, make_requests
-from serving_run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
+from serve import engines
+from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
+from serve.http_server import compare_server
+from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
+from serve.profile import limits_of_profile, run_profile
+from serve.requests import SHAPES, WORKLOADS, Request, make_model, make_requests
+from serve.run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 
@@ -123,9 +123,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engines_options(parser: argparse.ArgumentParser) -> None:
-    workloads = "; ".join(f"{name}: {what}" for name, what in serving_engines.WORKLOADS.items())
+    workloads = "; ".join(f"{name}: {what}" for name, what in engines.WORKLOADS.items())
     add = parser.add_argument
-    add("--workload", choices=list(serving_engines.WORKLOADS), default="many", help=f"{workloads} (default: many)")
+    add("--workload", choices=list(engines.WORKLOADS), default="many", help=f"{workloads} (default: many)")
     add("--shape", choices=list(SHAPES), default="small", help="of the LLaMA made (default: %(default)s)")
     add_run_options(parser, 1, "bars of tokens per CPU-second")
 
@@ -226,7 +226,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     facts = hardware("cpu")
     if args.command == "engines":
-        return serving_engines.compare_engines(args, facts)
+        return engines.compare_engines(args, facts)
     print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.format}")
     with tempfile.TemporaryDirectory() as made:
         if not args.model:

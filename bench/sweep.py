@@ -18,7 +18,7 @@ from math import ceil
 from statistics import median
 
 import torch
-from attn_inputs import Paged
+from attention.inputs import Paged
 from harness import (
     Probe,
     Row,

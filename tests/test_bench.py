@@ -154,12 +154,12 @@ def fake_cuda(monkeypatch):
 def small_shapes(monkeypatch):
     """Of every row on a GPU the kind, for a CPU."""
     import attn
-    import attn_inputs
     import cache
     import elementwise
     import targets_cuda
+    from attention.inputs import Model
 
-    small, grouped = attn_inputs.Model("MHA 2x16", 2, 2, 16), attn_inputs.Model("GQA 4/2x16", 4, 2, 16)
+    small, grouped = Model("MHA 2x16", 2, 2, 16), Model("GQA 4/2x16", 4, 2, 16)
     monkeypatch.setattr(attn, "ONE", [40])
     monkeypatch.setattr(attn, "FROM_64_TO_8192", [3, 70, 16])
     cases = [(small, "4 x 40", [40] * 4), (grouped, "1 x 40", attn.ONE), (grouped, "ragged", attn.FROM_64_TO_8192)]
@@ -291,11 +291,11 @@ def test_cuda_targets(fake_cuda, small_shapes):
 def test_backends_of_sdpa(fake_cuda, small_shapes, monkeypatch, capsys):
     """One that fails is passed over, one with other results is named."""
     import attn
-    import attn_peers
+    from attention import peers
 
     inputs = [attn.Attention(*attn.CUDA_DECODES[0][::2], 1, torch.float32)]
-    name, run = attn_peers.fastest_sdpa(inputs, torch.float32)
-    assert name in attn_peers.BACKENDS
+    name, run = peers.fastest_sdpa(inputs, torch.float32)
+    assert name in peers.BACKENDS
     torch.testing.assert_close(run(inputs[0]), inputs[0].sdpa())
 
     def with_backend(backend, function):
@@ -306,13 +306,13 @@ def test_backends_of_sdpa(fake_cuda, small_shapes, monkeypatch, capsys):
 
         return run
 
-    monkeypatch.setattr(attn_peers, "with_backend", with_backend)
-    monkeypatch.setattr(attn_peers, "BACKENDS", {"a": "none", "b": "wrong", "math": "right"})
-    assert attn_peers.fastest_sdpa(inputs, torch.float32)[0] == "math"
+    monkeypatch.setattr(peers, "with_backend", with_backend)
+    monkeypatch.setattr(peers, "BACKENDS", {"a": "none", "b": "wrong", "math": "right"})
+    assert peers.fastest_sdpa(inputs, torch.float32)[0] == "math"
     assert capsys.readouterr().out.startswith("SDPA, b: left out: AssertionError: Tensor-likes are not close!")
-    monkeypatch.setattr(attn_peers, "BACKENDS", {"a": "none", "b": "wrong"})
+    monkeypatch.setattr(peers, "BACKENDS", {"a": "none", "b": "wrong"})
     with pytest.raises(AssertionError, match="ours agrees with no backend of SDPA"):
-        attn_peers.fastest_sdpa(inputs, torch.float32)
+        peers.fastest_sdpa(inputs, torch.float32)
 
 
 class FakeFlashInfer:
@@ -337,8 +337,8 @@ class FakeFlashInfer:
 
 def test_flashinfer(fake_cuda, small_shapes, monkeypatch, capsys):
     import attn
-    from attn_inputs import Attention
-    from attn_peers import flashinfer_decode
+    from attention.inputs import Attention
+    from attention.peers import flashinfer_decode
 
     model, _, seq_lens = attn.CUDA_DECODES[-1]
     inputs = [Attention(model, seq_lens, 1, torch.float32)]

@@ -48,7 +48,7 @@ def check(report: dict) -> None:
 def draw_requests(monkeypatch):
     """make_requests without the tokens, which take the time: lengths of prompts and outputs."""
     monkeypatch.syspath_prepend(str(BENCH))
-    from serving_requests import make_requests
+    from serve.requests import make_requests
 
     def draw(*args, **kwargs) -> tuple[list[int], list[int]]:
         requests = make_requests(*args, vocab_size=2, seed=0, **kwargs)

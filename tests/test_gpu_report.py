@@ -22,7 +22,7 @@ def bench_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(name: str, *arguments: str | Path, seconds: float = 60) -> Any:
-    from gpu_commands import Command
+    from gpu.commands import Command
 
     return Command(name, [sys.executable, *map(str, arguments)], seconds)
 
@@ -41,9 +41,9 @@ def is_running(pid: int) -> bool:
 
 
 def test_what_is_late_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_commands
+    import gpu.commands
 
-    monkeypatch.setattr(gpu_commands, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(gpu.commands, "GRACE_SECONDS", 0.2)
     deaf = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -52,7 +52,7 @@ def test_what_is_late_is_killed_with_what_it_started(tmp_path: Path, monkeypatch
     )
     started = time.monotonic()
     commands = [command("late", "-c", deaf, seconds=1.5), command("good", "-c", "print('there')")]
-    outcomes = {outcome["name"]: outcome for outcome in gpu_commands.run_together(commands, tmp_path)}
+    outcomes = {outcome["name"]: outcome for outcome in gpu.commands.run_together(commands, tmp_path)}
     assert time.monotonic() - started < 20
     assert (outcomes["late"]["status"], outcomes["good"]["status"]) == ("timed out", "passed")
     assert outcomes["late"]["seconds"] >= 1.5 and outcomes["late"]["exit_status"] == -9
@@ -62,10 +62,10 @@ def test_what_is_late_is_killed_with_what_it_started(tmp_path: Path, monkeypatch
 
 
 def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:
-    import gpu_commands
+    import gpu.commands
 
     leaves = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
-    [outcome] = gpu_commands.run_together([command("leaves", "-c", leaves)], tmp_path)
+    [outcome] = gpu.commands.run_together([command("leaves", "-c", leaves)], tmp_path)
     assert outcome["status"] == "passed"
     child = int((tmp_path / "leaves.log").read_text().splitlines()[-1])
     time.sleep(0.1)
@@ -73,14 +73,14 @@ def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_late_pytest_leaves_its_results(tmp_path: Path) -> None:
-    import gpu_commands
+    import gpu.commands
 
     (tmp_path / "test_it.py").write_text(
         "import time\ndef test_fast(): pass\ndef test_wrong(): assert False\ndef test_slow(): time.sleep(60)\n"
     )
     xml = tmp_path / "it.xml"
     late = command("it", *PYTEST, tmp_path / "test_it.py", "--junitxml", xml, seconds=12)
-    [outcome] = gpu_commands.run_together([late], tmp_path)
+    [outcome] = gpu.commands.run_together([late], tmp_path)
     assert outcome["status"] == "timed out"
     assert outcome["counts"] == {"passed": 1, "failed": 1, "unfinished": 1}
     assert [test.partition("::")[2] for test in outcome["failures"]] == ["test_wrong", "test_slow"]
@@ -88,7 +88,7 @@ def test_a_late_pytest_leaves_its_results(tmp_path: Path) -> None:
 
 
 def test_tests_of_a_log(tmp_path: Path) -> None:
-    from gpu_commands import read_tests
+    from gpu.commands import read_tests
 
     (tmp_path / "log").write_text(
         "$ python -m pytest -v tests/ops\n"
@@ -106,10 +106,10 @@ def test_tests_of_a_log(tmp_path: Path) -> None:
 
 
 def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
-    import gpu_commands
+    import gpu.commands
 
     (tmp_path / "test_it.py").write_text("import pytest\ndef test_it(): pytest.skip('no CUDA device')\n")
-    [outcome] = gpu_commands.run_together([command("it", *PYTEST, tmp_path / "test_it.py")], tmp_path)
+    [outcome] = gpu.commands.run_together([command("it", *PYTEST, tmp_path / "test_it.py")], tmp_path)
     assert (outcome["status"], outcome["exit_status"], outcome["counts"]) == ("failed", 0, {"skipped": 1})
 
 
@@ -117,15 +117,15 @@ def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
 
 
 def run(out: Path, steps: dict[str, Any]) -> bool:
+    from gpu.steps import Work
     from gpu_report import Report, run_report
-    from gpu_steps import Work
 
     return run_report(steps, Report(out, {"device": "cuda"}), Work("cuda", out))
 
 
 def test_results_are_written_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command sees those before it; one that fails, or is not installed, is not the end."""
-    from gpu_commands import Command
+    from gpu.commands import Command
 
     look = f"import json; print(*json.load(open({str(tmp_path / 'summary.json')!r}))['steps'])"
     steps = {
@@ -166,8 +166,8 @@ def test_a_failing_smoke_is_the_end(
 
 def test_a_terminated_report_leaves_no_command_running(tmp_path: Path) -> None:
     program = (
-        "import signal, sys; sys.path.insert(0, 'bench'); import gpu_report, gpu_steps, gpu_commands\n"
-        "sleep = gpu_commands.Command('sleep', ['sleep', '61.25'], 60)\n"
+        "import signal, sys; sys.path.insert(0, 'bench'); import gpu_report, gpu.commands\n"
+        "sleep = gpu.commands.Command('sleep', ['sleep', '61.25'], 60)\n"
         "for name in gpu_report.STEPS: gpu_report.STEPS[name] = lambda work: [[sleep]]\n"
         f"sys.argv[1:] = ['--out', {str(tmp_path)!r}]; sys.exit(gpu_report.main())\n"
     )
@@ -199,7 +199,7 @@ def test_the_commands(where: str) -> None:
 
 def test_profiled_kernels_and_targets_exist() -> None:
     import targets_cuda
-    from gpu_steps import PROFILED
+    from gpu.steps import PROFILED
 
     names = [target.what for target in targets_cuda.targets()]
     sources = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.cu*"))
@@ -296,41 +296,41 @@ def write_results(folder: Path, steps: dict[str, Any], *names: str) -> Path:
 
 
 def test_docs(tmp_path: Path) -> None:
-    import gpu_docs
+    import gpu.docs
 
     smoke = [{"name": "smoke", "status": "passed", "counts": {"passed": 24}}]
     first = write_results(tmp_path / "first", {"smoke": smoke, "suite": []}, "targets.json")
     second = write_results(tmp_path / "second", {"suite": SUITE}, "serving.json")
     page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{gpu_docs.BEGIN}\nold\n{gpu_docs.END}\n\nafter\n")
+    page.write_text(f"before\n\n{gpu.docs.BEGIN}\nold\n{gpu.docs.END}\n\nafter\n")
     for _ in range(2):  # the second time changes nothing
-        gpu_docs.write([first, second], page)
-        assert page.read_text() == f"before\n\n{gpu_docs.BEGIN}\n\n{EXPECTED}\n{gpu_docs.END}\n\nafter\n"
+        gpu.docs.write([first, second], page)
+        assert page.read_text() == f"before\n\n{gpu.docs.BEGIN}\n\n{EXPECTED}\n{gpu.docs.END}\n\nafter\n"
 
 
 def test_docs_of_one_run_without_numbers(tmp_path: Path) -> None:
-    import gpu_docs
+    import gpu.docs
 
-    assert [*gpu_docs.measured([write_results(tmp_path / "only", {"suite": SUITE[1:2]})])] == [
+    assert [*gpu.docs.measured([write_results(tmp_path / "only", {"suite": SUITE[1:2]})])] == [
         "- suite: 700 passed, 1 failed; suite-1 failed"
     ]
 
 
 def test_docs_that_cannot_be_written(tmp_path: Path) -> None:
-    import gpu_docs
+    import gpu.docs
 
     page = tmp_path / "page.md"
     page.write_text("no markers\n")
     with pytest.raises(SystemExit, match=r"page\.md: expected <!-- measured: begin -->"):
-        gpu_docs.write([], page)
-    page.write_text(f"{gpu_docs.BEGIN}{gpu_docs.END}")
+        gpu.docs.write([], page)
+    page.write_text(f"{gpu.docs.BEGIN}{gpu.docs.END}")
     with pytest.raises(SystemExit, match=r"expected summary\.json of bench/gpu_report\.py"):
-        gpu_docs.write([tmp_path], page)
-    assert page.read_text() == f"{gpu_docs.BEGIN}{gpu_docs.END}"
+        gpu.docs.write([tmp_path], page)
+    assert page.read_text() == f"{gpu.docs.BEGIN}{gpu.docs.END}"
 
 
 def test_the_page_has_its_markers() -> None:
-    import gpu_docs
+    import gpu.docs
 
     text = (ROOT / "docs/cuda-kernels.md").read_text()
-    assert text.count(gpu_docs.BEGIN) == text.count(gpu_docs.END) == 1
+    assert text.count(gpu.docs.BEGIN) == text.count(gpu.docs.END) == 1

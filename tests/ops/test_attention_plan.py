@@ -12,7 +12,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 def planner(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
-        from attention_plan import Planner
+        from attention.plan import Planner
 
         yield Planner.compile(tmp_path_factory.mktemp("plan"))
 

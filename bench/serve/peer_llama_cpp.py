@@ -13,10 +13,11 @@ import gguf
 import llama_cpp
 import numpy
 from safetensors.torch import load_file
-from serving_peers import System, measure
-from serving_requests import Request
-from serving_run import Run
 from torch import Tensor
+
+from serve.peers import System, measure
+from serve.requests import Request
+from serve.run import Run
 
 FORMATS = {
     "float32": gguf.GGMLQuantizationType.F32,

@@ -16,9 +16,10 @@ import openvino_genai
 from openvino import Node
 from openvino import opset15 as ov
 from safetensors.torch import load_file
-from serving_peers import System, measure
-from serving_requests import Request
-from serving_run import Run
+
+from serve.peers import System, measure
+from serve.requests import Request
+from serve.run import Run
 
 CACHE_GIB = 2
 MAX_BATCH_TOKENS, MAX_SEQUENCES = 2048, 256

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy
 from harness import load_pyplot
-from serving_requests import Request
 
 from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, SamplingParams
+from serve.requests import Request
 
 FULL = 0.9  # a step with this share of the largest batch counts as full
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # after an interrupt, in which pytest writes its XML
 OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED"
 # What pytest -v writes of a test. Without an outcome it is the one that was running when the log ended, or one that

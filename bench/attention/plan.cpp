@@ -1,4 +1,4 @@
-// plan_attention for attention_plan.py, which compiles this file and csrc/attention/paged_attention_plan.cpp.
+// plan_attention for plan.py, which compiles this file and csrc/attention/paged_attention_plan.cpp.
 #include "attention/paged_attention_plan.h"
 
 #include <algorithm>

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BENCH = Path(__file__).resolve().parent
-CSRC = BENCH.parent / "csrc"
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
 
 
 class Item(NamedTuple):
@@ -33,7 +33,7 @@ class Planner:
     def compile(cls, directory: Path) -> "Planner":
         """Needs a C++ compiler: CXX, or c++. Raises CalledProcessError if it fails."""
         path = directory / "attention_plan.so"
-        sources = [BENCH / "attention_plan.cpp", CSRC / "attention/paged_attention_plan.cpp"]
+        sources = [HERE / "plan.cpp", CSRC / "attention/paged_attention_plan.cpp"]
         options = ["-std=c++20", "-O3", "-fPIC", "-shared", "-I", CSRC]
         subprocess.run([os.environ.get("CXX", "c++"), *options, *sources, "-o", path], check=True)
         return cls(ctypes.CDLL(str(path)))

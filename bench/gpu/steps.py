@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_commands import ROOT, Command
+from gpu.commands import ROOT, Command
 
 NUM_PROCESSES = 8
 TEST_SECONDS = 60  # of a single test
@@ -93,7 +93,7 @@ class Work:
     def versions(self) -> list[list[Command]]:
         twins = str(self.out / "twins")
         compiled = [*COMPILERS[self.device], "-I", "csrc", "tests/simt/twins.cu", "-o", twins]
-        asked = [Command("driver", ["nvidia-smi"], 30), self.python("facts", ["bench/gpu_facts.py"], 60)]
+        asked = [Command("driver", ["nvidia-smi"], 30), self.python("facts", ["bench/gpu/facts.py"], 60)]
         return [[*asked, Command("twins-compile", compiled, 60)], [Command("twins", [twins], 30)]]
 
     def smoke(self) -> list[list[Command]]:

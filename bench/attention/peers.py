@@ -6,10 +6,11 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-from attn_inputs import BLOCK_SIZE, Attention, Model
 from harness import assert_same, time_interleaved, tolerance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention.inputs import BLOCK_SIZE, Attention, Model
 
 T = TypeVar("T")
 Decode = Callable[[Attention], Tensor]

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 
 import torch
 from harness import draw_bars, hardware, print_table, write_files
-from http_streams import exchange, make_message, read_stream
-from serving_requests import Request, make_requests
-from serving_run import engine_options, percentiles
 
 from pagedattn_serve import LLM, SamplingParams
+from serve.http_streams import exchange, make_message, read_stream
+from serve.requests import Request, make_requests
+from serve.run import engine_options, percentiles
 
 SERVE = "import sys; from pagedattn_serve.cli import main; sys.exit(main())"
 STOP_SECONDS = 60

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 from harness import print_table
-from serving_requests import Request
-from serving_run import Run
+
+from serve.requests import Request
+from serve.run import Run
 
 STATIC_BATCH_SIZE = 16
 # Without flash attention, continuous batching in transformers computes each query against the keys of the whole batch

@@ -25,15 +25,15 @@ from typing import Any
 import numpy
 import torch
 from harness import draw_bars, keep_freed_memory, print_table, write_files
-from serving_peers import System, compare, run_in_turns
-from serving_requests import SHAPES, Request, make_model, make_requests
-from serving_run import Run, engine_options, warm_server
 
 from pagedattn_serve import LLMEngine
+from serve.peers import System, compare, run_in_turns
+from serve.requests import SHAPES, Request, make_model, make_requests
+from serve.run import Run, engine_options, warm_server
 
 PEERS = {  # their modules here, and what these need
-    "OpenVINO GenAI": ("peer_openvino", ("openvino_genai", "openvino")),
-    "llama.cpp": ("peer_llama_cpp", ("llama_cpp", "gguf")),
+    "OpenVINO GenAI": ("serve.peer_openvino", ("openvino_genai", "openvino")),
+    "llama.cpp": ("serve.peer_llama_cpp", ("llama_cpp", "gguf")),
 }
 MAX_LEN = 4096  # tokens of prompt and output
 CACHE_BYTES = 2 << 30

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy
 from harness import draw_bars, print_table
-from serving_requests import WORKLOADS, Request, make_requests
-from serving_run import ServedRun, Server, warm_server
 
 from pagedattn_serve import LLMEngine
+from serve.requests import WORKLOADS, Request, make_requests
+from serve.run import ServedRun, Server, warm_server
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "samples": {"temperature": 1.0},
