@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "types.h"
 
@@ -52,6 +53,83 @@ __device__ inline void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- matrices, spread over a warpgroup: four warps, of which the first one's index is a multiple of four. sm_90a
+// -----------------------------------------------------------------------------------------------------------------
+
+// So that the compiler computes registers before what follows, and uses none of them before it.
+template <int N>
+__device__ inline void hold(float (&d)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]));
+}
+template <int N>
+__device__ inline void hold(uint32_t (&a)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]));
+}
+
+// Before the wgmma that take these registers, if anything else has used them since the last one.
+template <int NUM_TILES, int NUM_STEPS>
+__device__ inline void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4]) {
+  hold(d);
+  hold(a);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+#define PAGEDATTN_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define PAGEDATTN_TILES(i) PAGEDATTN_TILE(i), PAGEDATTN_TILE(i + 1), PAGEDATTN_TILE(i + 2), PAGEDATTN_TILE(i + 3)
+#define PAGEDATTN_WGMMA_64(TYPE)                                                                                   \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE   \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                          \
+               "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"                                                           \
+               : PAGEDATTN_TILES(0), PAGEDATTN_TILES(4)                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+#define PAGEDATTN_WGMMA_128(TYPE)                                                                                  \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE  \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
+               "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
+               "%59, %60, %61, %62, %63}, "                                                                        \
+               "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                                                           \
+               : PAGEDATTN_TILES(0), PAGEDATTN_TILES(4), PAGEDATTN_TILES(8), PAGEDATTN_TILES(12)                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+
+// d = a * b, plus d if `accumulate`: a is 64 x 16, of which each warp has 16 rows as in mma_m16n8k16, b is 16 x 64 or
+// 16 x 128 in shared memory (wgmma_descriptor), both of T; d[i] is columns [8 * i, 8 * i + 8) as in mma_m16n8k16. All
+// 128 threads take part, with the same b. Asynchronous: d, a and b are in use until wgmma_wait, but several in a row
+// may accumulate in the same d.
+template <typename T, int NUM_TILES>
+__device__ inline void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(NUM_TILES == 8 || NUM_TILES == 16);
+  constexpr bool IS_FLOAT16 = std::is_same_v<T, float16>;
+  if constexpr (NUM_TILES == 8 && IS_FLOAT16) {
+    PAGEDATTN_WGMMA_64("f16");
+  } else if constexpr (NUM_TILES == 8) {
+    PAGEDATTN_WGMMA_64("bf16");
+  } else if constexpr (IS_FLOAT16) {
+    PAGEDATTN_WGMMA_128("f16");
+  } else {
+    PAGEDATTN_WGMMA_128("bf16");
+  }
+}
+
+#undef PAGEDATTN_TILE
+#undef PAGEDATTN_TILES
+#undef PAGEDATTN_WGMMA_64
+#undef PAGEDATTN_WGMMA_128
+
+// Closes a group: all wgmma since the last one.
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING of the latest groups are under way; the registers are those of the groups before.
+template <int PENDING, int NUM_TILES, int NUM_STEPS>
+__device__ inline void wgmma_wait(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  hold(d);
+  hold(a);
 }
 
 // ---- barriers
@@ -162,7 +240,8 @@ __device__ inline void bulk_copy(void* target, const void* source, uint32_t byte
 }
 
 // What threads have written to shared memory before is there for bulk copies that begin after it, and is not written
-// over what they bring. By the thread that starts them, after a barrier, or by those that wrote, before one.
+// over what they bring. By the thread that starts them, after a barrier, or by those that wrote, before one. For wgmma,
+// which reads what they have written, by those that wrote.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- numbers
@@ -259,3 +338,15 @@ __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
 }  // namespace pagedattn::ptx
 
 #endif
+
+namespace pagedattn::ptx {
+
+// Of a matrix b of wgmma in shared memory, not swizzled, in pieces of 8 columns (n) x 8 elements of them (k): 128
+// adjacent bytes, 16 a column. `leading_bytes` from a piece to the next 8 of k, `stride_bytes` to the next 8 of n.
+// Multiples of 16, all three. A number of bytes divided by 16 may be added: the matrix that begins there.
+__device__ inline uint64_t wgmma_descriptor(const void* matrix, uint32_t leading_bytes, uint32_t stride_bytes) {
+  const auto encode = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
+  return encode(shared_address(matrix)) | encode(leading_bytes) << 16 | encode(stride_bytes) << 32;
+}
+
+}  // namespace pagedattn::ptx

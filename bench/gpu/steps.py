@@ -17,11 +17,13 @@ SMOKE = ["tests/ops/test_cuda.py", "-k", "as_on_the_cpu"]
 COMPILERS = {
     "cuda": [
         *("nvcc", "-std=c++20", "-O1", "--expt-relaxed-constexpr", "-I", "tests"),
-        *("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"),
+        *("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"),
+        "-gencode=arch=compute_90,code=compute_90",
     ],
     "simt": [
         *("c++", "-std=c++20", "-O2", "-Wno-unknown-pragmas", "-DPAGEDATTN_SIMT"),
-        *("-I", "tests", "-I", "tests/simt/include", "-x", "c++", "tests/simt/simt.cpp", "tests/simt/bulk_copy.cpp"),
+        *("-I", "tests", "-I", "tests/simt/include", "-x", "c++"),
+        *("tests/simt/simt.cpp", "tests/simt/bulk_copy.cpp", "tests/simt/wgmma.cpp"),
     ],
 }
 

@@ -42,6 +42,7 @@ struct BulkCopy {
 std::vector<BulkCopy> under_way;  // of the block
 unsigned char seen[MAX_SHARED_BYTES];
 size_t seen_bytes = 0;
+bool has_barriers = false;
 bool seen_is_set = false;  // nothing was written before the first fence or copy of most blocks
 
 unsigned char* as_seen(const void* pointer) {
@@ -85,6 +86,7 @@ void mbarrier_init(void* pointer, unsigned num_arrivals, Site site) {
   auto& barrier = *static_cast<Mbarrier*>(pointer);
   if (barrier.magic == Mbarrier::MAGIC) fail("mbarrier_init: there is an mbarrier already", site);
   barrier = {Mbarrier::MAGIC, 0, num_arrivals, num_arrivals, 0};
+  has_barriers = true;
 }
 
 void mbarrier_arrive_expect(void* pointer, unsigned bytes, Site site) {
@@ -127,6 +129,8 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* poi
 }
 
 void fence_proxy_async() {
+  count_fence();
+  if (!has_barriers) return;  // no bulk copies yet
   seen_is_set = true;
   std::memcpy(seen, cuda::shared_memory, seen_bytes);
 }
@@ -134,7 +138,7 @@ void fence_proxy_async() {
 void begin_bulk_copies(size_t shared_bytes) {
   under_way.clear();
   seen_bytes = shared_bytes;
-  seen_is_set = false;
+  seen_is_set = has_barriers = false;
 }
 
 bool has_bulk_copies_under_way() { return !under_way.empty(); }

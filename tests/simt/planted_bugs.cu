@@ -257,6 +257,70 @@ __global__ void bulk_kernel(Arguments a) {
   }
 }
 
+// ---- wgmma: out[row] is the sum of in[row + k] * (4 * k + 1) over k < 16, for 64 rows, twice
+
+enum class WgmmaBug {
+  NONE,
+  FENCE,
+  PROXY_FENCE,
+  WAIT,
+  PENDING,
+  STRIDES,
+  DESCRIPTOR,
+  LEFT_OUT,
+  SHARED_WRITE,
+  A_WRITE,
+  D_WRITE
+};
+
+template <WgmmaBug BUG>
+__global__ void wgmma_kernel(Arguments a) {
+  constexpr int COLUMNS = 64, LEADING_BYTES = COLUMNS * 16, STRIDE_BYTES = 128;
+  const int thread = threadIdx.x, lane = thread % WARP_SIZE, pair = lane % 4 * 2;
+  const int row = thread / WARP_SIZE * 16 + lane / 4;
+
+  // b is 1 at (k, 4 * k), else zeros, which come by cp_async.
+  unsigned char* unit = shared_memory + thread * 16;
+  ptx::cp_async_16(unit, nullptr, false);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  const int column = thread % COLUMNS, k = column / 4;
+  if (column % 4 == 0 && thread / COLUMNS == k / 8) {
+    reinterpret_cast<uint16_t*>(unit)[k % 8] = static_cast<uint16_t>(ptx::pack<float16>(1.0f, 0.0f));
+  }
+  if (BUG != WgmmaBug::PROXY_FENCE) ptx::fence_proxy_async();
+  __syncthreads();
+
+  uint32_t operand[1][4];
+  for (int r = 0; r < 4; ++r) {
+    const float* two = a.in + row + r % 2 * 8 + pair + r / 2 * 8;
+    operand[0][r] = ptx::pack<float16>(two[0], two[1]);
+  }
+  float d[COLUMNS / 8][4] = {};
+  if (BUG != WgmmaBug::FENCE) ptx::wgmma_fence(d, operand);
+  const bool is_first_warp = thread < WARP_SIZE;
+  const bool is_swapped = BUG == WgmmaBug::STRIDES;
+  const uint32_t leading_bytes = BUG == WgmmaBug::DESCRIPTOR && is_first_warp ? STRIDE_BYTES : LEADING_BYTES;
+  const uint64_t descriptor = ptx::wgmma_descriptor(shared_memory, is_swapped ? STRIDE_BYTES : leading_bytes,
+                                                    is_swapped ? LEADING_BYTES : STRIDE_BYTES);
+  if (BUG != WgmmaBug::LEFT_OUT || !is_first_warp) ptx::wgmma_m64k16<float16>(d, operand[0], descriptor, true);
+  ptx::wgmma_commit();
+  if (BUG == WgmmaBug::SHARED_WRITE && thread == 0) shared_memory[0] = 1;
+  if (BUG == WgmmaBug::A_WRITE) operand[0][0] = 0;
+  if (BUG == WgmmaBug::D_WRITE) d[0][0] = 0.0f;
+  if (BUG != WgmmaBug::WAIT) ptx::wgmma_wait<BUG == WgmmaBug::PENDING>(d, operand);
+
+  for (int i = 0; i < 2; ++i) {
+    float sum = 0.0f;
+    for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+      for (int j = 0; j < 2; ++j) sum += d[tile][2 * i + j] * static_cast<float>(tile * 8 + pair + j + 1);
+    }
+    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+    sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    if (pair < 4) a.out[pair / 2 * COLUMNS + row + i * 8] = sum;
+  }
+}
+
 // ---- out of bounds by one element, and unaligned
 
 template <bool BUG>
@@ -372,6 +436,19 @@ Case make_case(const char* name, Kernel clean, Kernel bug, Expected expected) {
   return {name, run, expected};
 }
 
+float weighted_sum(const float* in, int i) {
+  float sum = 0.0f;
+  for (int k = 0; k < 16; ++k) sum += in[i % 64 + k] * static_cast<float>(4 * k + 1);
+  return sum;
+}
+
+Case make_wgmma_case(const char* name, Kernel bug) {
+  const auto run = [=](bool with_bug, Arguments a) {
+    run_kernel(with_bug ? bug : wgmma_kernel<WgmmaBug::NONE>, dim3(1), dim3(NUM_THREADS), 64 * 16 * sizeof(float16), a);
+  };
+  return {name, run, weighted_sum};
+}
+
 Case make_bulk_case(const char* name, Kernel bug) { return make_case(name, bulk_kernel<BulkBug::NONE>, bug, same); }
 
 #define CASE(name, expected) make_case(#name, name##_kernel<false>, name##_kernel<true>, expected)
@@ -405,6 +482,16 @@ const std::vector<Case>& cases() {
       make_bulk_case("bulk_reuse", bulk_kernel<BulkBug::REUSE>),
       make_bulk_case("bulk_fence", bulk_kernel<BulkBug::FENCE>),
       make_bulk_case("bulk_alignment", bulk_kernel<BulkBug::ALIGNMENT>),
+      make_wgmma_case("wgmma_fence", wgmma_kernel<WgmmaBug::FENCE>),
+      make_wgmma_case("wgmma_proxy_fence", wgmma_kernel<WgmmaBug::PROXY_FENCE>),
+      make_wgmma_case("wgmma_wait", wgmma_kernel<WgmmaBug::WAIT>),
+      make_wgmma_case("wgmma_pending", wgmma_kernel<WgmmaBug::PENDING>),
+      make_wgmma_case("wgmma_strides", wgmma_kernel<WgmmaBug::STRIDES>),
+      make_wgmma_case("wgmma_descriptor", wgmma_kernel<WgmmaBug::DESCRIPTOR>),
+      make_wgmma_case("wgmma_left_out", wgmma_kernel<WgmmaBug::LEFT_OUT>),
+      make_wgmma_case("wgmma_shared_write", wgmma_kernel<WgmmaBug::SHARED_WRITE>),
+      make_wgmma_case("wgmma_a_write", wgmma_kernel<WgmmaBug::A_WRITE>),
+      make_wgmma_case("wgmma_d_write", wgmma_kernel<WgmmaBug::D_WRITE>),
       CASE(shared_read, same),
       CASE(shared_write, same),
       CASE(global_read, same),

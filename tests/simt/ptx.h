@@ -203,6 +203,41 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   simt::warp_operation<mma_warp<T>>("mma_m16n8k16", ~0u, mine, site);
 }
 
+// ---- wgmma
+
+inline uint32_t shared_address(const void* pointer) { return simt::shared_address(pointer); }
+
+template <int NUM_TILES, int NUM_STEPS>
+simt::WgmmaRegisters wgmma_registers(const float (&d)[NUM_TILES][4], const uint32_t (&a)[NUM_STEPS][4]) {
+  return {d, a, sizeof(d), sizeof(a), 0};
+}
+
+template <int NUM_TILES, int NUM_STEPS>
+void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4], simt::Site site = simt::Site::current()) {
+  auto mine = wgmma_registers(d, a);
+  simt::warp_operation<simt::wgmma_fence_warp>("wgmma_fence", ~0u, mine, site);
+}
+
+template <typename T, int NUM_TILES>
+void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                  simt::Site site = simt::Site::current()) {
+  static_assert(NUM_TILES == 8 || NUM_TILES == 16);
+  simt::WgmmaLane mine{d[0], NUM_TILES, a, b, accumulate, std::is_same_v<T, float16>};
+  simt::warp_operation<simt::wgmma_warp>("wgmma_m64k16", ~0u, mine, site);
+}
+
+inline void wgmma_commit(simt::Site site = simt::Site::current()) {
+  simt::WgmmaRegisters none{};
+  simt::warp_operation<simt::wgmma_commit_warp>("wgmma_commit", ~0u, none, site);
+}
+
+template <int PENDING, int NUM_TILES, int NUM_STEPS>
+void wgmma_wait(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4], simt::Site site = simt::Site::current()) {
+  auto mine = wgmma_registers(d, a);
+  mine.num_pending = PENDING;
+  simt::warp_operation<simt::wgmma_wait_warp>("wgmma_wait", ~0u, mine, site);
+}
+
 // ---- barriers
 
 inline void barrier_sync(int id, int num_threads, simt::Site site = simt::Site::current()) {

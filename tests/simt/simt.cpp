@@ -64,6 +64,14 @@ struct Thread {
   unsigned open_group = 0;   // its number; older ones are closed
   bool has_waited = false;   // for the kernel before this one
   const void* waits_at = nullptr;
+  uint64_t num_fences = 0;  // fence_proxy_async, of all blocks
+};
+
+// By cp.async, of 8 bytes of shared memory.
+struct Write {
+  uint64_t block;  // as counted by num_blocks
+  unsigned thread;
+  uint64_t num_fences;  // of the thread, before
 };
 
 // Lanes that wait for one operation.
@@ -112,6 +120,8 @@ struct Device {
   unsigned running = 0;   // thread
   unsigned patience = 0;  // a power of two: how many switches a warp is kept for, on average
   Barrier barrier;
+  uint64_t num_blocks = 0;
+  Write writes[MAX_SHARED_BYTES / 8];
   NamedBarrier named_barriers[NUM_BARRIERS];  // 0 is `barrier`
   Warp warps[MAX_WARPS];
   Thread threads[MAX_THREADS];
@@ -305,7 +315,9 @@ void prepare_block(unsigned num_threads) {
     if (num_lanes) set_ready(warp_idx, warp.live);
   }
   std::memset(shared_memory, POISON, device.launch->shared_bytes);
+  ++device.num_blocks;
   begin_bulk_copies(device.launch->shared_bytes);
+  begin_wgmma();
   device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
 }
 
@@ -341,6 +353,7 @@ void run_block(unsigned num_threads) {
     fail_launch("thread " + std::to_string(i) + " of a dependent kernel ended without griddepcontrol_wait");
   }
   if (has_bulk_copies_under_way()) fail_launch("the block has ended, and nobody has waited for its last bulk copies");
+  if (const std::string what = unfinished_wgmma(); !what.empty()) fail_launch(what);
   device.in_block = false;
 }
 
@@ -429,6 +442,8 @@ void wait_for_previous_kernel() { device.threads[device.running].has_waited = tr
 int architecture() { return device.architecture; }
 
 unsigned lane_idx() { return device.running % WARP_SIZE; }
+
+unsigned warp_idx() { return device.running / WARP_SIZE; }
 
 void maybe_yield() {
   if (random_bits() % 2) run_next();
@@ -544,6 +559,38 @@ void check_shared(const char* name, const void* pointer, size_t bytes, Site site
   }
 }
 
+// The first kilobyte is the system's, as on sm_90.
+constexpr uint32_t FIRST_ADDRESS = 1024;
+
+uint32_t shared_address(const void* pointer) {
+  return FIRST_ADDRESS + static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory);
+}
+
+const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site) {
+  const unsigned char* pointer = shared_memory + (int64_t{address} - FIRST_ADDRESS);
+  check_shared(name, pointer, bytes, site);
+  const Write* const writes = device.writes + (pointer - shared_memory) / 8;
+  for (unsigned i = 0; i < bytes / 8; ++i) {
+    const Write& write = writes[i];
+    if (write.block == device.num_blocks && write.num_fences == device.threads[write.thread].num_fences) {
+      fail(std::string(name) + ": thread " + std::to_string(write.thread) +
+               " has copied to shared memory that is read here, and not called fence_proxy_async after its wait",
+           site);
+    }
+  }
+  return pointer;
+}
+
+void count_fence() { ++device.threads[device.running].num_fences; }
+
+// A copy's begin or end, of the running thread.
+void note_write(const void* target, unsigned bytes) {
+  Write* const writes = device.writes + (static_cast<const unsigned char*>(target) - shared_memory) / 8;
+  for (unsigned i = 0; i < bytes / 8; ++i) {
+    writes[i] = {device.num_blocks, device.running, device.threads[device.running].num_fences};
+  }
+}
+
 void start_copy(const char* name, void* target, const void* source, unsigned bytes, bool valid, Site site) {
   check_shared(name, target, bytes, site);
   if (valid && reinterpret_cast<uintptr_t>(source) % bytes) {
@@ -551,6 +598,7 @@ void start_copy(const char* name, void* target, const void* source, unsigned byt
   }
   Thread& thread = device.threads[device.running];
   std::memset(target, POISON, bytes);
+  note_write(target, bytes);
   thread.copies.push_back({target, source, bytes, valid, thread.open_group});
 }
 
@@ -565,6 +613,7 @@ void wait_for_copy_groups(unsigned num_pending) {
     } else {
       std::memset(copy->target, 0, copy->bytes);
     }
+    note_write(copy->target, copy->bytes);
   }
   thread.copies.erase(thread.copies.begin(), copy);
 }

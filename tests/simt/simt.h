@@ -61,6 +61,7 @@ void warp_operation(const char* name, unsigned mask, Operands& operands, Site si
 }
 
 unsigned lane_idx();
+unsigned warp_idx();
 
 // Of the GPU that the device stands for, 90 for sm_90: PAGEDATTN_SIMT_ARCH, looked up at each launch.
 int architecture();
@@ -87,10 +88,18 @@ void wake(const void* place);
 // Fails unless `pointer` is aligned, and `bytes` from there lie in the dynamic shared memory of the launch.
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
 
+// As PTX has an address in shared memory.
+uint32_t shared_address(const void* pointer);
+
+// What wgmma reads there. Fails unless it is in the shared memory of the launch, and every cp.async to it has been
+// waited for by its thread, which has called fence_proxy_async then.
+const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site);
+
 // cp.async: the target is poisoned now, and written when a wait covers the copy's group.
 void start_copy(const char* name, void* target, const void* source, unsigned bytes, bool valid, Site site);
 void close_copy_group();
 void wait_for_copy_groups(unsigned num_pending);
+void count_fence();  // fence_proxy_async
 
 // ---- mbarriers and bulk copies (bulk_copy.cpp)
 
@@ -101,11 +110,36 @@ void mbarrier_wait(void* barrier, bool parity, Site site);
 // cp.async.bulk: the target is poisoned now, and written when a thread waits for the phase of `barrier`.
 void start_bulk_copy(void* target, const void* source, unsigned bytes, void* barrier, Site site);
 
-// fence.proxy.async: what threads have written to shared memory is seen by bulk copies from here on.
+// fence.proxy.async: what threads have written to shared memory is seen by bulk copies from here on, and by wgmma what
+// this thread has written.
 void fence_proxy_async();
 
 // Before and after the threads of a block have run.
 void begin_bulk_copies(size_t shared_bytes);
 bool has_bulk_copies_under_way();
+
+// ---- wgmma (wgmma.cpp): operations of a warp
+
+struct WgmmaLane {
+  float* d;
+  unsigned num_tiles;  // of 8 columns, 4 registers each
+  const uint32_t* a;   // 4 registers
+  uint64_t b;
+  bool accumulate, is_float16;
+};
+void wgmma_warp(WgmmaLane* const* lanes, unsigned mask, Site site);
+
+struct WgmmaRegisters {
+  const void *d, *a;
+  size_t d_bytes, a_bytes;
+  unsigned num_pending;  // for a wait
+};
+void wgmma_fence_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
+void wgmma_commit_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
+void wgmma_wait_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
+
+// Before and after the threads of a block have run. What is wrong at the end, or nothing.
+void begin_wgmma();
+std::string unfinished_wgmma();
 
 }  // namespace pagedattn::simt

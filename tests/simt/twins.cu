@@ -94,24 +94,37 @@ __global__ void load_and_multiply_kernel(const T* a, const T* b, float* d) {
 
 // Small multiples of 1/8: all products and sums are exact, so results are equal whatever the order.
 template <typename T>
+class Eighths {
+ public:
+  Eighths() {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const T candidate{static_cast<uint16_t>(bits)};
+      const float steps = decode(candidate) * 8;
+      if (std::abs(steps) <= MAX && steps == std::nearbyint(steps)) all_.push_back(candidate);
+    }
+  }
+
+  T draw() { return all_[random_() % all_.size()]; }
+  float draw_float() { return decode(draw()); }
+
+ private:
+  static constexpr float MAX = 64;
+  std::vector<T> all_;
+  std::mt19937 random_{1};
+};
+
+template <typename T>
 void check_mma(const char* name) {
-  std::mt19937 random(1);
-  const auto draw = [&] { return static_cast<float>(static_cast<int>(random() % 129) - 64) / 8; };
+  Eighths<T> eighths;
   Buffer<float> d(16 * 8);
   Buffer<T> a(16 * 16), b(16 * 8);
-  const auto encode = [](float x) {
-    for (uint32_t bits = 0; bits < 65536; ++bits) {
-      if (const T candidate{static_cast<uint16_t>(bits)}; decode(candidate) == x) return candidate;
-    }
-    return T{};
-  };
   for (int round = 0; round < 8; ++round) {
-    for (size_t i = 0; i < a.size(); ++i) a[i] = encode(draw());
-    for (size_t i = 0; i < b.size(); ++i) b[i] = encode(draw());
+    for (size_t i = 0; i < a.size(); ++i) a[i] = eighths.draw();
+    for (size_t i = 0; i < b.size(); ++i) b[i] = eighths.draw();
     float expected[16][8];
     for (int m = 0; m < 16; ++m) {
       for (int n = 0; n < 8; ++n) {
-        expected[m][n] = d[m * 8 + n] = draw();
+        expected[m][n] = d[m * 8 + n] = eighths.draw_float();
         for (int k = 0; k < 16; ++k) expected[m][n] += decode(a[m * 16 + k]) * decode(b[n * 16 + k]);
       }
     }
@@ -119,6 +132,98 @@ void check_mma(const char* name) {
     run_kernel(kernel, dim3(1), dim3(WARP_SIZE), (16 * 16 + 16 * 8) * sizeof(T), static_cast<const T*>(a.data()),
                static_cast<const T*>(b.data()), d.data());
     for (int i = 0; i < 16 * 8; ++i) expect_same(expected[i / 8][i % 8], d[i], name, i);
+  }
+}
+
+constexpr int WGMMA_STEPS = 2;  // of 16
+
+struct WgmmaArguments {
+  const void* a;  // [64][WGMMA_STEPS][16]
+  const void* b;  // [WGMMA_STEPS][columns][16]
+  float* d;       // [128][columns]
+  uint32_t leading_bytes, stride_bytes, step_bytes;
+  bool accumulate;
+  bool* was_run;
+};
+
+// Two warpgroups, which multiply the same and add it to 64 rows of d each. Nothing is stored but on sm_90a.
+template <typename T, int COLUMNS>
+__global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(PAGEDATTN_SIMT)
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, group = lane / 4, pair = lane % 4 * 2;
+  const auto* b = static_cast<const T*>(w.b);
+  for (int i = thread; i < WGMMA_STEPS * COLUMNS * 16; i += 256) {
+    const int k = i % 16, n = i / 16 % COLUMNS, step = i / 16 / COLUMNS;
+    unsigned char* piece = shared_memory + step * w.step_bytes + k / 8 * w.leading_bytes + n / 8 * w.stride_bytes;
+    reinterpret_cast<T*>(piece)[n % 8 * 8 + k % 8] = b[i];
+  }
+  ptx::fence_proxy_async();
+  __syncthreads();
+
+  const int first_row = thread / 32 * 16;  // of d
+  uint32_t a[WGMMA_STEPS][4];
+  for (int step = 0; step < WGMMA_STEPS; ++step) {
+    for (int r = 0; r < 4; ++r) {
+      const int row = first_row % 64 + group + r % 2 * 8;
+      const T* two = static_cast<const T*>(w.a) + (row * WGMMA_STEPS + step) * 16 + pair + r / 2 * 8;
+      a[step][r] = two[0].bits | static_cast<uint32_t>(two[1].bits) << 16;
+    }
+  }
+  float d[COLUMNS / 8][4];
+  const auto element = [&](int tile, int i) -> float& {
+    return w.d[(first_row + group + i / 2 * 8) * COLUMNS + tile * 8 + pair + i % 2];
+  };
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    for (int i = 0; i < 4; ++i) d[tile][i] = element(tile, i);
+  }
+  const uint64_t descriptor = ptx::wgmma_descriptor(shared_memory, w.leading_bytes, w.stride_bytes);
+  ptx::wgmma_fence(d, a);
+  for (int step = 0; step < WGMMA_STEPS; ++step) {
+    ptx::wgmma_m64k16<T>(d, a[step], descriptor + step * w.step_bytes / 16, w.accumulate || step > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>(d, a);
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    for (int i = 0; i < 4; ++i) element(tile, i) = d[tile][i];
+  }
+  *w.was_run = true;
+#endif
+}
+
+template <typename T, int COLUMNS>
+void check_wgmma(const char* name) {
+  struct Layout {
+    uint32_t leading_bytes, stride_bytes, step_bytes;
+  };
+  // Pieces of a column after each other; those of 8 elements of k; these with a gap.
+  constexpr Layout LAYOUTS[] = {
+      {128, WGMMA_STEPS * 256, 256}, {COLUMNS * 16, 128, COLUMNS * 32}, {COLUMNS * 16 + 64, 128, COLUMNS * 32 + 128}};
+  constexpr size_t SHARED_BYTES = WGMMA_STEPS * (COLUMNS * 32 + 128);
+  Eighths<T> eighths;
+  Buffer<T> a(64 * WGMMA_STEPS * 16), b(WGMMA_STEPS * COLUMNS * 16);
+  Buffer<float> d(128 * COLUMNS);
+  std::vector<float> expected(d.size());
+  Buffer<bool> was_run(1);
+  for (int round = 0; round < 6; ++round) {
+    const Layout layout = LAYOUTS[round % 3];
+    const bool accumulate = round >= 3;
+    for (size_t i = 0; i < a.size(); ++i) a[i] = eighths.draw();
+    for (size_t i = 0; i < b.size(); ++i) b[i] = eighths.draw();
+    for (int m = 0; m < 128; ++m) {
+      for (int n = 0; n < COLUMNS; ++n) {
+        float& sum = expected[m * COLUMNS + n];
+        d[m * COLUMNS + n] = eighths.draw_float();
+        sum = accumulate ? d[m * COLUMNS + n] : 0.0f;
+        for (int k = 0; k < WGMMA_STEPS * 16; ++k) {
+          sum += decode(a[m % 64 * WGMMA_STEPS * 16 + k]) * decode(b[(k / 16 * COLUMNS + n) * 16 + k % 16]);
+        }
+      }
+    }
+    run_kernel(wgmma_kernel<T, COLUMNS>, dim3(1), dim3(256), SHARED_BYTES,
+               WgmmaArguments{a.data(), b.data(), d.data(), layout.leading_bytes, layout.stride_bytes,
+                              layout.step_bytes, accumulate, was_run.data()});
+    if (!was_run[0]) return;
+    for (size_t i = 0; i < d.size(); ++i) expect_same(expected[i], d[i], name, i);
   }
 }
 
@@ -499,6 +604,10 @@ int main() {
   try {
     cuda::check_mma<float16>("mma of float16");
     cuda::check_mma<bfloat16>("mma of bfloat16");
+    cuda::check_wgmma<float16, 64>("wgmma of float16, 64 columns");
+    cuda::check_wgmma<float16, 128>("wgmma of float16, 128 columns");
+    cuda::check_wgmma<bfloat16, 64>("wgmma of bfloat16, 64 columns");
+    cuda::check_wgmma<bfloat16, 128>("wgmma of bfloat16, 128 columns");
     cuda::check_ldmatrix();
     cuda::check_barriers();
     cuda::check_dependent_launch();
