@@ -39,15 +39,15 @@ for_each_capability = set -e; for capability in $$($(BIN)/python -c \
 	  env PAGEDATTN_CPU_CAPABILITY=$$capability $(1); \
 	done
 
-# What CUDA kernels do depends on how many multiprocessors there are to fill: 4 on the simt device, if nothing is said,
-# and here as many as an H100 has.
+# What CUDA kernels do depends on how many multiprocessors there are to fill, 4 on the simt device, if nothing is said,
+# and on the architecture, sm_90: here as many as an H100 has, and sm_80.
 TESTS_OF_SIZES := $(patsubst %,tests/ops/test_%.py,activation attention layernorm merge_attn_states sampling)
 
 # The op tests once for each instruction set, and on the simt device; the rest once.
 test: simt
 	$(call for_each_capability,$(BIN)/python -m pytest -q tests/ops)
 	$(BIN)/python -m pytest -q tests/ops --device simt
-	PAGEDATTN_SIMT_MULTIPROCESSORS=132 $(BIN)/python -m pytest -q $(TESTS_OF_SIZES) --device simt
+	PAGEDATTN_SIMT_MULTIPROCESSORS=132 PAGEDATTN_SIMT_ARCH=80 $(BIN)/python -m pytest -q $(TESTS_OF_SIZES) --device simt
 	$(BIN)/python -m pytest -q --ignore=tests/ops
 
 # The server through clients that are heavy to install, in an environment of their own, as strangers have them; and its

@@ -81,11 +81,18 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t s
 }
 
 // Of the current device.
-inline int num_multiprocessors() {
-  int device = 0, count = 0;
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   PAGEDATTN_CUDA_CHECK(cudaGetDevice(&device));
-  PAGEDATTN_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  PAGEDATTN_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+inline int num_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// 80 for 8.0.
+inline int compute_capability() {
+  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
 template <typename Integer>

@@ -1,4 +1,5 @@
-"""What nvcc made of each CUDA kernel: registers, shared memory, spills. Fails if a kernel spills.
+"""What nvcc made of each CUDA kernel: registers, shared memory, spills. Fails if a kernel spills, or waits for each
+wgmma before the next one because ptxas found its registers in use.
 
     python tests/check_cuda_kernels.py BUILD_DIRECTORY
 
@@ -17,6 +18,7 @@ from pathlib import Path
 SUFFIX = ".ptxas"
 FUNCTION = re.compile(r"ptxas info\s*: Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'")
 SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill")
+SERIALIZED = re.compile(r"wgmma.* serialized due to (?P<why>.*) in the function '(?P<name>\w+)'")
 USED = re.compile(r"ptxas info\s*: Used (?P<registers>\d+) registers(.*, (?P<shared>\d+) bytes smem)?")
 
 
@@ -59,6 +61,11 @@ def kernels_of(log: str) -> Iterator[Kernel]:
             kernel = None
 
 
+def serialized_kernels(log: str) -> dict[str, str]:
+    """Why, by the kernel's name."""
+    return {match["name"]: match["why"] for match in SERIALIZED.finditer(log)}
+
+
 def readable(names: list[str]) -> list[str]:
     if shutil.which("c++filt") is None:
         return names
@@ -70,8 +77,9 @@ def readable(names: list[str]) -> list[str]:
 
 
 def report(build: Path) -> int:
-    logs = sorted(build.rglob(f"*{SUFFIX}"))
-    kernels = [kernel for log in logs for kernel in kernels_of(log.read_text())]
+    logs = [path.read_text() for path in sorted(build.rglob(f"*{SUFFIX}"))]
+    kernels = [kernel for log in logs for kernel in kernels_of(log)]
+    serialized = {name: why for log in logs for name, why in serialized_kernels(log).items()}
     if not kernels:
         print(f"{build}: no CUDA kernels were built here (-DPAGEDATTN_CUDA=ON)", file=sys.stderr)
         return 1
@@ -82,8 +90,10 @@ def report(build: Path) -> int:
         spilling += spills > 0
         numbers = f"{kernel.registers:10}{kernel.static_shared:8}{kernel.stack:7}{spills:8}"
         print(f"{kernel.arch:8}{numbers}  {name}{'  <- spills' if spills else ''}")
+    for name, why in zip(readable(list(serialized)), serialized.values(), strict=True):
+        print(f"{name}: wgmma serialized, {why}")
     print(f"{len(kernels)} kernels in {len(logs)} files, {spilling} of them spill")
-    return 1 if spilling else 0
+    return 1 if spilling or serialized else 0
 
 
 if __name__ == "__main__":

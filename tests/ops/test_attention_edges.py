@@ -167,6 +167,29 @@ def test_sliding_window_may_begin_anywhere(device, dtype, block_size, rows):
         assert_same_bits(lse_freed, lse)
 
 
+PREFILLS = {
+    "plain": {},
+    "window": {"sliding_window": 203},
+    "small blocks": {"block_size": 8},
+    "unaligned": {"block_gap": 1},
+    "all options": {"group_size": 3, "alibi": True, "softcap": 20.0, "sinks": True},
+}
+
+
+@pytest.mark.devices("simt", "cuda")
+@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("head_size", [40, 64, 112])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prefill_of_many_tiles_on_every_architecture(device, monkeypatch, dtype, head_size, prefill, arch):
+    """More tiles of rows and of tokens than shared memory holds at a time. A GPU has an architecture of its own."""
+    monkeypatch.setenv("PAGEDATTN_SIMT_ARCH", arch)
+    lens = ((100, 700), (1, 30), (200, 150))
+    case = Case(lens, dtype, num_kv_heads=1, head_size=head_size, **PREFILLS[prefill])
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
 def test_sequences_share_blocks(device):
     """A shared prefix is read from the same physical blocks by both sequences."""
     arguments = make_arguments(Case(((1, 40), (1, 40))), device)

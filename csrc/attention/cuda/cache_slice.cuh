@@ -46,6 +46,12 @@ __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Wor
   return {block_of(token, num_tokens), block_of(is_parted ? token + HALF : token, num_tokens)};
 }
 
+// Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
+__device__ inline uint32_t visible_pair(const Work& work, int token) {
+  const auto visible = [&](int t) { return t >= work.begin && t < work.end; };
+  return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
+}
+
 // Copies BYTES (8 or 16) from the cache to shared memory; zeros if not `valid`. As cp_async: to be waited for.
 template <int BYTES, bool ALIGNED>
 __device__ inline void copy_async(unsigned char* target, const void* source, bool valid) {
@@ -82,18 +88,32 @@ struct CacheSlice {
   }
   static __device__ int value_unit(int d, int half) { return 2 * d + (SWAPPED ? half ^ (d >> 2 & 1) : half); }
 
+  // Where a slice's units lie, as described above.
+  struct Places {
+    unsigned char* slice;
+
+    __device__ unsigned char* key(int chunk, int token) const { return slice + key_unit(chunk, token) * 16; }
+    __device__ unsigned char* value(int d, int half) const {
+      return slice + (UNITS + (IS_FLOAT8 ? d : value_unit(d, half))) * 16;
+    }
+  };
+
   // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units of which no row of the work sees
   // anything are zeros and cost no memory traffic, and so are the elements from head_size to HEAD_SIZE.
-  template <int NUM_THREADS>
+  template <int NUM_THREADS, typename PlacesT>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
-                              unsigned char* slice, int thread) {
+                              const PlacesT& places, int thread) {
     if (a.aligned) {
-      load<NUM_THREADS, true>(a, work, token, blocks, slice, thread);
+      load<NUM_THREADS, true>(a, work, token, blocks, places, thread);
     } else {
-      load<NUM_THREADS, false>(a, work, token, blocks, slice, thread);
+      load<NUM_THREADS, false>(a, work, token, blocks, places, thread);
       __syncwarp();  // loops of bytes may part the lanes; ldmatrix and mma come next, and want them together
     }
   }
+
+  // The values that a thread copies of a slice of 16-bit elements: of rows first_value_row, + NUM_THREADS / 2, ...
+  static __device__ int value_half(int thread) { return thread % 2; }
+  static __device__ int first_value_row(int thread) { return thread / 2; }
 
   // ---- where a lane's operands lie in the tensors
 
@@ -155,9 +175,9 @@ struct CacheSlice {
   }
 
  private:
-  template <int NUM_THREADS, bool ALIGNED>
+  template <int NUM_THREADS, bool ALIGNED, typename PlacesT>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
-                              unsigned char* slice, int thread) {
+                              const PlacesT& places, int thread) {
     static_assert(UNITS % NUM_THREADS == 0 && NUM_THREADS % SLICE_TOKENS == 0);
     const auto head_size = static_cast<int>(a.p.head_size);
     const int block_mask = (1 << a.block_shift) - 1;
@@ -172,11 +192,10 @@ struct CacheSlice {
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
       const int chunk = (thread + i * NUM_THREADS) / SLICE_TOKENS;
       const int element = chunk * ELEMENTS;
-      copy_async<16, ALIGNED>(slice + key_unit(chunk, thread % SLICE_TOKENS) * 16, keys + (element << a.block_shift),
+      copy_async<16, ALIGNED>(places.key(chunk, thread % SLICE_TOKENS), keys + (element << a.block_shift),
                               key_visible && element < head_size);
     }
 
-    unsigned char* target = slice + UNITS * 16;
     const auto values_at = [&](int half) {
       return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_block_stride + head_offset +
              ((token + half * HALF) & block_mask);
@@ -186,14 +205,13 @@ struct CacheSlice {
       return begin + num_tokens > work.begin && begin < work.end;
     };
     if constexpr (!IS_FLOAT8) {
-      const int half = thread % 2;
+      const int half = value_half(thread);
       const CacheT* values = values_at(half);
       const bool half_visible = visible(half, HALF);
 #pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
       for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
-        const int d = thread / 2 + i * (NUM_THREADS / 2);
-        copy_async<16, ALIGNED>(target + value_unit(d, half) * 16, values + (d << a.block_shift),
-                                half_visible && d < head_size);
+        const int d = first_value_row(thread) + i * (NUM_THREADS / 2);
+        copy_async<16, ALIGNED>(places.value(d, half), values + (d << a.block_shift), half_visible && d < head_size);
       }
     } else if (block_mask >= HALF) {
       const CacheT* values = values_at(0);
@@ -201,12 +219,12 @@ struct CacheSlice {
 #pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
       for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
         const int d = thread + i * NUM_THREADS;
-        copy_async<16, ALIGNED>(target + d * 16, values + (d << a.block_shift), slice_visible && d < head_size);
+        copy_async<16, ALIGNED>(places.value(d, 0), values + (d << a.block_shift), slice_visible && d < head_size);
       }
     } else {  // a row of values is 8 bytes in each of two blocks
       for (int d = thread; d < UNITS; d += NUM_THREADS) {
         for (int half = 0; half < 2; ++half) {
-          copy_async<8, ALIGNED>(target + d * 16 + half * 8, values_at(half) + (d << a.block_shift),
+          copy_async<8, ALIGNED>(places.value(d, 0) + half * 8, values_at(half) + (d << a.block_shift),
                                  visible(half, HALF) && d < head_size);
         }
       }

@@ -63,8 +63,9 @@ class AsyncStages {
   // Begins to load the next slice, if there is one.
   __device__ void load_next(const AttentionArguments& a, const Work& work) {
     if (next_token_ < work.end) {
-      Slice::template load<Shape::TEAM_THREADS>(
-          a, work, next_token_, next_blocks_, stages_ + next_stage_ * Slice::BYTES, threadIdx.x % Shape::TEAM_THREADS);
+      const typename Slice::Places places{stages_ + next_stage_ * Slice::BYTES};
+      Slice::template load<Shape::TEAM_THREADS>(a, work, next_token_, next_blocks_, places,
+                                                threadIdx.x % Shape::TEAM_THREADS);
       next_token_ += Shape::STEP;
       next_blocks_ = find_blocks(a, work, next_token_);
     }

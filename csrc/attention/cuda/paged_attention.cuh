@@ -268,4 +268,9 @@ void attend_mma(const AttentionArguments& a, cudaStream_t stream);
 template <typename CacheT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream);
 
+// Prefill alone, on GPUs of compute capability 9.0, over a cache of T and heads of at most 128. In a build with
+// PAGEDATTN_SM90A.
+template <typename T>
+void prefill_wgmma(const AttentionArguments& a, cudaStream_t stream);
+
 }  // namespace pagedattn::cuda

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
   int next_stage = 0;
   const auto load_next = [&] {
     if (next_token < work.end) {
-      unsigned char* target = shared_memory + next_stage * Shape::STAGE_BYTES + slice * Slice::BYTES;
-      Slice::template load<Shape::THREADS_PER_SLICE>(a, work, next_token + slice * SLICE_TOKENS, next_blocks, target,
+      const typename Slice::Places places{shared_memory + next_stage * Shape::STAGE_BYTES + slice * Slice::BYTES};
+      Slice::template load<Shape::THREADS_PER_SLICE>(a, work, next_token + slice * SLICE_TOKENS, next_blocks, places,
                                                      threadIdx.x % Shape::THREADS_PER_SLICE);
       next_token += STEP;
       next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
@@ -156,6 +156,11 @@ void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
     launch_decode<T, CacheT, HEAD_SIZE, WIDE_TILES>(a, stream);
   }
   if (!may_have_prefill(a)) return;
+#if defined(PAGEDATTN_SM90A)
+  if constexpr (sizeof(CacheT) == 2 && HEAD_SIZE <= 128) {
+    if (compute_capability() == 90) return prefill_wgmma<T>(a, stream);
+  }
+#endif
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
   launch(prefill_kernel<T, CacheT, HEAD_SIZE>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),
          PrefillShape::SHARED_BYTES, stream, a);

@@ -36,7 +36,7 @@ class WarpRows {
   // Takes in the tokens of `NUM_SLICES` slices from `token` on.
   template <int NUM_SLICES>
   __device__ void attend(const AttentionArguments& a, const Work& work, const unsigned char* slices, int token) {
-    float logits[NUM_SLICES][2][4] = {};
+    float logits[2 * NUM_SLICES][4] = {};
 #pragma unroll
     for (int step = 0; step < HEAD_SIZE / 32; ++step) {
 #pragma unroll
@@ -45,32 +45,16 @@ class WarpRows {
         Slice::load_keys(slices + slice * Slice::BYTES, lane_, step, keys);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          ptx::mma_m16n8k16<T>(logits[slice][0], query_[2 * step + i], keys[i][0], keys[i][1]);
-          ptx::mma_m16n8k16<T>(logits[slice][1], query_[2 * step + i], keys[i][2], keys[i][3]);
+          ptx::mma_m16n8k16<T>(logits[2 * slice], query_[2 * step + i], keys[i][0], keys[i][1]);
+          ptx::mma_m16n8k16<T>(logits[2 * slice + 1], query_[2 * step + i], keys[i][2], keys[i][3]);
         }
       }
     }
 
-    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[Slice::IS_FLOAT8 ? i : 0]; });
-    if (a.p.softcap > 0.0f) {
-      for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
-    }
-    if (a.p.alibi_slopes != nullptr) {
-      for_each(logits, token, [&](float& logit, int i, int key_token) {
-        logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
-      });
-    }
-    if (!sees_all(a, token, NUM_SLICES * SLICE_TOKENS)) {
-      for_each(logits, token, [&](float& logit, int i, int key_token) {
-        const bool visible = key_token >= first_visible(a, position_[i]) && key_token <= position_[i];
-        logit = visible ? logit : -INFINITY;
-      });
-    }
-    float max[2] = {max_[0], max_[1]};
-    for_each(logits, token, [&](float& logit, int i, int) { max[i] = fmaxf(max[i], logit); });
-
-    rescale(max);
-    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+    finish_logits(a, logits, token);
+    float weight[2] = {};
+    if (raise_max(logits, weight)) scale_values(weight);
+    const float base[2] = {exponent_base(0), exponent_base(1)};
     if (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end) {
       add_values<false>(work, slices, logits, base, token);
     } else {
@@ -126,24 +110,41 @@ class WarpRows {
     return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
   }
 
- private:
+ protected:
   __device__ bool has_row(const Work& work, int i) const { return first_packed_ + lane_ / 4 + i * 8 < work.tile_end; }
   // Past the last row of the tile, that one again: it sees no other tokens, and is not written.
   __device__ int packed_row(const Work& work, int i) const {
     return min(first_packed_ + lane_ / 4 + i * 8, work.tile_end - 1);
   }
 
-  // function(logit, row, token) for all logits of a lane; row is 0 or 1.
-  template <int NUM_SLICES, typename Function>
-  __device__ void for_each(float (&logits)[NUM_SLICES][2][4], int token, const Function& function) const {
+  // function(logit, row, token) for all logits of a lane, in tiles of 8 tokens from `token` on; row is 0 or 1.
+  template <int NUM_TILES, typename Function>
+  __device__ void for_each(float (&logits)[NUM_TILES][4], int token, const Function& function) const {
 #pragma unroll
-    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+    for (int tile = 0; tile < NUM_TILES; ++tile) {
+      const int first = token + tile / 2 * SLICE_TOKENS + Slice::token_of(lane_, tile % 2);
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const int first = token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) function(logits[slice][tile][i], i / 2, first + i % 2);
-      }
+      for (int i = 0; i < 4; ++i) function(logits[tile][i], i / 2, first + i % 2);
+    }
+  }
+
+  // From products of query and keys to logits: scaled, capped, biased; minus infinity for what a row does not see.
+  template <int NUM_TILES>
+  __device__ void finish_logits(const AttentionArguments& a, float (&logits)[NUM_TILES][4], int token) const {
+    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[Slice::IS_FLOAT8 ? i : 0]; });
+    if (a.p.softcap > 0.0f) {
+      for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
+    }
+    if (a.p.alibi_slopes != nullptr) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
+      });
+    }
+    if (!sees_all(a, token, NUM_TILES * 8)) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        const bool visible = key_token >= first_visible(a, position_[i]) && key_token <= position_[i];
+        logit = visible ? logit : -INFINITY;
+      });
     }
   }
 
@@ -212,8 +213,12 @@ class WarpRows {
   static __device__ float low_bfloat16(uint32_t pair) { return __uint_as_float(pair << 16); }
   static __device__ float high_bfloat16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-  // Takes the maxima of a lane's logits to those of the rows, and what was summed so far to these.
-  __device__ void rescale(float (&max)[2]) {
+  // Takes the rows' maxima to those of the logits, and their sums to the new maxima. False: no maximum of the warp's
+  // rows has grown. Else their values are to be multiplied with `weight`.
+  template <int NUM_TILES>
+  __device__ bool raise_max(float (&logits)[NUM_TILES][4], float (&weight)[2]) {
+    float max[2] = {max_[0], max_[1]};
+    for_each(logits, 0, [&](float& logit, int i, int) { max[i] = fmaxf(max[i], logit); });
     bool larger = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -221,27 +226,34 @@ class WarpRows {
       max[i] = fmaxf(max[i], __shfl_xor_sync(ALL_LANES, max[i], 2));
       larger = larger || max[i] > max_[i];
     }
-    if (!__any_sync(ALL_LANES, larger)) return;
+    if (!__any_sync(ALL_LANES, larger)) return false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float weight = exp_below(max_[i], max[i]);
+      weight[i] = exp_below(max_[i], max[i]);
       max_[i] = max[i];
-      sum_[i] *= weight;
+      sum_[i] *= weight[i];
+    }
+    return true;
+  }
+
+  __device__ void scale_values(const float (&weight)[2]) {
 #pragma unroll
-      for (auto& tile : values_) {
-        tile[2 * i] *= weight;
-        tile[2 * i + 1] *= weight;
-      }
+    for (auto& tile : values_) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile[i] *= weight[i / 2];
     }
   }
 
+  // What is subtracted from a row's logits before they are exponents.
+  __device__ float exponent_base(int i) const { return max_[i] == -INFINITY ? 0.0f : max_[i]; }
+
   // values += probabilities * V, probabilities = e^(logits - base). At an edge of what the work sees, the values of the
   // other tokens are masked: they may be anything, and 0 * NaN is NaN.
-  template <bool AT_EDGE, int NUM_SLICES>
-  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&logits)[NUM_SLICES][2][4],
+  template <bool AT_EDGE, int NUM_TILES>
+  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&logits)[NUM_TILES][4],
                              const float (&base)[2], int token) {
 #pragma unroll
-    for (int slice = 0; slice < NUM_SLICES; ++slice) {
+    for (int slice = 0; slice < NUM_TILES / 2; ++slice) {
       uint32_t probabilities[4];
       uint32_t mask[2] = {~0u, ~0u};
 #pragma unroll
@@ -249,7 +261,7 @@ class WarpRows {
         float p[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          p[i] = ptx::exp2_approx((logits[slice][tile][i] - base[i / 2]) * LOG2_E);
+          p[i] = ptx::exp2_approx((logits[2 * slice + tile][i] - base[i / 2]) * LOG2_E);
           sum_[i / 2] += p[i];
         }
         probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
@@ -269,12 +281,6 @@ class WarpRows {
         }
       }
     }
-  }
-
-  // Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
-  static __device__ uint32_t visible_pair(const Work& work, int token) {
-    const auto visible = [&](int t) { return t >= work.begin && t < work.end; };
-    return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
   }
 
   int lane_;

@@ -404,10 +404,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       *value = simt::MAX_SHARED_BYTES;
       break;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
+      *value = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90) / 10;
       break;
     case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
+      *value = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90) % 10;
       break;
   }
   return cudaSuccess;

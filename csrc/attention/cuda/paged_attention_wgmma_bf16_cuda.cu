@@ -1,0 +1,8 @@
+// Prefill of bfloat16 queries over a cache of the same, for sm_90a alone.
+#include "attention/cuda/paged_attention_wgmma.cuh"
+
+namespace pagedattn::cuda {
+
+template void prefill_wgmma<bfloat16>(const AttentionArguments& a, cudaStream_t stream);
+
+}  // namespace pagedattn::cuda
