@@ -1,0 +1,252 @@
+// The logits of the query rows that share one KV head, over one tile of tokens, and their softmax.
+//
+// A vector covers NUM_LANES tokens with four partial sums each (key_dot.h). Four such vectors make VEC_SIZE tokens, and
+// one transposing reduction turns their partial sums into VEC_SIZE logits.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/cpu/key_dot.h"
+#include "attention/cpu/tile.h"
+#include "attention/paged_attention.h"
+#include "cpu_math.h"
+#include "cpu_rows.h"
+#include "cpu_vec.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+// Query rows that share the loads of a key or value.
+constexpr int MAX_ROWS = VEC_SIZE >= 8 ? 4 : 2;
+
+// Half of the registers hold sums of logits.
+constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
+
+// With fewer rows these are of several vectors of tokens side by side. For one row they are so many that they often lie
+// in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of the values are taken
+// across the blocks as well.
+template <int NUM_ROWS>
+constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
+template <int NUM_ROWS>
+constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
+
+// Where one instruction multiplies pairs of keys, several rows have more to do with the values: for even work, three
+// quarters of what is next are then fetched beside the values, instead of half.
+template <typename T, int NUM_ROWS>
+constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
+
+// What the rows of one KV head have in common while they go over a tile.
+template <typename T>
+struct HeadTile {
+  const PagedAttentionParams& params;
+  const Tile<T>& tile;
+  const T* keys;              // key_cache at this KV head
+  const T* values;            // value_cache at this KV head
+  Prefetcher<T>* prefetcher;  // of what is next; nullptr but for the first rows that go over the tile
+};
+
+// One query row of one head.
+struct Row {
+  int64_t position;
+  float alibi_slope;
+  const float* query;  // unpacked
+  float* max;
+  float* sum;
+  float* values;  // [head_size]
+};
+
+// Of a vector that has in 128-bit lane l, element j: token j * NUM_LANES + l.
+PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
+  return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
+}
+
+// Calls convert_all(convert), which calls convert(source, converted) for all that is to be converted; twice if one of
+// the values is NaN.
+template <typename Loader, typename T, typename ConvertAll>
+PAGEDATTN_INLINE void convert_with_nan_if_any(const ConvertAll& convert_all) {
+  typename Loader::Nans nans;
+  convert_all([&](const T* source, auto& converted)
+                  PAGEDATTN_ALWAYS_INLINE { Loader::template convert<false>(source, converted, nans); });
+  if (nans.found()) [[unlikely]] {
+    convert_all([&](const T* source, auto& converted)
+                    PAGEDATTN_ALWAYS_INLINE { Loader::template convert<true>(source, converted, nans); });
+  }
+}
+
+// The first step of the conversion of keys: converted[i * COUNT + j] from first[j] + i * step. Not inlined: GCC 12
+// would keep its constants in registers that the sums need.
+template <typename Dot, int COUNT, typename T>
+__attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t step, int64_t num_steps,
+                                                  typename Dot::Converted* converted) {
+  convert_with_nan_if_any<Dot, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+    for (int64_t i = 0; i < num_steps; ++i) {
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < COUNT; ++j) convert(first[j] + i * step, converted[i * COUNT + j]);
+    }
+  });
+}
+
+// The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
+template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
+  const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
+  const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+  constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
+  const T* keys[NUM_VECS * VEC_SIZE / RUN];
+  for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
+  // A vector has keys of NUM_LANES tokens; vectors next to each other are of different vectors of tokens. In a pass
+  // over the chunks are as many as have sums in registers. LOADED_KEYS are loaded before any is multiplied, so that
+  // each part of the query is loaded once for them.
+  constexpr int NUM_KEYS = 4 * NUM_VECS;
+  constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
+  constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
+  constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
+  // Where registers would not hold all parts of several keys beside the sums.
+  constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
+  const auto key_at = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+    const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
+    const T* run = keys[token / RUN] + chunk * chunk_stride;
+    return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
+  };
+  [[maybe_unused]] ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS> converted;
+  if constexpr (CONVERTS_FIRST<Dot>) {
+    const T* first_chunks[NUM_KEYS];
+    for (int key = 0; key < NUM_KEYS; ++key) first_chunks[key] = key_at(0, key);
+    convert_keys_first<Dot, NUM_KEYS>(first_chunks, chunk_stride, num_chunks, converted.at);
+  }
+  const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+    if constexpr (CONVERTS_FIRST<Dot>) {
+      return Dot::load_converted(converted.at[chunk * NUM_KEYS + key]);
+    } else {
+      return Dot::load_keys(key_at(chunk, key));
+    }
+  };
+  constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
+  constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
+                                       (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
+  Vec sums[NUM_ROWS][Dot::SUMS][NUM_KEYS] = {};
+  PAGEDATTN_UNROLL
+  for (int pass = 0; pass < NUM_KEYS; pass += PASS_KEYS) {
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+      PAGEDATTN_UNROLL
+      for (int first = pass; first < pass + PASS_KEYS; first += LOADED_KEYS) {
+        typename Dot::Keys loaded[LOADED_KEYS];
+        if constexpr (!PART_BY_PART) {
+          PAGEDATTN_UNROLL
+          for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
+        }
+        if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
+          for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
+        }
+        // Parts that are multiplied with the same of the query, into different sums, are adjacent.
+        PAGEDATTN_UNROLL
+        for (int part = 0; part < Dot::PARTS; part += Dot::SUMS) {
+          if constexpr (PART_BY_PART) {
+            PAGEDATTN_UNROLL
+            for (int of = 0; of < Dot::SUMS; ++of) {
+              PAGEDATTN_UNROLL
+              for (int i = 0; i < LOADED_KEYS; ++i) {
+                loaded[i].part[part + of] = Dot::load_part(converted.at[chunk * NUM_KEYS + first + i], part + of);
+              }
+            }
+          }
+          PAGEDATTN_UNROLL
+          for (int r = 0; r < NUM_ROWS; ++r) {
+            auto query = Dot::load_query(rows[r].query, chunk, part);
+            if constexpr (Dot::SUMS > 1 && VEC_SIZE == 8) query = in_register(query);
+            PAGEDATTN_UNROLL
+            for (int of = 0; of < Dot::SUMS; ++of) {
+              PAGEDATTN_UNROLL
+              for (int i = 0; i < LOADED_KEYS; ++i) {
+                Vec& sum = sums[r][of][first + i];
+                sum = Dot::multiply_add(sum, loaded[i].part[part + of], query);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  const auto sum_keys = [](const Vec* of_vec) PAGEDATTN_ALWAYS_INLINE {
+    return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
+  };
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    for (int v = 0; v < NUM_VECS; ++v) {
+      Vec by_lane = sum_keys(sums[r][0] + v);
+      if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
+      store(logits[r].at + first_token + v * VEC_SIZE, in_token_order(by_lane) * h.params.logit_scale);
+    }
+  }
+}
+
+// Not inlined: GCC 12 would then load the constants of the keys' conversion again for every chunk.
+template <typename T, typename Dot, int NUM_ROWS>
+__attribute__((noinline)) void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
+  constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
+  int token = first_vec_token(h.tile);
+  for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {
+    compute_logits_at<T, Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits);
+  }
+  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits);
+}
+
+// Softcap, ALiBi and the mask, where there are any; returns the greatest logit.
+template <typename T>
+PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>& tile, const Row& row, float* logits) {
+  // What this row sees of the tile; the other rows of the item may see more.
+  const int64_t row_begin = p.first_visible(row.position) - tile.token;
+  const int64_t row_end = row.position + 1 - tile.token;
+  const auto begin = static_cast<int32_t>(row_begin > tile.begin ? row_begin : tile.begin);
+  const auto end = static_cast<int32_t>(row_end < tile.end ? row_end : tile.end);
+  const Vec minus_infinity = broadcast(-__builtin_inff());
+  Vec max_logits = minus_infinity;
+  if (begin == 0 && end == TILE_TOKENS && p.softcap == 0.0f && row.alibi_slope == 0.0f) {
+    for (int token = 0; token < TILE_TOKENS; token += VEC_SIZE) max_logits = max(max_logits, load(logits + token));
+    return reduce_max(max_logits);
+  }
+  for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
+    Vec x = load(logits + token);
+    const IntVec token_idx = iota() + token;
+    if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
+    if (row.alibi_slope != 0.0f) {
+      const auto distance = static_cast<int32_t>(tile.token - row.position);
+      x = fma(broadcast(row.alibi_slope), __builtin_convertvector(token_idx + distance, Vec), x);
+    }
+    x = select((token_idx >= begin) & (token_idx < end), x, minus_infinity);
+    max_logits = max(max_logits, x);
+    store(logits + token, x);
+  }
+  return reduce_max(max_logits);
+}
+
+// Turns the rows' logits into exponentials relative to their new maxima, those of tokens that a row does not see into
+// 0; the sums so far are rescaled to them. One step for all rows after the other, so that their latencies overlap.
+template <typename T, int NUM_ROWS>
+void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits* logits) {
+  float tile_max[NUM_ROWS];
+  for (int r = 0; r < NUM_ROWS; ++r) tile_max[r] = mask_logits(p, tile, rows[r], logits[r].at);
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    const Row& row = rows[r];
+    const float old_max = *row.max;
+    if (!(tile_max[r] > old_max)) continue;
+    const float rescale = exp(old_max - tile_max[r]);
+    *row.sum *= rescale;
+    for_each_vector(p.head_size,
+                    [&](int64_t d, auto load, auto store) { store(row.values + d, load(row.values + d) * rescale); });
+    *row.max = tile_max[r];
+  }
+  Vec sums[NUM_ROWS];
+  for (int r = 0; r < NUM_ROWS; ++r) {
+    const float base = softmax_base(*rows[r].max);
+    sums[r] = Vec{};
+    for (int token = first_vec_token(tile); token < tile.end; token += VEC_SIZE) {
+      const Vec weight = exp(load(logits[r].at + token) - base);
+      store(logits[r].at + token, weight);
+      sums[r] = sums[r] + weight;
+    }
+  }
+  for (int r = 0; r < NUM_ROWS; ++r) *rows[r].sum += reduce_sum(sums[r]);
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
