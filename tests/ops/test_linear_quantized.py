@@ -75,7 +75,7 @@ def test_int8_takes_any_leading_dimensions():
 def test_packed_int8_weight():
     weight, _, _ = make_int8_layer(6, 18)
     packed = ops.pack_linear_weight_int8(weight)
-    assert packed.shape == (2, 2, 16, 4) and packed.data_ptr() % (2 << 20) == 0
+    assert packed.shape == (2, 2, 16, 4)
     assert packed[1, 1, 1].tolist() == [weight[17, 4] + 128, weight[17, 5] + 128, 128, 128]
     assert (packed[1, :, 2:] == 128).all()
 
