@@ -1,0 +1,154 @@
+// How the blocks of reshape_and_cache and gather_cached_kv part the work. A block has a tile: a warp's number of
+// consecutive tokens, one KV head, their keys or their values. Its threads take it by pieces of the value cache where
+// these are whole, else by chunks of tokens.
+#pragma once
+
+#include <bit>
+
+#include "cache/cache_chunks.cuh"
+#include "cuda_utils.cuh"
+
+namespace pagedattn::cuda {
+
+constexpr int TILE_TOKENS = WARP_SIZE;  // a lane for each
+constexpr int TILE_THREADS = 128;
+constexpr int TILE_WARPS = TILE_THREADS / WARP_SIZE;
+constexpr int BYTES_UNDER_WAY = 64;  // of a thread that moves chunks
+
+// What the host found out.
+struct Access {
+  int block_size_log2;
+  bool are_rows_aligned;  // to 16 bytes, in every head of every token
+  bool is_cache_aligned;  // to 16 bytes, in every chunk
+  bool do_pieces_fit;     // 16 bytes of the value cache are elements of one block
+};
+
+template <typename CacheT, typename Params>
+Access make_access(const Params& p, int64_t row_element_size) {
+  constexpr int64_t CACHE_BYTES = sizeof(CacheT);
+  Access access{};
+  access.block_size_log2 = std::countr_zero(static_cast<uint64_t>(p.block_size));
+  access.are_rows_aligned = is_aligned_16(
+      {p.key, p.value},
+      {p.head_size * row_element_size, p.key_stride * row_element_size, p.value_stride * row_element_size});
+  access.is_cache_aligned = is_aligned_16({p.key_cache, p.value_cache},
+                                          {p.key_block_stride * CACHE_BYTES, p.value_block_stride * CACHE_BYTES});
+  access.do_pieces_fit = access.is_cache_aligned && p.block_size % ELEMENTS_PER_CHUNK<CacheT> == 0;
+  return access;
+}
+
+struct Position {
+  int64_t block;
+  int offset;
+};
+
+__device__ inline Position position_of(int64_t slot, const Access& access) {
+  return {slot >> access.block_size_log2, static_cast<int>(slot & ((int64_t{1} << access.block_size_log2) - 1))};
+}
+
+struct Tile {
+  int64_t first_token;
+  int64_t head;
+  bool is_value;
+};
+
+// Grid: tiles of tokens x KV heads x (keys, values), the last one fastest.
+__device__ inline Tile block_tile(int64_t num_kv_heads) {
+  const auto num_heads = static_cast<unsigned>(num_kv_heads);
+  const unsigned head_of_tile = blockIdx.x / 2;
+  return {int64_t{head_of_tile / num_heads} * TILE_TOKENS, head_of_tile % num_heads, blockIdx.x % 2 == 1};
+}
+
+// Negative for padding, and past the last token.
+__device__ inline int64_t slot_of(const int64_t* slot_mapping, int64_t num_tokens, int64_t token) {
+  return token < num_tokens ? slot_mapping[token] : -1;
+}
+
+// A thread's place among the 16-byte chunks of a tile: those of one token, from `first` on. A warp has 8 tokens x 4
+// chunks, neighbouring tokens in neighbouring lanes: as chunks lie in the key cache.
+struct ThreadChunks {
+  static constexpr int STEP = 4;
+  int token;  // of the tile
+  int first;
+};
+
+__device__ inline ThreadChunks thread_chunks() {
+  const int warp = static_cast<int>(threadIdx.x) / WARP_SIZE, lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
+  return {warp * 8 + lane % 8, lane / 8};
+}
+
+static_assert(TILE_WARPS * 8 == TILE_TOKENS);
+
+// write(chunk, read(chunk)) for a thread's chunks below `end`, with several reads under way.
+template <typename Read, typename Write>
+__device__ void move_chunks(int first, int end, Read read, Write write) {
+  using Loaded = decltype(read(0));
+  constexpr int NUM_LOADS = BYTES_UNDER_WAY / sizeof(Loaded), STEP = ThreadChunks::STEP;
+  for (; first < end; first += NUM_LOADS * STEP) {
+    Loaded loaded[NUM_LOADS];
+#pragma unroll
+    for (int i = 0; i < NUM_LOADS; ++i) {
+      if (first + i * STEP < end) loaded[i] = read(first + i * STEP);
+    }
+#pragma unroll
+    for (int i = 0; i < NUM_LOADS; ++i) {
+      if (first + i * STEP < end) write(first + i * STEP, loaded[i]);
+    }
+  }
+}
+
+// How the tokens of a tile lie in the value cache. All lanes have the same but for `slot`, their token's.
+template <int PIECE>
+struct Pieces {
+  int64_t slot;
+  unsigned starts;  // bit t: tokens t, t + 1, ... are a piece
+  unsigned rest;    // tokens of no piece
+
+  __device__ Pieces(int64_t lane_slot, bool do_pieces_fit) : slot(lane_slot) {
+    const int64_t next_slot = __shfl_down_sync(ALL_LANES, slot, 1);
+    const bool is_last_lane = threadIdx.x % WARP_SIZE == WARP_SIZE - 1;
+    const unsigned links = __ballot_sync(ALL_LANES, slot >= 0 && !is_last_lane && next_slot == slot + 1);
+    const unsigned valid = __ballot_sync(ALL_LANES, slot >= 0);
+    starts = __ballot_sync(ALL_LANES, do_pieces_fit && slot >= 0 && slot % PIECE == 0);
+#pragma unroll
+    for (int i = 0; i < PIECE - 1; ++i) starts &= links >> i;
+    unsigned covered = 0;
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) covered |= starts << i;
+    rest = valid & ~covered;
+  }
+
+  // The first token of piece k, or -1.
+  __device__ int start(int k) const {
+    unsigned later = starts;
+    for (int i = 0; i < k; ++i) later &= later - 1;
+    return __ffs(static_cast<int>(later)) - 1;
+  }
+
+  // The slot of that token, or 0. All lanes take part.
+  __device__ int64_t slot_at(int start) const {
+    const int64_t result = __shfl_sync(ALL_LANES, slot, max(start, 0));
+    return start >= 0 ? result : 0;
+  }
+};
+
+// move(d, start, position) for each piece of a tile and every ELEMENTS-th element d of the head, a thread each; `start`
+// is the piece's first token, at `position` of the cache. Returns the tokens of no piece.
+template <int PIECE, int ELEMENTS, typename Params, typename Move>
+__device__ unsigned move_pieces(const Params& p, const Access& access, const Tile& tile, Move move) {
+  constexpr int NUM_PIECES = TILE_TOKENS / PIECE;
+  const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
+  const Pieces<PIECE> pieces(slot_of(p.slot_mapping, p.num_tokens, tile.first_token + lane), access.do_pieces_fit);
+  if (pieces.starts != 0) {
+    const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
+    const Position position = position_of(pieces.slot_at(start), access);
+    const int head_size = start >= 0 ? static_cast<int>(p.head_size) : 0;
+    for (int d = static_cast<int>(threadIdx.x) / NUM_PIECES * ELEMENTS; d < head_size;
+         d += TILE_THREADS / NUM_PIECES * ELEMENTS) {
+      move(d, start, position);
+    }
+  }
+  return pieces.rest;
+}
+
+}  // namespace pagedattn::cuda
