@@ -7,7 +7,7 @@ namespace pagedattn {
 namespace {
 
 constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT, CpuCapability::AVX2, CpuCapability::AVX512,
-                                              CpuCapability::AVX512_BF16};
+                                              CpuCapability::AVX512_VNNI, CpuCapability::AVX512_BF16};
 
 CpuCapability best_cpu_capability() {
 #if defined(__x86_64__)
@@ -19,10 +19,8 @@ CpuCapability best_cpu_capability() {
         __builtin_cpu_supports("avx512vl"))) {
     return CpuCapability::AVX2;
   }
-  // Every processor with the first also has the others, but for one generation of servers without vbmi (Cooper Lake).
-  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                    __builtin_cpu_supports("avx512vnni");
-  return bf16 ? CpuCapability::AVX512_BF16 : CpuCapability::AVX512;
+  if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuCapability::AVX512;
+  return __builtin_cpu_supports("avx512bf16") ? CpuCapability::AVX512_BF16 : CpuCapability::AVX512_VNNI;
 #else
   return CpuCapability::DEFAULT;
 #endif
@@ -39,7 +37,8 @@ CpuCapability requested_cpu_capability() {
                              ", its best is " + cpu_capability_name(best));
   }
   throw std::runtime_error(
-      std::string("PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got ") + request);
+      std::string("PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni or avx512_bf16, got ") +
+      request);
 }
 
 }  // namespace
@@ -53,6 +52,8 @@ const char* cpu_capability_name(CpuCapability capability) {
   switch (capability) {
     case CpuCapability::AVX512_BF16:
       return "avx512_bf16";
+    case CpuCapability::AVX512_VNNI:
+      return "avx512_vnni";
     case CpuCapability::AVX512:
       return "avx512";
     case CpuCapability::AVX2:

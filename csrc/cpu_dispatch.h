@@ -7,9 +7,10 @@
 
 namespace pagedattn {
 
-enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_BF16 };
+// Each has what those before it have. AVX512_VNNI: VBMI as well (Intel from Ice Lake on, but for Cooper Lake).
+enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16 };
 
-// The capability in use: the machine's best, lowered by PAGEDATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16.
+// The capability in use: the machine's best, lowered by PAGEDATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_vnni|...
 // Throws std::runtime_error if the variable names none of them, or one that the machine lacks.
 CpuCapability cpu_capability();
 const char* cpu_capability_name(CpuCapability capability);
@@ -17,10 +18,13 @@ const char* cpu_capability_name(CpuCapability capability);
 std::vector<std::string> available_cpu_capabilities();
 
 template <typename Function>
-Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_bf16) {
+Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_vnni,
+                            Function* on_avx512_bf16) {
   switch (cpu_capability()) {
     case CpuCapability::AVX512_BF16:
       return on_avx512_bf16;
+    case CpuCapability::AVX512_VNNI:
+      return on_avx512_vnni;
     case CpuCapability::AVX512:
       return on_avx512;
     case CpuCapability::AVX2:
@@ -43,13 +47,16 @@ Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* o
   namespace cpu_avx512 {                        \
   void name(__VA_ARGS__);                       \
   }                                             \
+  namespace cpu_avx512_vnni {                   \
+  void name(__VA_ARGS__);                       \
+  }                                             \
   namespace cpu_avx512_bf16 {                   \
   void name(__VA_ARGS__);                       \
   }
 
 #if defined(__x86_64__)
 #define PAGEDATTN_CPU_KERNEL(name) \
-  choose_cpu_kernel(cpu_default::name, cpu_avx2::name, cpu_avx512::name, cpu_avx512_bf16::name)
+  choose_cpu_kernel(cpu_default::name, cpu_avx2::name, cpu_avx512::name, cpu_avx512_vnni::name, cpu_avx512_bf16::name)
 #else
 #define PAGEDATTN_CPU_KERNEL(name) (&cpu_default::name)
 #endif

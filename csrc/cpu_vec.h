@@ -356,7 +356,7 @@ PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source, N
                                                           -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
   target.store(upper_bytes_to_float16<NAN_TOO>(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
 }
-#elif !defined(__AVX512BF16__)
+#elif !defined(__AVX512VBMI__)
 // Of every 4 bytes the first, the second, the third and the last.
 template <typename Float8>
 PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
@@ -365,8 +365,6 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
   return result;
 }
 #else
-typedef __m512bh Bfloat16Vec;
-
 // The bytes of the bfloat16 of every 8-bit float without its sign; each is exact.
 template <int MANTISSA_BITS, int BIAS>
 struct Float8Table {
@@ -422,6 +420,9 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
   return {{(Vec)(even << 16), (Vec)(odd << 16), (Vec)(even & 0xffff0000), (Vec)(odd & 0xffff0000)}};
 }
 
+#if defined(__AVX512BF16__)
+typedef __m512bh Bfloat16Vec;
+
 // Of every 128-bit lane of 16 bytes, the first 8 and the last 8.
 struct Bfloat16Halves {
   Bfloat16Vec lower;
@@ -434,6 +435,7 @@ PAGEDATTN_INLINE Bfloat16Halves float8_to_bfloat16_halves(UintVec bytes, Float8 
   return {(Bfloat16Vec)_mm512_maskz_unpacklo_epi8(~0ull, apart.low, apart.high),
           (Bfloat16Vec)_mm512_maskz_unpackhi_epi8(~0ull, apart.low, apart.high)};
 }
+#endif
 #endif
 
 // Round to nearest even, saturating; NaN gives NaN. The steps are those of float_to_float16.

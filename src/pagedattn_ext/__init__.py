@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def cpu_capability() -> str:
-    """The instruction set that the CPU kernels use: "default", "avx2", "avx512" or "avx512_bf16".
+    """The instruction set that the CPU kernels use: one of `build_info()["cpu_capabilities"]`.
 
     The best that the machine has, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a lower one; it is
     read once, at the first call of an op. RuntimeError if it names an unknown one, or one that the machine lacks.

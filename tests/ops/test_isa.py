@@ -12,14 +12,22 @@ import pytest
 import pagedattn_ext
 from pagedattn_ext import _C
 
-LEVELS = ["default", "avx2", "avx512", "avx512_bf16"]
+LEVELS = ["default", "avx2", "avx512", "avx512_vnni", "avx512_bf16"]
 OUTSIDE = "outside"  # of the namespaces cpu_*
 
 # In AT&T syntax. A mnemonic with a v is VEX or EVEX coded, and faults on a machine without AVX whatever its registers.
 VEX = re.compile(r"^v")
 EVEX = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
-BF16 = re.compile(r"^v(dpbf16|cvtne2?ps2?bf16|cvtneps2bf16|pdpbusd)")
-FORBIDDEN = {OUTSIDE: [VEX], "default": [VEX], "avx2": [EVEX], "avx512": [BF16], "avx512_bf16": []}
+VNNI = re.compile(r"^v(pdp(bus|wss)ds?|perm[it]?2?b|pmultishiftqb)\b")  # and VBMI
+BF16 = re.compile(r"^v(dpbf16|cvtne2?ps2?bf16)")
+FORBIDDEN = {
+    OUTSIDE: [VEX],
+    "default": [VEX],
+    "avx2": [EVEX],
+    "avx512": [VNNI, BF16],
+    "avx512_vnni": [BF16],
+    "avx512_bf16": [],
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +65,11 @@ def test_the_patterns_find_what_is_there(code):
     """Else the test above would pass on anything."""
     assert set(code) == {OUTSIDE, *LEVELS}
     ymm, zmm = re.compile("%ymm"), re.compile("%zmm")
-    for level, pattern in [("avx2", VEX), ("avx2", ymm), ("avx512", zmm), ("avx512", EVEX), ("avx512_bf16", BF16)]:
-        found = " ".join(functions_with(pattern, code[level]))
-        assert re.search("compute_logits|attend_rows", found), f"{level}: no {pattern.pattern}"
+    has = {"avx2": [VEX, ymm], "avx512": [zmm, EVEX], "avx512_vnni": [VNNI], "avx512_bf16": [VNNI, BF16]}
+    for level, patterns in has.items():
+        for pattern in patterns:
+            found = " ".join(functions_with(pattern, code[level]))
+            assert re.search("compute_logits|attend_rows", found), f"{level}: no {pattern.pattern}"
 
 
 def test_capability_of_this_process():
@@ -100,5 +110,5 @@ def test_environment_variable():
         )
         assert result_of[level] == (level if level in available else missing)
     for name in ("avx1024", "AVX2"):
-        expected = f"PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got {name}"
+        expected = f"PAGEDATTN_CPU_CAPABILITY: expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got {name}"
         assert result_of[name] == f"RuntimeError: {expected}"

@@ -107,7 +107,7 @@ struct ValueStrip<CacheT> : FloatStrip<2> {
 };
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512VBMI__)
 template <typename CacheT>
   requires(sizeof(CacheT) == 1)
 struct ValueStrip<CacheT> : FloatStrip<4> {
@@ -117,7 +117,9 @@ struct ValueStrip<CacheT> : FloatStrip<4> {
     return {{{parts.of[0], parts.of[1], parts.of[2], parts.of[3]}}};
   }
 };
+#endif
 
+#if defined(__AVX512BF16__)
 // 8-bit values as bfloat16, which holds them, for weights that are rounded to bfloat16: an error of up to a 256th of a
 // weight, where a value has one of up to a 16th or an 8th.
 template <typename CacheT>

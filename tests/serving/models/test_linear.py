@@ -170,7 +170,7 @@ def test_the_form_of_a_layer(quantization: str | None, shape: tuple[int, int], e
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("capability", ["avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("capability", ["avx2", "avx512", "avx512_vnni", "avx512_bf16"])
 def test_bf16_goes_to_onednn_where_the_cpu_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: str
 ) -> None:
