@@ -63,21 +63,40 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   detail::launch(nullptr, 0, kernel, grid, block, shared_bytes, stream, args...);
 }
 
+// Whether the current device runs code of sm_90 or later; it may be newer than all that the kernel was compiled for.
+template <typename... Params>
+bool runs_code_of_sm90(void (*kernel)(Params...)) {
+  constexpr int SM_90 = 90;
+  cudaFuncAttributes code{};
+  PAGEDATTN_CUDA_CHECK(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
+  return code.ptxVersion >= SM_90;
+}
+
 // The same for a kernel in which every thread calls ptx::griddepcontrol_wait before it ends, and before it looks at
 // what the kernel before it in the stream writes: since sm_90 its blocks may begin once all of that one's have called
 // griddepcontrol_launch_dependents or ended. It is captured in a graph like any other.
 template <typename... Params, typename... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                       const Args&... args) {
-  constexpr int SM_90 = 90;
-  cudaFuncAttributes code{};
-  PAGEDATTN_CUDA_CHECK(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  // The GPU may be newer than the code that it runs, in which the wait is nothing.
-  const bool waits = code.ptxVersion >= SM_90;
+  const bool waits = runs_code_of_sm90(kernel);  // in older code the wait is nothing
   detail::launch(&attribute, waits ? 1 : 0, kernel, grid, block, shared_bytes, stream, args...);
+}
+
+constexpr int MAX_CLUSTER_BLOCKS = 8;  // on every GPU that has clusters
+
+// The same in clusters of `cluster` blocks, of which the grid is a multiple. For a kernel that runs_code_of_sm90.
+template <typename... Params, typename... Args>
+void launch_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes,
+                        cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster.x;
+  attribute.val.clusterDim.y = cluster.y;
+  attribute.val.clusterDim.z = cluster.z;
+  detail::launch(&attribute, 1, kernel, grid, block, shared_bytes, stream, args...);
 }
 
 // Of the current device.

@@ -244,6 +244,39 @@ __device__ inline void bulk_copy(void* target, const void* source, uint32_t byte
 // which reads what they have written, by those that wrote.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- clusters: up to 8 blocks that run at the same time and can read each other's shared memory. sm_90
+// ---------------------------------------------------------------------------------------------------------
+
+// Waits for all threads of all blocks of the cluster; what they have written to shared memory before can be read then.
+// The lanes of a warp call it together. A kernel that was not launched in clusters has clusters of a block each.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same without a word about what was written: a block that comes last to one of these ends when nobody reads from
+// it any more.
+__device__ inline void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Where `pointer`, into the shared memory of this block, lies in that of the `rank`-th block of the cluster.
+__device__ inline uint32_t map_shared(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// Loads 8 or 16 bytes from such an address, aligned to as many: after a cluster_sync, which says that the block has
+// begun, and before another one or a cluster_sync_relaxed, until which it does not end.
+__device__ inline void load_cluster(uint32_t (&words)[2], uint32_t address) {
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+__device__ inline void load_cluster(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+
 // ---- numbers
 // ----------------------------------------------------------------------------------------------------------
 

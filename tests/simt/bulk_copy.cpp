@@ -39,16 +39,19 @@ struct BulkCopy {
   Mbarrier* barrier;
 };
 
-std::vector<BulkCopy> under_way;  // of the block
-unsigned char seen[MAX_SHARED_BYTES];
-size_t seen_bytes = 0;
-bool has_barriers = false;
-bool seen_is_set = false;  // nothing was written before the first fence or copy of most blocks
+struct BlockCopies {
+  std::vector<BulkCopy> under_way;
+  unsigned char seen[MAX_SHARED_BYTES];
+  size_t seen_bytes = 0;
+  bool has_barriers = false;
+  bool seen_is_set = false;  // nothing was written before the first fence or copy of most blocks
+} copies_of[MAX_CLUSTER_BLOCKS];
+BlockCopies* block = copies_of;  // the running one
 
 unsigned char* as_seen(const void* pointer) {
-  if (!seen_is_set) std::memset(seen, POISON, seen_bytes);
-  seen_is_set = true;
-  return seen + (static_cast<const unsigned char*>(pointer) - cuda::shared_memory);
+  if (!block->seen_is_set) std::memset(block->seen, POISON, block->seen_bytes);
+  block->seen_is_set = true;
+  return block->seen + (static_cast<const unsigned char*>(pointer) - cuda::shared_memory);
 }
 
 Mbarrier& find_barrier(const char* name, void* pointer, Site site) {
@@ -70,13 +73,13 @@ void end_phase_if_complete(Mbarrier& barrier) {
 
 void finish_copies(Mbarrier& barrier) {
   const auto of_barrier = [&](const BulkCopy& copy) { return copy.barrier == &barrier; };
-  for (const BulkCopy& copy : under_way) {
+  for (const BulkCopy& copy : block->under_way) {
     if (!of_barrier(copy)) continue;
     std::memcpy(copy.target, copy.source, copy.bytes);
     std::memcpy(as_seen(copy.target), copy.source, copy.bytes);
     barrier.missing_bytes -= copy.bytes;
   }
-  if (std::erase_if(under_way, of_barrier) > 0) end_phase_if_complete(barrier);
+  if (std::erase_if(block->under_way, of_barrier) > 0) end_phase_if_complete(barrier);
 }
 
 }  // namespace
@@ -86,7 +89,7 @@ void mbarrier_init(void* pointer, unsigned num_arrivals, Site site) {
   auto& barrier = *static_cast<Mbarrier*>(pointer);
   if (barrier.magic == Mbarrier::MAGIC) fail("mbarrier_init: there is an mbarrier already", site);
   barrier = {Mbarrier::MAGIC, 0, num_arrivals, num_arrivals, 0};
-  has_barriers = true;
+  block->has_barriers = true;
 }
 
 void mbarrier_arrive_expect(void* pointer, unsigned bytes, Site site) {
@@ -124,23 +127,25 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* poi
   }
   std::memset(target, POISON, bytes);
   std::memset(as_seen(target), POISON, bytes);
-  under_way.push_back({target, source, bytes, &barrier});
+  block->under_way.push_back({target, source, bytes, &barrier});
   wake(pointer);
 }
 
 void fence_proxy_async() {
   count_fence();
-  if (!has_barriers) return;  // no bulk copies yet
-  seen_is_set = true;
-  std::memcpy(seen, cuda::shared_memory, seen_bytes);
+  if (!block->has_barriers) return;  // no bulk copies yet
+  block->seen_is_set = true;
+  std::memcpy(block->seen, cuda::shared_memory, block->seen_bytes);
 }
+
+void select_bulk_copies(unsigned rank) { block = &copies_of[rank]; }
 
 void begin_bulk_copies(size_t shared_bytes) {
-  under_way.clear();
-  seen_bytes = shared_bytes;
-  seen_is_set = has_barriers = false;
+  block->under_way.clear();
+  block->seen_bytes = shared_bytes;
+  block->seen_is_set = block->has_barriers = false;
 }
 
-bool has_bulk_copies_under_way() { return !under_way.empty(); }
+bool has_bulk_copies_under_way() { return !block->under_way.empty(); }
 
 }  // namespace pagedattn::simt

@@ -1,7 +1,7 @@
 // Small kernels, each with a bug that can be switched on: what the simt device must catch (test_simt.py).
 //   planted_bugs CASE clean|bug     exit status: 0 right result, 1 wrong result, 2 error (its text on stderr)
 //   planted_bugs --list
-// The clean kernels are right on a GPU too, those with bulk copies from sm_90 on.
+// The clean kernels are right on a GPU too, those with bulk copies or clusters from sm_90 on.
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -257,6 +257,50 @@ __global__ void bulk_kernel(Arguments a) {
   }
 }
 
+// ---- clusters of 4 blocks with the same numbers each. A block has a quarter of out, and reads it from all of them
+
+enum class ClusterBug { NONE, FIRST_SYNC, SYNC, RELAXED, LAST_SYNC, READ, EXIT, THREADS, RANK, ALIGNMENT };
+
+constexpr unsigned CLUSTER_BLOCKS = 4;
+
+template <ClusterBug BUG>
+__global__ void cluster_kernel(Arguments a) {
+  constexpr unsigned QUARTER = NUM_THREADS / CLUSTER_BLOCKS;
+  if (BUG == ClusterBug::EXIT && blockIdx.x == 3) return;
+  shared_floats()[threadIdx.x] = BUG == ClusterBug::SYNC ? 0.0f : a.in[threadIdx.x];
+  if (BUG == ClusterBug::THREADS && threadIdx.x / WARP_SIZE == blockIdx.x) return;
+  if (BUG == ClusterBug::RELAXED) {
+    ptx::cluster_sync_relaxed();
+  } else if (BUG != ClusterBug::FIRST_SYNC) {
+    ptx::cluster_sync();
+  }
+  if (BUG == ClusterBug::SYNC) {
+    shared_floats()[threadIdx.x] = a.in[threadIdx.x];
+    __syncthreads();
+  }
+  if (BUG == ClusterBug::READ && blockIdx.x > 0) return;
+  if (threadIdx.x / QUARTER == blockIdx.x) {
+    const unsigned rank = threadIdx.x % CLUSTER_BLOCKS + (BUG == ClusterBug::RANK ? 1 : 0);
+    const float* pair = shared_floats() + (BUG == ClusterBug::ALIGNMENT ? threadIdx.x : threadIdx.x / 2 * 2);
+    uint32_t words[2];
+    ptx::load_cluster(words, ptx::map_shared(pair, rank));
+    a.out[threadIdx.x] = __uint_as_float(words[threadIdx.x % 2]);
+  }
+  if (BUG != ClusterBug::LAST_SYNC && BUG != ClusterBug::READ) ptx::cluster_sync_relaxed();
+}
+
+template <ClusterBug BUG>
+void launch_cluster_kernel(unsigned cluster_blocks, Arguments a) {
+  launch_in_clusters(cluster_kernel<BUG>, dim3(CLUSTER_BLOCKS), dim3(cluster_blocks), dim3(NUM_THREADS), SHARED_BYTES,
+                     nullptr, a);
+  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+template <ClusterBug BUG>
+void run_cluster(bool bug, Arguments a) {
+  bug ? launch_cluster_kernel<BUG>(CLUSTER_BLOCKS, a) : launch_cluster_kernel<ClusterBug::NONE>(CLUSTER_BLOCKS, a);
+}
+
 // ---- wgmma: out[row] is the sum of in[row + k] * (4 * k + 1) over k < 16, for 64 rows, twice
 
 enum class WgmmaBug {
@@ -482,6 +526,17 @@ const std::vector<Case>& cases() {
       make_bulk_case("bulk_reuse", bulk_kernel<BulkBug::REUSE>),
       make_bulk_case("bulk_fence", bulk_kernel<BulkBug::FENCE>),
       make_bulk_case("bulk_alignment", bulk_kernel<BulkBug::ALIGNMENT>),
+      {"cluster_first_sync", run_cluster<ClusterBug::FIRST_SYNC>, same},
+      {"cluster_sync", run_cluster<ClusterBug::SYNC>, same},
+      {"cluster_relaxed", run_cluster<ClusterBug::RELAXED>, same},
+      {"cluster_last_sync", run_cluster<ClusterBug::LAST_SYNC>, same},
+      {"cluster_read", run_cluster<ClusterBug::READ>, same},
+      {"cluster_exit", run_cluster<ClusterBug::EXIT>, same},
+      {"cluster_threads", run_cluster<ClusterBug::THREADS>, same},
+      {"cluster_rank", run_cluster<ClusterBug::RANK>, same},
+      {"cluster_alignment", run_cluster<ClusterBug::ALIGNMENT>, same},
+      {"cluster_size", [](bool bug, Arguments a) { launch_cluster_kernel<ClusterBug::NONE>(CLUSTER_BLOCKS - bug, a); },
+       same},
       make_wgmma_case("wgmma_fence", wgmma_kernel<WgmmaBug::FENCE>),
       make_wgmma_case("wgmma_proxy_fence", wgmma_kernel<WgmmaBug::PROXY_FENCE>),
       make_wgmma_case("wgmma_wait", wgmma_kernel<WgmmaBug::WAIT>),

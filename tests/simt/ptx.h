@@ -244,6 +244,23 @@ inline void barrier_sync(int id, int num_threads, simt::Site site = simt::Site::
   simt::named_barrier(id, num_threads, site);
 }
 
+// ---- clusters
+
+inline void cluster_sync(simt::Site site = simt::Site::current()) { simt::cluster_sync(true, site); }
+
+inline void cluster_sync_relaxed(simt::Site site = simt::Site::current()) { simt::cluster_sync(false, site); }
+
+inline uint32_t map_shared(const void* pointer, uint32_t rank, simt::Site site = simt::Site::current()) {
+  return simt::map_shared(pointer, rank, site);
+}
+
+inline void load_cluster(uint32_t (&words)[2], uint32_t address, simt::Site site = simt::Site::current()) {
+  simt::load_cluster(words, address, sizeof(words), site);
+}
+inline void load_cluster(uint32_t (&words)[4], uint32_t address, simt::Site site = simt::Site::current()) {
+  simt::load_cluster(words, address, sizeof(words), site);
+}
+
 // ---- asynchronous copies
 
 inline void cp_async_16(void* target, const void* source, bool valid, simt::Site site = simt::Site::current()) {

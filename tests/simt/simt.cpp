@@ -1,9 +1,12 @@
 // The simt device (simt.h): the schedule, warp operations, barriers, cp.async, errors.
 //
 // All state is one global `device`: a mutex lets one launch run at a time. A thread of the block is in exactly one of
-// these states: ready (the running one too), waiting in a group of its warp, at the barrier or at a place in memory, or
+// these states: ready (the running one too), waiting in a group of its warp, at a barrier or at a place in memory, or
 // exited. They are bit masks, one bit a lane. Waiting threads switch directly to the next ready one; the host's stack
-// gets its turn when no thread is ready: the block is done, or nobody can go on.
+// gets its turn when no thread is ready: the block is done, waits for others of its cluster, or cannot go on.
+//
+// The blocks of a cluster take turns at cluster_sync, and nowhere else. There is one array of shared memory: what a
+// block has in it is put aside when another one's turn comes.
 #include "simt.h"
 
 #include <cuda_runtime.h>
@@ -69,7 +72,7 @@ struct Thread {
 
 // By cp.async, of 8 bytes of shared memory.
 struct Write {
-  uint64_t block;  // as counted by num_blocks
+  uint64_t block;  // its number
   unsigned thread;
   uint64_t num_fences;  // of the thread, before
 };
@@ -83,7 +86,7 @@ struct Group {
 };
 
 struct Warp {
-  unsigned live = 0, ready = 0, at_barrier = 0;
+  unsigned live = 0, ready = 0, at_barrier = 0, at_cluster_sync = 0;
   unsigned at_places = 0;  // wait_at, all of them for the same reason as the last one
   const char* place_name;
   Site place_site;
@@ -106,6 +109,30 @@ struct NamedBarrier {
   unsigned waiting[MAX_WARPS];  // lanes
 };
 
+struct Block {
+  uint3 index;
+  uint64_t number;  // counted over all launches
+  unsigned num_live = 0, ready_warps = 0;
+  Barrier barrier;
+  Write writes[MAX_SHARED_BYTES / 8];
+  NamedBarrier named_barriers[NUM_BARRIERS];  // 0 is `barrier`
+  Warp warps[MAX_WARPS];
+  Thread threads[MAX_THREADS];
+
+  // In a cluster: its shared memory while others run, and at the last cluster_sync that releases; how many of any kind
+  // there had been when another block read it last.
+  std::vector<unsigned char> memory, seen_memory;
+  unsigned was_read_after = 0;
+};
+
+struct Cluster {
+  unsigned num_blocks = 0;
+  unsigned num_syncs = 0;
+  unsigned num_arrived = 0;  // threads, at the next one
+  bool releases = false;     // that one
+  Site site;
+};
+
 struct Device {
   std::mutex mutex;
   std::unordered_map<const void*, size_t> allowed_shared_bytes;
@@ -116,15 +143,12 @@ struct Device {
   int architecture = 0;
   std::string error;
 
-  unsigned num_live = 0, ready_warps = 0;
+  uint64_t num_blocks = 0;
+  Block blocks[MAX_CLUSTER_BLOCKS];
+  Cluster cluster;
+  Block* block = blocks;  // the running one
   unsigned running = 0;   // thread
   unsigned patience = 0;  // a power of two: how many switches a warp is kept for, on average
-  Barrier barrier;
-  uint64_t num_blocks = 0;
-  Write writes[MAX_SHARED_BYTES / 8];
-  NamedBarrier named_barriers[NUM_BARRIERS];  // 0 is `barrier`
-  Warp warps[MAX_WARPS];
-  Thread threads[MAX_THREADS];
   Fiber host;
   bool in_block = false;
 } device;
@@ -154,6 +178,8 @@ std::ostream& operator<<(std::ostream& out, const dim3& size) {
   return out << "(" << size.x << ", " << size.y << ", " << size.z << ")";
 }
 
+unsigned num_blocks_of(const dim3& cluster) { return cluster.x * cluster.y * cluster.z; }
+
 // "0-15,17"
 std::string lane_list(unsigned mask) {
   std::ostringstream out;
@@ -174,15 +200,18 @@ std::string waiting_threads() {
   unsigned num_shown = 0;
   const unsigned num_threads = blockDim.x * blockDim.y * blockDim.z;
   for (unsigned warp_idx = 0; warp_idx * WARP_SIZE < num_threads; ++warp_idx) {
-    const Warp& warp = device.warps[warp_idx];
+    const Warp& warp = device.block->warps[warp_idx];
     if (!warp.live) continue;
     if (++num_shown > MAX_WARPS_SHOWN) return out.str() + "\n  ...";
     out << "\n  warp " << warp_idx << ":";
     if (warp.at_barrier) {
-      out << " lanes " << lane_list(warp.at_barrier) << " wait at " << device.barrier.name << " ("
-          << device.barrier.site << ");";
+      out << " lanes " << lane_list(warp.at_barrier) << " wait at " << device.block->barrier.name << " ("
+          << device.block->barrier.site << ");";
     }
-    for (const NamedBarrier& barrier : device.named_barriers) {
+    if (warp.at_cluster_sync) {
+      out << " lanes " << lane_list(warp.at_cluster_sync) << " wait at cluster_sync (" << device.cluster.site << ");";
+    }
+    for (const NamedBarrier& barrier : device.block->named_barriers) {
       if (const unsigned lanes = barrier.waiting[warp_idx]) {
         out << " lanes " << lane_list(lanes) << " wait at barrier_sync (" << barrier.site << ");";
       }
@@ -215,6 +244,7 @@ std::string full_message(const std::string& what) {
   out << "simt: " << what << "\n  launch " << device.num_launches << ", " << kernel_name() << ", grid "
       << device.launch->grid << ", block " << device.launch->block << ", " << device.launch->shared_bytes
       << " bytes of shared memory";
+  if (num_blocks_of(device.launch->cluster) > 1) out << ", clusters of " << device.launch->cluster;
   if (device.in_block) out << "; block " << dim3(blockIdx.x, blockIdx.y, blockIdx.z);
   out << "\n  the same schedule again: PAGEDATTN_SIMT_SEED=" << device.seed;
   return out.str();
@@ -226,38 +256,38 @@ std::string full_message(const std::string& what) {
 
 // Runs the next ready thread, which may be this one; the host if there is none.
 void run_next(bool for_ever = false) {
-  Fiber& self = device.threads[device.running].fiber;
-  if (!device.ready_warps) return switch_fiber(self, device.host, for_ever);
+  Fiber& self = device.block->threads[device.running].fiber;
+  if (!device.block->ready_warps) return switch_fiber(self, device.host, for_ever);
   const uint64_t random = random_bits();
   unsigned warp_idx = device.running / WARP_SIZE;
-  if (!device.warps[warp_idx].ready || !(random & (device.patience - 1))) {
-    warp_idx = random_bit(device.ready_warps, random >> 32);
+  if (!device.block->warps[warp_idx].ready || !(random & (device.patience - 1))) {
+    warp_idx = random_bit(device.block->ready_warps, random >> 32);
   }
-  const unsigned next = warp_idx * WARP_SIZE + random_bit(device.warps[warp_idx].ready, random >> 40);
+  const unsigned next = warp_idx * WARP_SIZE + random_bit(device.block->warps[warp_idx].ready, random >> 40);
   if (next == device.running) return;
   device.running = next;
-  threadIdx = device.threads[next].index;
-  switch_fiber(self, device.threads[next].fiber, for_ever);
+  threadIdx = device.block->threads[next].index;
+  switch_fiber(self, device.block->threads[next].fiber, for_ever);
 }
 
 void set_ready(unsigned warp_idx, unsigned lanes) {
-  device.warps[warp_idx].ready |= lanes;
-  device.ready_warps |= 1u << warp_idx;
+  device.block->warps[warp_idx].ready |= lanes;
+  device.block->ready_warps |= 1u << warp_idx;
 }
 
 void set_waiting(unsigned warp_idx, unsigned lane) {
-  Warp& warp = device.warps[warp_idx];
+  Warp& warp = device.block->warps[warp_idx];
   warp.ready &= ~lane;
-  if (!warp.ready) device.ready_warps &= ~(1u << warp_idx);
+  if (!warp.ready) device.block->ready_warps &= ~(1u << warp_idx);
 }
 
 void open_barrier() {
-  Barrier& barrier = device.barrier;
+  Barrier& barrier = device.block->barrier;
   barrier.result = {barrier.num_true, static_cast<int>(barrier.num_arrived)};
   barrier.num_arrived = 0;
   barrier.num_true = 0;
   for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
-    Warp& warp = device.warps[warp_idx];
+    Warp& warp = device.block->warps[warp_idx];
     if (!warp.at_barrier) continue;
     set_ready(warp_idx, warp.at_barrier);
     warp.at_barrier = 0;
@@ -271,28 +301,32 @@ bool same_site(const Site& a, const Site& b) {
 
 // The first function on a thread's stack.
 void run_thread() {
-  arrive_in(device.threads[device.running].fiber);
+  arrive_in(device.block->threads[device.running].fiber);
   try {
     device.launch->run_thread(device.launch->arguments);
   } catch (const std::exception& error) {
     device.error = error.what();
   }
-  if (!device.error.empty()) switch_fiber(device.threads[device.running].fiber, device.host, true);
+  if (!device.error.empty()) switch_fiber(device.block->threads[device.running].fiber, device.host, true);
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << device.running % WARP_SIZE;
-  device.warps[warp_idx].live &= ~lane;
+  Block& block = *device.block;
+  block.warps[warp_idx].live &= ~lane;
   set_waiting(warp_idx, lane);
-  --device.num_live;
-  if (device.barrier.num_arrived > 0 && device.barrier.num_arrived == device.num_live) open_barrier();
+  --block.num_live;
+  if (block.barrier.num_arrived > 0 && block.barrier.num_arrived == block.num_live) open_barrier();
   run_next(true);
   std::abort();  // exited threads are not run
 }
 
 // ---- launches
 
-void prepare_block(unsigned num_threads) {
+unsigned num_threads() { return blockDim.x * blockDim.y * blockDim.z; }
+
+void prepare_block() {
   constexpr size_t CACHE_LINE = 64;
-  for (unsigned i = 0; i < num_threads; ++i) {
-    Thread& thread = device.threads[i];
+  Block& block = *device.block;
+  for (unsigned i = 0; i < num_threads(); ++i) {
+    Thread& thread = block.threads[i];
     if (!thread.fiber.stack) make_stack(thread.fiber);
     // Not all stacks begin at the same place of a page: they would fight for the same lines of the cache.
     prepare_fiber(thread.fiber, i * 7 % 64 * CACHE_LINE, run_thread);
@@ -301,24 +335,29 @@ void prepare_block(unsigned num_threads) {
     thread.open_group = 0;
     thread.has_waited = false;
   }
-  device.ready_warps = 0;
-  device.num_live = num_threads;
-  device.barrier.num_arrived = 0;
-  device.barrier.num_true = 0;
-  std::fill(std::begin(device.named_barriers), std::end(device.named_barriers), NamedBarrier{});
+  block.number = ++device.num_blocks;
+  block.ready_warps = 0;
+  block.num_live = num_threads();
+  block.barrier.num_arrived = 0;
+  block.barrier.num_true = 0;
+  std::fill(std::begin(block.named_barriers), std::end(block.named_barriers), NamedBarrier{});
   for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
-    Warp& warp = device.warps[warp_idx];
-    const unsigned first = std::min(warp_idx * WARP_SIZE, num_threads);
-    const unsigned num_lanes = std::min(num_threads - first, WARP_SIZE);
+    Warp& warp = block.warps[warp_idx];
+    const unsigned first = std::min(warp_idx * WARP_SIZE, num_threads());
+    const unsigned num_lanes = std::min(num_threads() - first, WARP_SIZE);
     warp.live = num_lanes == WARP_SIZE ? ~0u : (1u << num_lanes) - 1;
-    warp.ready = warp.at_barrier = warp.at_places = warp.num_groups = 0;
+    warp.ready = warp.at_barrier = warp.at_cluster_sync = warp.at_places = warp.num_groups = 0;
     if (num_lanes) set_ready(warp_idx, warp.live);
   }
-  std::memset(shared_memory, POISON, device.launch->shared_bytes);
-  ++device.num_blocks;
+  if (device.cluster.num_blocks > 1) {
+    block.memory.assign(device.launch->shared_bytes, POISON);
+    block.seen_memory = block.memory;
+    block.was_read_after = 0;
+  } else {
+    std::memset(shared_memory, POISON, device.launch->shared_bytes);
+  }
   begin_bulk_copies(device.launch->shared_bytes);
   begin_wgmma();
-  device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
 }
 
 // Only where AddressSanitizer does not.
@@ -332,33 +371,112 @@ void check_writes_past_shared_memory([[maybe_unused]] size_t num_bytes) {
 #endif
 }
 
-void run_block(unsigned num_threads) {
-  prepare_block(num_threads);
-  device.running = random_bits() % num_threads;
-  threadIdx = device.threads[device.running].index;
-  device.in_block = true;
-  switch_fiber(device.host, device.threads[device.running].fiber);
-  if (device.error.empty() && device.num_live > 0) {
-    device.error = full_message("deadlock: no thread of the block can go on" + waiting_threads());
-  }
-  if (!device.error.empty()) {  // threads are left where they are, their frames forgotten
-    for (unsigned i = 0; i < num_threads; ++i) {
-      ASAN_UNPOISON_MEMORY_REGION(device.threads[i].fiber.stack, device.threads[i].fiber.stack_bytes);
-    }
-    throw std::runtime_error(std::exchange(device.error, {}));
-  }
-  check_writes_past_shared_memory(MARGIN_BYTES);
-  for (unsigned i = 0; device.launch->is_dependent && i < num_threads; ++i) {
-    if (device.threads[i].has_waited) continue;
+void select_block(unsigned rank) {
+  device.block = &device.blocks[rank];
+  blockIdx = device.block->index;
+  select_bulk_copies(rank);
+}
+
+void check_end_of_block() {
+  for (unsigned i = 0; device.launch->is_dependent && i < num_threads(); ++i) {
+    if (device.block->threads[i].has_waited) continue;
     fail_launch("thread " + std::to_string(i) + " of a dependent kernel ended without griddepcontrol_wait");
   }
   if (has_bulk_copies_under_way()) fail_launch("the block has ended, and nobody has waited for its last bulk copies");
   if (const std::string what = unfinished_wgmma(); !what.empty()) fail_launch(what);
+  if (device.cluster.num_syncs > 0 && device.block->was_read_after == device.cluster.num_syncs) {
+    fail_launch("the block has ended, and no cluster_sync came after another one had read its shared memory");
+  }
+}
+
+// Until the block has ended, or waits for others of its cluster.
+void run_block() {
+  Block& block = *device.block;
+  const size_t shared_bytes = device.launch->shared_bytes;
+  if (device.cluster.num_blocks > 1) std::memcpy(shared_memory, block.memory.data(), shared_bytes);
+  device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
+  device.running = random_bits() % num_threads();   // all of them are ready
+  threadIdx = block.threads[device.running].index;
+  switch_fiber(device.host, block.threads[device.running].fiber);
+  unsigned num_waiting = 0;
+  for (const Warp& warp : block.warps) num_waiting += std::popcount(warp.at_cluster_sync);
+  if (device.error.empty() && block.num_live > 0 && num_waiting < num_threads()) {
+    device.error = full_message("deadlock: no thread of the block can go on" + waiting_threads());
+  }
+  if (!device.error.empty()) throw std::runtime_error(std::exchange(device.error, {}));
+  check_writes_past_shared_memory(MARGIN_BYTES);
+  if (block.num_live == 0) check_end_of_block();
+  if (device.cluster.num_blocks > 1) std::memcpy(block.memory.data(), shared_memory, shared_bytes);
+}
+
+// All threads of all blocks have come.
+void open_cluster_sync() {
+  ++device.cluster.num_syncs;
+  device.cluster.num_arrived = 0;
+  for (unsigned rank = 0; rank < device.cluster.num_blocks; ++rank) {
+    select_block(rank);
+    if (device.cluster.releases) device.block->seen_memory = device.block->memory;
+    for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
+      Warp& warp = device.block->warps[warp_idx];
+      if (warp.at_cluster_sync) set_ready(warp_idx, std::exchange(warp.at_cluster_sync, 0));
+    }
+  }
+}
+
+// In turns, one block until it waits for the others, or has ended.
+void run_blocks() {
+  const unsigned num_blocks = device.cluster.num_blocks;
+  unsigned live = (1u << num_blocks) - 1;
+  unsigned ready = live;  // to run until the next cluster_sync
+  while (live) {
+    unsigned rank = 0;
+    if (num_blocks > 1) {
+      do rank = random_bits() % num_blocks;
+      while (!(ready >> rank & 1));
+    }
+    select_block(rank);
+    run_block();
+    ready &= ~(1u << rank);
+    if (device.block->num_live == 0) live &= ~(1u << rank);
+    if (ready || !live) continue;
+    if (device.cluster.num_arrived < num_blocks * num_threads()) {
+      select_block(std::countr_zero(live));
+      fail_launch("deadlock: threads wait at a cluster_sync, and other blocks of their cluster have ended" +
+                  waiting_threads());
+    }
+    open_cluster_sync();
+    ready = live;
+  }
+}
+
+// The blocks [first, first + launch.cluster).
+void run_cluster(uint3 first) {
+  const dim3& size = device.launch->cluster;
+  device.cluster = {};
+  device.cluster.num_blocks = num_blocks_of(size);
+  device.in_block = true;
+  for (unsigned rank = 0; rank < device.cluster.num_blocks; ++rank) {
+    device.blocks[rank].index = {first.x + rank % size.x, first.y + rank / size.x % size.y,
+                                 first.z + rank / size.x / size.y};
+    select_block(rank);
+    prepare_block();
+  }
+  try {
+    run_blocks();
+  } catch (...) {  // threads are left where they are, their frames forgotten
+    for (unsigned rank = 0; rank < device.cluster.num_blocks; ++rank) {
+      for (unsigned i = 0; i < num_threads(); ++i) {
+        [[maybe_unused]] const Fiber& fiber = device.blocks[rank].threads[i].fiber;
+        ASAN_UNPOISON_MEMORY_REGION(fiber.stack, fiber.stack_bytes);
+      }
+    }
+    throw;
+  }
   device.in_block = false;
 }
 
 void check_limits(const Launch& launch) {
-  const dim3 &grid = launch.grid, &block = launch.block;
+  const dim3 &grid = launch.grid, &cluster = launch.cluster, &block = launch.block;
   const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
   const auto allowed = device.allowed_shared_bytes.find(launch.function);
   const size_t max_shared_bytes =
@@ -370,6 +488,11 @@ void check_limits(const Launch& launch) {
     what << "empty grid";
   } else if (grid.x > INT32_MAX || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ) {
     what << "grid too large: x at most " << INT32_MAX << ", y and z at most " << MAX_GRID_YZ;
+  } else if (num_blocks_of(cluster) == 0 || num_blocks_of(cluster) > MAX_CLUSTER_BLOCKS || grid.x % cluster.x ||
+             grid.y % cluster.y || grid.z % cluster.z) {
+    what << "expected clusters of 1 to " << MAX_CLUSTER_BLOCKS << " blocks that divide the grid, got " << cluster;
+  } else if (num_blocks_of(cluster) > 1 && device.architecture < 90) {
+    what << "clusters: from sm_90 on, this is sm_" << device.architecture;
   } else if (launch.shared_bytes > max_shared_bytes) {
     what << launch.shared_bytes << " bytes of shared memory: at most " << max_shared_bytes << " for this kernel ("
          << SHARED_BYTES_WITHOUT_ASKING << " unless cudaFuncSetAttribute asked for more)";
@@ -414,16 +537,17 @@ void run(const Launch& launch) {
   std::memset(shared_memory, POISON, sizeof(shared_memory));
   ASAN_POISON_MEMORY_REGION(shared_memory + launch.shared_bytes, sizeof(shared_memory) - launch.shared_bytes);
 
-  // Blocks in a shuffled order: `step` has no factor in common with their number, so each has its turn once.
-  const uint64_t num_blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
-  uint64_t step = random_bits() % num_blocks + 1;
-  while (std::gcd(step, num_blocks) != 1) ++step;
-  uint64_t block = random_bits() % num_blocks;
-  for (uint64_t i = 0; i < num_blocks; ++i, block = (block + step) % num_blocks) {
-    blockIdx.x = block % gridDim.x;
-    blockIdx.y = block / gridDim.x % gridDim.y;
-    blockIdx.z = block / gridDim.x / gridDim.y;
-    run_block(blockDim.x * blockDim.y * blockDim.z);
+  // Clusters in a shuffled order: `step` has no factor in common with their number, so each has its turn once.
+  const dim3& size = launch.cluster;
+  const dim3 num(gridDim.x / size.x, gridDim.y / size.y, gridDim.z / size.z);
+  const uint64_t num_clusters = uint64_t{num.x} * num.y * num.z;
+  uint64_t step = random_bits() % num_clusters + 1;
+  while (std::gcd(step, num_clusters) != 1) ++step;
+  uint64_t cluster = random_bits() % num_clusters;
+  for (uint64_t i = 0; i < num_clusters; ++i, cluster = (cluster + step) % num_clusters) {
+    run_cluster({static_cast<unsigned>(cluster % num.x) * size.x,
+                 static_cast<unsigned>(cluster / num.x % num.y) * size.y,
+                 static_cast<unsigned>(cluster / num.x / num.y) * size.z});
   }
   check_writes_past_shared_memory(sizeof(shared_memory) - launch.shared_bytes);
 }
@@ -437,7 +561,7 @@ void fail(const std::string& what, Site site) {
   fail_launch(full.str());
 }
 
-void wait_for_previous_kernel() { device.threads[device.running].has_waited = true; }
+void wait_for_previous_kernel() { device.block->threads[device.running].has_waited = true; }
 
 int architecture() { return device.architecture; }
 
@@ -451,7 +575,7 @@ void maybe_yield() {
 
 void warp_operation(const char* name, unsigned mask, void* operands, Compute compute, Site site) {
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
-  Warp& warp = device.warps[warp_idx];
+  Warp& warp = device.block->warps[warp_idx];
   if (!(mask & lane)) fail(std::string(name) + ": this lane is not in its own mask", site);
   warp.operands[lane_idx()] = operands;
 
@@ -480,7 +604,7 @@ void warp_operation(const char* name, unsigned mask, void* operands, Compute com
 
 BarrierResult block_barrier(const char* name, bool predicate, Site site) {
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
-  Barrier& barrier = device.barrier;
+  Barrier& barrier = device.block->barrier;
   if (barrier.num_arrived == 0) {
     barrier.name = name;
     barrier.site = site;
@@ -490,9 +614,9 @@ BarrierResult block_barrier(const char* name, bool predicate, Site site) {
   }
   ++barrier.num_arrived;
   barrier.num_true += predicate;
-  device.warps[warp_idx].at_barrier |= lane;
+  device.block->warps[warp_idx].at_barrier |= lane;
   set_waiting(warp_idx, lane);
-  if (barrier.num_arrived == device.num_live) open_barrier();
+  if (barrier.num_arrived == device.block->num_live) open_barrier();
   run_next();
   return barrier.result;  // the next barrier cannot open before this thread is there
 }
@@ -504,7 +628,7 @@ void named_barrier(int id, int num_threads, Site site) {
          site);
   }
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
-  NamedBarrier& barrier = device.named_barriers[id];
+  NamedBarrier& barrier = device.block->named_barriers[id];
   if (barrier.num_arrived == 0) {
     barrier.site = site;
     barrier.num_threads = num_threads;
@@ -522,10 +646,27 @@ void named_barrier(int id, int num_threads, Site site) {
   run_next();
 }
 
+void cluster_sync(bool releases, Site site) {
+  const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
+  Cluster& cluster = device.cluster;
+  if (cluster.num_arrived == 0) {
+    cluster.releases = releases;
+    cluster.site = site;
+  } else if (!same_site(cluster.site, site)) {
+    fail("divergent barrier: one thread is at cluster_sync while others of its cluster are at another one", site);
+  }
+  ++cluster.num_arrived;
+  device.block->warps[warp_idx].at_cluster_sync |= lane;
+  set_waiting(warp_idx, lane);
+  run_next();
+}
+
+unsigned cluster_size() { return device.cluster.num_blocks; }
+
 void wait_at(const char* name, const void* place, Site site) {
   const unsigned warp_idx = device.running / WARP_SIZE, lane = 1u << lane_idx();
-  Warp& warp = device.warps[warp_idx];
-  device.threads[device.running].waits_at = place;
+  Warp& warp = device.block->warps[warp_idx];
+  device.block->threads[device.running].waits_at = place;
   warp.at_places |= lane;
   warp.place_name = name;
   warp.place_site = site;
@@ -535,10 +676,10 @@ void wait_at(const char* name, const void* place, Site site) {
 
 void wake(const void* place) {
   for (unsigned warp_idx = 0; warp_idx < MAX_WARPS; ++warp_idx) {
-    Warp& warp = device.warps[warp_idx];
+    Warp& warp = device.block->warps[warp_idx];
     for (unsigned lanes = warp.at_places; lanes; lanes &= lanes - 1) {
       const unsigned lane_idx = std::countr_zero(lanes);
-      if (device.threads[warp_idx * WARP_SIZE + lane_idx].waits_at != place) continue;
+      if (device.block->threads[warp_idx * WARP_SIZE + lane_idx].waits_at != place) continue;
       warp.at_places &= ~(1u << lane_idx);
       set_ready(warp_idx, 1u << lane_idx);
     }
@@ -566,13 +707,46 @@ uint32_t shared_address(const void* pointer) {
   return FIRST_ADDRESS + static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory);
 }
 
+// Above the address in a block's shared memory, which has less than 24 bits.
+constexpr unsigned RANK_SHIFT = 24;
+
+uint32_t map_shared(const void* pointer, unsigned rank, Site site) {
+  check_shared("map_shared", pointer, 1, site);
+  if (rank >= device.cluster.num_blocks) {
+    fail("map_shared: there is no block " + std::to_string(rank) + " in a cluster of " +
+             std::to_string(device.cluster.num_blocks),
+         site);
+  }
+  return shared_address(pointer) | rank << RANK_SHIFT;
+}
+
+void load_cluster(void* target, uint32_t address, size_t bytes, Site site) {
+  const unsigned rank = address >> RANK_SHIFT;
+  const int64_t offset = int64_t{address} - (int64_t{rank} << RANK_SHIFT) - FIRST_ADDRESS;
+  check_shared("load_cluster", shared_memory + offset, bytes, site);
+  const std::string other = "load_cluster: block " + std::to_string(rank) + " of the cluster ";
+  Block& block = device.blocks[rank];
+  if (&block == device.block) {
+    std::memcpy(target, shared_memory + offset, bytes);
+  } else if (device.cluster.num_syncs == 0) {
+    fail(other + "may not have begun: no cluster_sync came before", site);
+  } else if (block.num_live == 0) {
+    fail(other + "has ended", site);
+  } else if (std::memcmp(block.memory.data() + offset, block.seen_memory.data() + offset, bytes)) {
+    fail(other + "has written there since the last cluster_sync", site);
+  } else {
+    std::memcpy(target, block.seen_memory.data() + offset, bytes);
+    block.was_read_after = device.cluster.num_syncs;
+  }
+}
+
 const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site) {
   const unsigned char* pointer = shared_memory + (int64_t{address} - FIRST_ADDRESS);
   check_shared(name, pointer, bytes, site);
-  const Write* const writes = device.writes + (pointer - shared_memory) / 8;
+  const Write* const writes = device.block->writes + (pointer - shared_memory) / 8;
   for (unsigned i = 0; i < bytes / 8; ++i) {
     const Write& write = writes[i];
-    if (write.block == device.num_blocks && write.num_fences == device.threads[write.thread].num_fences) {
+    if (write.block == device.block->number && write.num_fences == device.block->threads[write.thread].num_fences) {
       fail(std::string(name) + ": thread " + std::to_string(write.thread) +
                " has copied to shared memory that is read here, and not called fence_proxy_async after its wait",
            site);
@@ -581,13 +755,13 @@ const void* read_as_async_proxy(const char* name, uint32_t address, unsigned byt
   return pointer;
 }
 
-void count_fence() { ++device.threads[device.running].num_fences; }
+void count_fence() { ++device.block->threads[device.running].num_fences; }
 
 // A copy's begin or end, of the running thread.
 void note_write(const void* target, unsigned bytes) {
-  Write* const writes = device.writes + (static_cast<const unsigned char*>(target) - shared_memory) / 8;
+  Write* const writes = device.block->writes + (static_cast<const unsigned char*>(target) - shared_memory) / 8;
   for (unsigned i = 0; i < bytes / 8; ++i) {
-    writes[i] = {device.num_blocks, device.running, device.threads[device.running].num_fences};
+    writes[i] = {device.block->number, device.running, device.block->threads[device.running].num_fences};
   }
 }
 
@@ -596,16 +770,16 @@ void start_copy(const char* name, void* target, const void* source, unsigned byt
   if (valid && reinterpret_cast<uintptr_t>(source) % bytes) {
     fail(std::string(name) + ": the source is not aligned to " + std::to_string(bytes), site);
   }
-  Thread& thread = device.threads[device.running];
+  Thread& thread = device.block->threads[device.running];
   std::memset(target, POISON, bytes);
   note_write(target, bytes);
   thread.copies.push_back({target, source, bytes, valid, thread.open_group});
 }
 
-void close_copy_group() { ++device.threads[device.running].open_group; }
+void close_copy_group() { ++device.block->threads[device.running].open_group; }
 
 void wait_for_copy_groups(unsigned num_pending) {
-  Thread& thread = device.threads[device.running];
+  Thread& thread = device.block->threads[device.running];
   auto copy = thread.copies.begin();
   for (; copy != thread.copies.end() && copy->group + num_pending < thread.open_group; ++copy) {
     if (copy->valid) {

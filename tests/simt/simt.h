@@ -1,5 +1,6 @@
-// The simt device: runs CUDA kernels on the CPU, one block after the other, one fiber per CUDA thread. This is what
-// the emulated <cuda_runtime.h> and ptx.h are made of; docs/simt.md explains it, simt.cpp holds it.
+// The simt device: runs CUDA kernels on the CPU, one block after the other (those of a cluster in turns), one fiber per
+// CUDA thread. This is what the emulated <cuda_runtime.h> and ptx.h are made of; docs/simt.md explains it, simt.cpp
+// holds it.
 //
 // A thread runs until it waits at a warp operation or a barrier; then another one runs, drawn from a seeded generator.
 // Whatever can only be wrong ends the launch with std::runtime_error: the place, the block, who waits where, the seed.
@@ -20,13 +21,14 @@ using Site = std::source_location;  // the call in the kernel
 inline constexpr unsigned WARP_SIZE = 32;
 inline constexpr size_t MAX_SHARED_BYTES = 227 * 1024;  // of sm_90
 inline constexpr size_t SHARED_BYTES_WITHOUT_ASKING = 48 * 1024;
+inline constexpr unsigned MAX_CLUSTER_BLOCKS = 8;
 
 // ---- from the host
 
 struct Launch {
   const char* kernel;  // for messages
   const void* function;
-  const dim3 &grid, &block;
+  const dim3 &grid, &cluster, &block;
   size_t shared_bytes;
   bool is_dependent;  // it may begin before the kernel before it has ended, so its threads have to wait for that one
   void (*run_thread)(const void* arguments);
@@ -75,6 +77,20 @@ BarrierResult block_barrier(const char* name, bool predicate, Site site);
 // Waits for `num_threads` threads of the block to be at barrier `id`.
 void named_barrier(int id, int num_threads, Site site);
 
+// Waits for all threads of all blocks of the cluster, none of which may have exited. `releases`: what they have written
+// to shared memory is there for load_cluster.
+void cluster_sync(bool releases, Site site);
+
+unsigned cluster_size();  // in blocks
+
+// As PTX has an address in shared memory: that of this block, and the same place in that of another one of the cluster.
+uint32_t shared_address(const void* pointer);
+uint32_t map_shared(const void* pointer, unsigned rank, Site site);
+
+// Reads what `address`, from map_shared, held at the last cluster_sync that releases. Fails if there was none of any
+// kind, if that block has written there since, or has ended.
+void load_cluster(void* target, uint32_t address, size_t bytes, Site site);
+
 // All that it does here is that the thread has called it.
 void wait_for_previous_kernel();
 
@@ -87,9 +103,6 @@ void wake(const void* place);
 
 // Fails unless `pointer` is aligned, and `bytes` from there lie in the dynamic shared memory of the launch.
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
-
-// As PTX has an address in shared memory.
-uint32_t shared_address(const void* pointer);
 
 // What wgmma reads there. Fails unless it is in the shared memory of the launch, and every cp.async to it has been
 // waited for by its thread, which has called fence_proxy_async then.
@@ -114,6 +127,8 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* bar
 // this thread has written.
 void fence_proxy_async();
 
+// Before threads of the `rank`-th block of a cluster run, or go on: the other functions are about that block then.
+void select_bulk_copies(unsigned rank);
 // Before and after the threads of a block have run.
 void begin_bulk_copies(size_t shared_bytes);
 bool has_bulk_copies_under_way();

@@ -280,6 +280,49 @@ void check_barriers() {
   }
 }
 
+// ---- clusters
+
+// Clusters of 3 blocks of 32 along y: lane l of a block has what lane 31 - l of the next one of its cluster put there,
+// 8 bytes of it, and of the one after that, 16. Twice, with other numbers. Nothing is stored before sm_90.
+constexpr int CLUSTER_BLOCKS = 3, CLUSTER_ROUNDS = 2, CLUSTER_WORDS = 6;  // words that a lane stores in a round
+
+__global__ void cluster_kernel(uint32_t* out) {
+  if (!ptx::is_sm90()) return;
+  const int lane = static_cast<int>(threadIdx.x);
+  const uint32_t block = blockIdx.y * gridDim.x + blockIdx.x;
+  auto* numbers = reinterpret_cast<uint32_t*>(shared_memory);  // [32][4]
+  for (int round = 0; round < CLUSTER_ROUNDS; ++round) {
+    for (uint32_t i = 0; i < 4; ++i) numbers[lane * 4 + i] = block * 1000 + round * 500 + lane * 4 + i;
+    ptx::cluster_sync();
+    uint32_t two[2], four[4];
+    const uint32_t* other = numbers + (31 - lane) * 4;
+    ptx::load_cluster(two, ptx::map_shared(other + 2, (blockIdx.y + 1) % CLUSTER_BLOCKS));
+    ptx::load_cluster(four, ptx::map_shared(other, (blockIdx.y + 2) % CLUSTER_BLOCKS));
+    uint32_t* words = out + ((block * CLUSTER_ROUNDS + round) * 32 + lane) * CLUSTER_WORDS;
+    for (int i = 0; i < 2; ++i) words[i] = two[i];
+    for (int i = 0; i < 4; ++i) words[2 + i] = four[i];
+    ptx::cluster_sync_relaxed();
+  }
+}
+
+void check_clusters() {
+  const dim3 grid(2, 2 * CLUSTER_BLOCKS);
+  if (!runs_code_of_sm90(cluster_kernel)) return;
+  Buffer<uint32_t> out(grid.x * grid.y * CLUSTER_ROUNDS * 32 * CLUSTER_WORDS);
+  launch_in_clusters(cluster_kernel, grid, dim3(1, CLUSTER_BLOCKS), dim3(32), 512, nullptr, out.data());
+  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+  for (size_t i = 0; i < out.size(); ++i) {
+    const auto word = static_cast<unsigned>(i % CLUSTER_WORDS), lane = static_cast<unsigned>(i / CLUSTER_WORDS % 32);
+    const auto round = static_cast<unsigned>(i / CLUSTER_WORDS / 32 % CLUSTER_ROUNDS);
+    const auto block = static_cast<unsigned>(i / CLUSTER_WORDS / 32 / CLUSTER_ROUNDS);
+    const unsigned y = block / grid.x, first_y = y / CLUSTER_BLOCKS * CLUSTER_BLOCKS;
+    const unsigned other_y = first_y + (y + (word < 2 ? 1 : 2)) % CLUSTER_BLOCKS;
+    const unsigned other_block = other_y * grid.x + block % grid.x;
+    const unsigned expected = other_block * 1000 + round * 500 + (31 - lane) * 4 + (word < 2 ? 2 + word : word - 2);
+    expect(out[i] == expected, "load_cluster", static_cast<double>(i), expected, out[i]);
+  }
+}
+
 // ---- kernels that follow each other
 
 constexpr int NUM_STEPS = 10'000;  // of a chain: time enough for a dependent kernel to begin
@@ -610,6 +653,7 @@ int main() {
     cuda::check_wgmma<bfloat16, 128>("wgmma of bfloat16, 128 columns");
     cuda::check_ldmatrix();
     cuda::check_barriers();
+    cuda::check_clusters();
     cuda::check_dependent_launch();
     cuda::check_copies();
     cuda::check_bulk_copies();

@@ -66,6 +66,7 @@ bool is_poisoned(const void* begin, size_t bytes) {
 // ---- what a warpgroup has in common
 
 void check_call(const Call& call) {
+  if (cluster_size() > 1) fail("wgmma: not emulated in clusters", call.site);
   const unsigned warp = warp_idx();
   Warp& mine = warps[warp];
   std::vector<Call>& common = calls[warp / WARPGROUP_WARPS];

@@ -302,20 +302,22 @@ inline cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute,
   return cudaSuccess;
 }
 
-// The code is that of sm_90.
 struct cudaFuncAttributes {
   int ptxVersion;
 };
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  attributes->ptxVersion = 90;
+  attributes->ptxVersion = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90);
   return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  struct {
+  union {
     int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -331,10 +333,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const auto thread = [&] { kernel(args...); };
   const auto run_thread = [](const void* arguments) { (*static_cast<decltype(thread)*>(arguments))(); };
   bool is_dependent = false;
+  dim3 cluster;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    is_dependent |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+    const auto& value = config->attrs[i].val;
+    switch (config->attrs[i].id) {
+      case cudaLaunchAttributeProgrammaticStreamSerialization:
+        is_dependent = value.programmaticStreamSerializationAllowed != 0;
+        break;
+      case cudaLaunchAttributeClusterDimension:
+        cluster = {value.clusterDim.x, value.clusterDim.y, value.clusterDim.z};
+        break;
+    }
   }
-  simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, config->blockDim,
+  simt::run({__PRETTY_FUNCTION__, reinterpret_cast<const void*>(kernel), config->gridDim, cluster, config->blockDim,
              config->dynamicSmemBytes, is_dependent, run_thread, &thread});
   return cudaSuccess;
 }
