@@ -203,7 +203,7 @@ def test_profiled_kernels_and_targets_exist() -> None:
 
     names = [target.what for target in targets_cuda.targets()]
     sources = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.cu*"))
-    assert len(PROFILED) == 6
+    assert len(PROFILED) == 7
     for kernel, target in PROFILED.values():
         assert re.search(rf"\b{kernel}\(", sources), kernel
         assert sum(target in name for name in names) == 1, target

@@ -31,7 +31,8 @@ COMPILERS = {
 PROFILED = {
     "decode": ("decode_kernel", "decode, GQA 32/8x128, 64 x 4096: "),
     "decode-fp8": ("decode_kernel", "decode, GQA 32/8x128, 64 x 4096, float8_e4m3fn"),
-    "merge": ("merge_kernel", "decode, MHA 32x128, 1 x 1024"),
+    "decode-cluster": ("decode_cluster_kernel", "decode, MHA 32x128, 1 x 1024"),
+    "merge": ("merge_kernel", "decode, GQA 32/8x128, 64 of 64 to 8192"),
     "prefill": ("prefill.*_kernel", "prefill, GQA 32/8x128, 2048 tokens"),
     "activation": ("activation_kernel", "silu_and_mul, 8192 tokens"),
     "norm": ("rms_norm_kernel", "fused_add_rms_norm, 8192 tokens"),

@@ -97,7 +97,7 @@ PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params,
                              const float* partials, float* scratch)
 
 namespace cuda {
-// Bytes of scratch that paged_attention needs: a function of shapes alone.
+// Bytes of scratch that paged_attention needs on the current device: a function of shapes alone.
 int64_t paged_attention_scratch_bytes(const PagedAttentionParams& params);
 void paged_attention(const PagedAttentionParams& params, void* scratch, cudaStream_t stream);
 }  // namespace cuda

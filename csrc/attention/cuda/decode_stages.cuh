@@ -100,9 +100,9 @@ class BulkStages {
  public:
   using Slice = CacheSlice<CacheT, HEAD_SIZE, false>;
 
-  // Whether slices are adjacent. What no row of a work sees is loaded with them, and masked where they are used.
+  // What no row of a work sees is loaded with a slice, and masked where it is used.
   static __device__ bool fits(const AttentionArguments& a) {
-    return ptx::is_sm90() && a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == HEAD_SIZE;
+    return ptx::is_sm90() && has_adjacent_slices(a, HEAD_SIZE);
   }
 
   __device__ BulkStages()

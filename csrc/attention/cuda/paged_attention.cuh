@@ -6,7 +6,8 @@
 //
 // Two kinds of sequence, told apart on the device, as only the device knows query_start_loc:
 //   decode   at most max_decode_rows rows: few packed rows, many tokens. The tokens are split into partitions, a block
-//            each, and a second kernel merges the partial results (flash-decoding).
+//            each, and a second kernel merges the partial results (flash-decoding). Where all blocks run at the same
+//            time, those of a tile are a cluster instead, and merge what they have themselves.
 //   prefill  more rows: a block for a tile of packed rows walks over all their tokens. Only where that makes few blocks
 //            are the tokens split, too.
 #pragma once
@@ -59,6 +60,7 @@ struct AttentionArguments {
   bool out_aligned;            // every row of out, too
   bool decode_slots_are_rows;  // a row's slot in decode.softmax: its own index, or seq * max_decode_rows + its index
                                // there
+  bool decode_in_clusters;     // and without partial results in the scratch
 };
 
 // Tile of packed rows and the tokens to attend to: [begin, end), as far as the rows see any.
@@ -73,7 +75,8 @@ struct Work {
   int begin;
   int end;
   bool is_prefill;
-  int partition;  // whose partial result this is; negative: it is the whole result
+  int partition;       // whose partial result this is; negative: it is the whole result
+  int num_partitions;  // of the tile's tokens
 };
 
 __device__ inline int row_position(const AttentionArguments& a, const Work& work, int packed) {
@@ -147,7 +150,8 @@ __device__ inline bool take_partition(const AttentionArguments& a, int index, Wo
   const Partitions partitions = find_partitions(a, work);
   const int partition = partitions.first + index;
   if (partition > partitions.last) return false;
-  work.partition = partitions.first == partitions.last ? -1 : index;
+  work.num_partitions = partitions.last - partitions.first + 1;
+  work.partition = work.num_partitions == 1 ? -1 : index;
   work.begin = max(work.begin, partition << partitions.shift);
   if (partition < partitions.last) work.end = min(work.end, (partition + 1) << partitions.shift);
   return true;
@@ -260,6 +264,14 @@ __device__ inline float logit_scale(const AttentionArguments& a) {
 // of 4 warps share a multiprocessor (head of 128), where there would be one of 8.
 constexpr bool has_wide_tiles(int64_t head_size, int64_t cache_element_bytes) {
   return head_size <= 128 && cache_element_bytes > 1;
+}
+
+// What kernels on tensor cores are compiled for: the smallest that holds the head.
+constexpr int head_size_of_kernel(int64_t head_size) { return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256; }
+
+// Whether all keys of a slice lie side by side in memory, and all values.
+constexpr bool has_adjacent_slices(const AttentionArguments& a, int kernel_head_size) {
+  return a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == kernel_head_size;
 }
 
 // One instantiation file each. Runs decode and, where there may be any, prefill.

@@ -1,7 +1,7 @@
 // paged_attention on CUDA: scratch, the choice of the kernels, and the merge of partial results.
 #include <bit>
 
-#include "attention/cuda/row_results.cuh"
+#include "attention/cuda/merge_partitions.cuh"
 #include "dispatch.h"
 
 namespace pagedattn::cuda {
@@ -26,41 +26,10 @@ __device__ bool find_row(const AttentionArguments& a, bool prefill, int row, int
   return packed < work.num_packed && set_tile(a, packed / (prefill ? a.prefill_tile_rows : a.decode_tile_rows), work);
 }
 
-// The values of 8 partitions, of which a lane has 4 elements each: 16 bytes, all under way together.
-class PartitionValues {
- public:
-  static constexpr int COUNT = 8;
-
-  // From `partition` on, as far as there are any. `values` are those of partition 0.
-  __device__ void load(const float* values, int head_size, int partition, int num_partitions) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if (partition + i < num_partitions) values_[i] = cuda::load<LANE_ELEMENTS>(values + (partition + i) * head_size);
-    }
-  }
-
-  // sum += values * weights; lane i of the warp has the weight of partition i.
-  __device__ void add(Floats<LANE_ELEMENTS>& sum, float weight_of_lane, int partition, int num_partitions) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if (partition + i >= num_partitions) break;
-      const float weight = __shfl_sync(ALL_LANES, weight_of_lane, partition + i);
-      const auto values = to_floats(values_[i]);
-#pragma unroll
-      for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(values[e], weight, sum[e]);
-    }
-  }
-
- private:
-  Packed<float, LANE_ELEMENTS> values_[COUNT];
-};
-
-// A warp merges a row's partitions: first a lane each for their maxima and sums, then lanes along the head.
 // Grid: rows x heads, a warp each. It may begin before the kernel that writes the partial results has ended.
 template <typename Out>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
     merge_kernel(const __grid_constant__ AttentionArguments a, bool prefill) {
-  const auto lane = static_cast<int>(threadIdx.x % WARP_SIZE);
   const auto head = static_cast<int>(blockIdx.y * MERGE_WARPS + threadIdx.x / WARP_SIZE);
   Work work;
   int row = 0;
@@ -75,29 +44,8 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
   const Split& split = split_of(a, work);
   const auto head_size = static_cast<int>(a.p.head_size);
   const int64_t first = partial_index(a, work, row, head);
-  const auto column = [&](int begin) { return min(begin + lane * LANE_ELEMENTS, head_size - LANE_ELEMENTS); };
-  const float* values = split.values + first * head_size;
-  PartitionValues batch;
-  batch.load(values + column(0), head_size, 0, num_partitions);  // under way while the weights are computed
-
-  const float2 softmax = lane < num_partitions ? split.softmax[first + lane] : make_float2(-INFINITY, 0.0f);
-  const float max = warp_max(softmax.x);
-  const float weight = exp_below(softmax.x, max);
-  const float sum = warp_sum(softmax.y * weight);
-  const int64_t out_row = int64_t{work.first_row} + row;
-  const float factor = finish_row(a, out_row, head, max, sum, lane == 0);
-
-  for (int begin = 0; begin < head_size; begin += WARP_SIZE * LANE_ELEMENTS) {
-    Floats<LANE_ELEMENTS> merged{};
-    for (int partition = 0; partition < num_partitions; partition += PartitionValues::COUNT) {
-      if (begin + partition > 0) batch.load(values + column(begin), head_size, partition, num_partitions);
-      batch.add(merged, weight, partition, num_partitions);
-    }
-#pragma unroll
-    for (int e = 0; e < LANE_ELEMENTS; ++e) merged[e] *= factor;
-    const int d = begin + lane * LANE_ELEMENTS;
-    if (d < head_size) store_out<Out>(a, out_row * a.p.out_stride + head * a.p.head_size + d, merged);
-  }
+  const ScratchPartials partials{split.softmax + first, split.values + first * head_size, head_size};
+  merge_partitions<Out>(a, partials, num_partitions, int64_t{work.first_row} + row, head);
 }
 
 void launch_merge(const AttentionArguments& a, bool prefill, cudaStream_t stream) {
@@ -131,6 +79,15 @@ Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
   return {static_cast<int>(std::clamp<int64_t>(needed, 1, max_partitions)), nullptr, nullptr};
 }
 
+// Whether the partitions of a tile are a cluster: they fit in one, and all works run at the same time. With a
+// multiprocessor for each of them, though most kernels have two blocks there: a cluster lies within a part of the GPU,
+// and must find room. Two are to be tried on a GPU.
+bool fits_in_clusters(const AttentionArguments& a) {
+  return a.p.dtype != DType::FLOAT32 && a.decode.num_partitions > 1 && a.decode.num_partitions <= MAX_CLUSTER_BLOCKS &&
+         has_adjacent_slices(a, head_size_of_kernel(a.p.head_size)) && num_decode_works(a) <= num_multiprocessors() &&
+         runs_code_of_sm90(merge_kernel<float>);
+}
+
 AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const bool on_tensor_cores = p.dtype != DType::FLOAT32;
   const auto group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
@@ -140,7 +97,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const int64_t element_bytes = element_size(p.cache_dtype);
   const bool has_wide_decode_tiles = group_size > MMA_ROWS && has_wide_tiles(p.head_size, element_bytes);
   const int mma_decode_rows = has_wide_decode_tiles ? WIDE_TILES * MMA_ROWS : MMA_ROWS;
-  return {
+  AttentionArguments a{
       .p = p,
       .decode = make_split(p, MAX_PARTITIONS),
       .prefill = make_split(p, std::clamp<int64_t>(ENOUGH_BLOCKS / prefill_blocks, 1, MAX_PARTITIONS)),
@@ -154,7 +111,10 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
                                {p.key_block_stride * element_bytes, p.value_block_stride * element_bytes}),
       .out_aligned = is_aligned_16({p.out}, {p.out_stride * element_size(p.dtype)}),
       .decode_slots_are_rows = p.num_tokens <= p.num_seqs * max_decode_rows,
+      .decode_in_clusters = false,
   };
+  a.decode_in_clusters = fits_in_clusters(a);
+  return a;
 }
 
 // Takes what the split needs from the scratch at `begin`; returns where it ends.
@@ -168,7 +128,7 @@ char* place(Split& split, int64_t num_slots, const PagedAttentionParams& p, char
 }
 
 char* place_splits(AttentionArguments& a, char* scratch) {
-  const int64_t decode_slots = std::min(a.p.num_tokens, a.p.num_seqs * a.max_decode_rows);
+  const int64_t decode_slots = a.decode_in_clusters ? 0 : std::min(a.p.num_tokens, a.p.num_seqs * a.max_decode_rows);
   char* end = place(a.decode, decode_slots, a.p, scratch);
   return may_have_prefill(a) ? place(a.prefill, a.p.num_tokens, a.p, end) : end;
 }
@@ -185,7 +145,7 @@ void paged_attention(const PagedAttentionParams& p, void* scratch, cudaStream_t 
   AttentionArguments a = make_arguments(p);
   place_splits(a, static_cast<char*>(scratch));
   attend(a, stream);
-  if (a.decode.num_partitions > 1) launch_merge(a, false, stream);
+  if (a.decode.num_partitions > 1 && !a.decode_in_clusters) launch_merge(a, false, stream);
   if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, stream);
 }
 

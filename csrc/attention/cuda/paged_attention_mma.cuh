@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/cuda/decode_stages.cuh"
+#include "attention/cuda/merge_partitions.cuh"
 #include "attention/cuda/warp_rows.cuh"
 
 namespace pagedattn::cuda {
@@ -28,8 +29,9 @@ __device__ void with_out_type(const AttentionArguments& a, const Store& store) {
 
 // ---- decode
 
+// Returns what the teams have summed, for all threads to read.
 template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, typename Stages>
-__device__ void attend_decode(const AttentionArguments& a, const Work& work, Stages& stages) {
+__device__ auto& attend_decode(const AttentionArguments& a, const Work& work, Stages& stages) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
   stages.begin(a, work);
   for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) stages.load_next(a, work);
@@ -49,14 +51,18 @@ __device__ void attend_decode(const AttentionArguments& a, const Work& work, Sta
   auto& results = *reinterpret_cast<typename Shape::Results*>(shared_memory);
   rows.write(work, results, Shape::team());
   __syncthreads();
-  with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out, Shape::NUM_WARPS>(a, work); });
+  return results;
 }
 
 template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, typename Stages>
 __device__ void attend_decode_works(const AttentionArguments& a, int64_t num_works) {
+  using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
   Stages stages;
-  const auto attend = [&](const Work& work) { attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work, stages); };
-  if constexpr (Decode<CacheT, HEAD_SIZE, NUM_TILES>::IS_LOOP) {
+  const auto attend = [&](const Work& work) {
+    const auto& results = attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work, stages);
+    with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out, Shape::NUM_WARPS>(a, work); });
+  };
+  if constexpr (Shape::IS_LOOP) {
     for_each_decode_work(a, num_works, attend);
   } else {
     Work work;
@@ -77,6 +83,32 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARP
   } else {
     attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Async>(a, num_works);
   }
+}
+
+// For decode_in_clusters, by bulk copies. Grid: (works of a partition, partitions), a cluster along y.
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+__global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE,
+                                  Decode<CacheT, HEAD_SIZE, NUM_TILES>::MIN_BLOCKS)
+    decode_cluster_kernel(const __grid_constant__ AttentionArguments a) {
+  using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
+  if (!ptx::is_sm90()) return;  // it is not launched there
+  Work work;
+  if (!find_decode_work(a, blockIdx.y * gridDim.x + blockIdx.x, work)) work.num_partitions = 0;
+  if (work.num_partitions > 0) {
+    BulkStages<CacheT, HEAD_SIZE, NUM_TILES> stages;
+    auto& results = attend_decode<T, CacheT, HEAD_SIZE, NUM_TILES>(a, work, stages);
+    if (work.num_partitions > 1) {
+      results.template merge_in_place<Shape::NUM_WARPS>(a, work);
+    } else {
+      with_out_type<T, CacheT>(a, [&]<typename Out>() { results.template store<Out, Shape::NUM_WARPS>(a, work); });
+    }
+  }
+  ptx::cluster_sync();
+  if (work.num_partitions > 1) {
+    const auto& results = *reinterpret_cast<const typename Shape::Results*>(shared_memory);
+    with_out_type<T, CacheT>(a, [&]<typename Out>() { merge_cluster<Out, Shape::NUM_WARPS>(a, work, results); });
+  }
+  ptx::cluster_sync_relaxed();  // others may read what this block has
 }
 
 // ---- prefill
@@ -144,6 +176,12 @@ template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
 void launch_decode(const AttentionArguments& a, cudaStream_t stream) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
   const int64_t num_works = num_decode_works(a);
+  if (a.decode_in_clusters) {
+    const auto num_partitions = static_cast<unsigned>(a.decode.num_partitions);
+    const dim3 grid(grid_size(num_works) / num_partitions, num_partitions);
+    return launch_in_clusters(decode_cluster_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, grid, dim3(1, num_partitions),
+                              dim3(Shape::NUM_WARPS * WARP_SIZE), Shape::SHARED_BYTES, stream, a);
+  }
   launch(decode_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, Shape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)),
          dim3(Shape::NUM_WARPS * WARP_SIZE), Shape::SHARED_BYTES, stream, a, num_works);
 }
@@ -170,12 +208,13 @@ void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
 
 template <typename T, typename CacheT>
 void attend_mma(const AttentionArguments& a, cudaStream_t stream) {
-  if (a.p.head_size <= 64) {
-    launch_mma<T, CacheT, 64>(a, stream);
-  } else if (a.p.head_size <= 128) {
-    launch_mma<T, CacheT, 128>(a, stream);
-  } else {
-    launch_mma<T, CacheT, 256>(a, stream);
+  switch (head_size_of_kernel(a.p.head_size)) {
+    case 64:
+      return launch_mma<T, CacheT, 64>(a, stream);
+    case 128:
+      return launch_mma<T, CacheT, 128>(a, stream);
+    case 256:
+      return launch_mma<T, CacheT, 256>(a, stream);
   }
 }
 

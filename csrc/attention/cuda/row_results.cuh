@@ -54,6 +54,16 @@ struct RowTarget {
     for (int i = 0; i < N; ++i) values[i] *= factor;
     store_out<Out>(a, index + d, values);
   }
+
+  // That of another lane.
+  __device__ RowTarget of_lane(int lane) const {
+    return {__shfl_sync(ALL_LANES, index, lane), __shfl_sync(ALL_LANES, factor, lane)};
+  }
+};
+
+// For results that stay in shared memory: a lane knows where.
+struct NoTarget {
+  __device__ NoTarget of_lane(int) const { return {}; }
 };
 
 // What precedes the values; `is_first` of the threads that share a row writes it.
@@ -78,17 +88,45 @@ struct alignas(16) BlockResults {
   float values[NUM_RESULTS][TILE_ROWS][ROW_FLOATS];
 
   // After a barrier. Merges the results and writes the rows of the tile to an out of type Out, or their partial
-  // results. Each of NUM_WARPS warps has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
+  // results.
   template <typename Out, int NUM_WARPS>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
+    merge<NUM_WARPS, RowTarget>(
+        a, work,
+        [&](int row, float max, float sum) { return begin_row(a, work, work.tile_begin + row, max, sum, true); },
+        [&](const RowTarget& target, int, int d, const Floats<LANE_ELEMENTS>& merged) {
+          target.template store<Out>(a, work, d, merged);
+        });
+  }
+
+  // The same to the place of the first results.
+  template <int NUM_WARPS>
+  __device__ void merge_in_place(const AttentionArguments& a, const Work& work) {
+    merge<NUM_WARPS, NoTarget>(
+        a, work,
+        [&](int row, float max, float sum) {
+          softmax[0][row] = make_float2(max, sum);
+          return NoTarget{};
+        },
+        [&](NoTarget, int row, int d, const Floats<LANE_ELEMENTS>& merged) {
+          *reinterpret_cast<float4*>(&values[0][row][d]) = make_float4(merged[0], merged[1], merged[2], merged[3]);
+        });
+  }
+
+ private:
+  // begin(row, max, sum) gives a row's Target, and store(target, row, d, merged) takes LANE_ELEMENTS of its values.
+  // Each of NUM_WARPS warps has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
+  template <int NUM_WARPS, typename Target, typename Begin, typename Store>
+  __device__ void merge(const AttentionArguments& a, const Work& work, const Begin& begin, const Store& store) const {
     constexpr int ROWS_OF_WARP = TILE_ROWS / NUM_WARPS;
     const int warp = threadIdx.x / WARP_SIZE;
     const int lane = threadIdx.x % WARP_SIZE;
     const int num_rows = work.tile_end - work.tile_begin;
     float weights[NUM_RESULTS] = {};
-    RowTarget target{};
+    Target target{};
     if (const int row = warp + lane * NUM_WARPS; lane < ROWS_OF_WARP && row < num_rows) {
-      target = merge_softmax(a, work, row, weights);
+      const float2 merged = merge_softmax(row, weights);
+      target = begin(row, merged.x, merged.y);
     }
 #pragma unroll 1
     for (int i = 0; i < ROWS_OF_WARP; ++i) {
@@ -97,15 +135,13 @@ struct alignas(16) BlockResults {
       float row_weights[NUM_RESULTS];
 #pragma unroll
       for (int r = 0; r < NUM_RESULTS; ++r) row_weights[r] = __shfl_sync(ALL_LANES, weights[r], i);
-      const RowTarget row_target{__shfl_sync(ALL_LANES, target.index, i), __shfl_sync(ALL_LANES, target.factor, i)};
-      store_row<Out>(a, work, row, row_weights, row_target);
+      const Target row_target = target.of_lane(i);
+      merge_values(a, row, row_weights, [&](int d, const auto& merged) { store(row_target, row, d, merged); });
     }
   }
 
- private:
-  // The results' weights in a row of the tile, and its lse or partial softmax.
-  __device__ RowTarget merge_softmax(const AttentionArguments& a, const Work& work, int row,
-                                     float (&weights)[NUM_RESULTS]) const {
+  // A row's maximum and sum, and the results' weights in it.
+  __device__ float2 merge_softmax(int row, float (&weights)[NUM_RESULTS]) const {
     float max = softmax[0][row].x;
 #pragma unroll
     for (int r = 1; r < NUM_RESULTS; ++r) max = fmaxf(max, softmax[r][row].x);
@@ -115,12 +151,12 @@ struct alignas(16) BlockResults {
       weights[r] = exp_below(softmax[r][row].x, max);
       sum = fmaf(softmax[r][row].y, weights[r], sum);
     }
-    return begin_row(a, work, work.tile_begin + row, max, sum, true);
+    return make_float2(max, sum);
   }
 
-  template <typename Out>
-  __device__ void store_row(const AttentionArguments& a, const Work& work, int row, const float (&weights)[NUM_RESULTS],
-                            const RowTarget& target) const {
+  template <typename Store>
+  __device__ void merge_values(const AttentionArguments& a, int row, const float (&weights)[NUM_RESULTS],
+                               const Store& store) const {
     constexpr int WARP_ELEMENTS = WARP_SIZE * LANE_ELEMENTS;
 #pragma unroll
     for (int begin = 0; begin < HEAD_SIZE; begin += WARP_ELEMENTS) {
@@ -133,7 +169,7 @@ struct alignas(16) BlockResults {
 #pragma unroll
         for (int i = 0; i < LANE_ELEMENTS; ++i) merged[i] = fmaf(result[i], weights[r], merged[i]);
       }
-      target.template store<Out>(a, work, d, merged);
+      store(d, merged);
     }
   }
 };
