@@ -253,8 +253,7 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same without a word about what was written: a block that comes last to one of these ends when nobody reads from
-// it any more.
+// The same, but orders nothing: for the end of blocks that are read from, when those that read have used what they got.
 __device__ inline void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
