@@ -142,14 +142,16 @@ struct alignas(64) CacheLine {
   float floats[16];
 };
 
-// The (row, head) pairs of an item of prefill. Without AVX512 a tile is converted once for all of them, so more are
-// better, until their queries and sums leave the second-level cache; with it they only see more that the causal mask
-// hides.
-int64_t prefill_results() { return cpu_capability() < CpuCapability::AVX512 ? 128 : 64; }
+// The (row, head) pairs of an item of prefill. Where a tile is converted once for all of them, more are better, until
+// their queries and sums leave the second-level cache; where it is not, in bfloat16 with dot product instructions, they
+// only see more that the causal mask hides.
+int64_t prefill_results(DType dtype) {
+  return cpu_capability() == CpuCapability::AVX512_BF16 && dtype == DType::BFLOAT16 ? 64 : 128;
+}
 
 void run_on_cpu(const PagedAttentionParams& params) {
   const int64_t num_threads = torch::stable::get_num_threads();
-  const AttentionPlan plan = plan_attention(params, num_threads, prefill_results());
+  const AttentionPlan plan = plan_attention(params, num_threads, prefill_results(params.dtype));
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
   const int64_t num_workers =

@@ -23,6 +23,7 @@ void attend_rows(const HeadTile<T>& h, const Row* rows) {
 // How the rows are multiplied with keys and values.
 template <typename T>
 struct FloatArithmetic {
+  static constexpr bool MANY_ROWS = true;  // are taken by many_rows.h
 #if defined(__AVX2__) && !defined(__AVX512F__)
   using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
 #else
@@ -34,6 +35,7 @@ struct FloatArithmetic {
 // For queries in bfloat16. The weights are rounded to it only where the cache is in 8 bits.
 template <typename T>
 struct PairArithmetic {
+  static constexpr bool MANY_ROWS = false;
   using Dot = PairDot<T>;
   using Strip = std::conditional_t<sizeof(T) == 1, PairStrip<T>, ValueStrip<T>>;
 };

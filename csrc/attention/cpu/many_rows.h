@@ -14,9 +14,9 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Columns that are multiplied at once, with up to PRODUCT_ROWS rows: so many sums, a vector of each row and one of a
-// column fill 16 registers.
+// column fill the registers, 16 or, with AVX512, 32.
 constexpr int PRODUCT_COLUMNS = 4;
-constexpr int PRODUCT_ROWS = 3;
+constexpr int PRODUCT_ROWS = VEC_SIZE == 16 ? 6 : 3;
 
 constexpr int LANE_FLOATS = 4;  // in 128 bits
 
@@ -26,17 +26,16 @@ constexpr int64_t LEAST_ROWS = 16;
 // As many have their logits in memory at a time.
 constexpr int64_t MOST_ROWS = 128;
 
-// Whether the kernel does this for values and heads of this kind. With vectors of 16 the registers hold enough sums for
-// attend_rows.h.
+// Whether the kernel does this for values and heads of this kind: an element of a strip has whole lanes of 128 bits.
 template <typename Strip>
 bool can_attend_many_rows(const PagedAttentionParams& p) {
-  return VEC_SIZE <= 8 && p.head_size % VEC_SIZE == 0 && p.block_size >= Strip::SIZE;
+  return p.head_size % VEC_SIZE == 0 && p.block_size * NUM_LANES >= Strip::SIZE;
 }
 
 // A vector of products, of a row with the keys of VEC_SIZE tokens or with VEC_SIZE elements of the values, comes from
 // four columns: product p has lane p / 4 (of 128 bits) of column p % 4, where sum_lanes leaves it in its place.
-// Shuffles across lanes would hold up the products that follow. Where a product has sums in two lanes, the second ones
-// are a set of columns of their own.
+// Shuffles across lanes would hold up the products that follow. Where a product has sums in several lanes, each of them
+// is a set of columns of its own.
 //
 // [NUM_SETS, num_steps, PRODUCT_COLUMNS] vectors, in memory that the caller owns.
 struct Columns {
@@ -48,71 +47,96 @@ struct Columns {
   }
 };
 
-// The first lanes of `a` and `b`, then their second ones.
-PAGEDATTN_INLINE Vecs<2> pair_lanes(Vec a, Vec b) {
-  if constexpr (NUM_LANES == 1) return {{a, b}};
-  return {{shuffle(a, b, [](int i) { return i < VEC_SIZE / 2 ? i : i + VEC_SIZE / 2; }),
-           shuffle(a, b, [](int i) { return i < VEC_SIZE / 2 ? i + VEC_SIZE / 2 : i + VEC_SIZE; })}};
+// Lane i of vector j becomes lane j of vector i.
+PAGEDATTN_INLINE void transpose_lanes(Vec (&v)[NUM_LANES]) {
+  if constexpr (NUM_LANES == 2) {
+    const Vec first = shuffle(v[0], v[1], [](int i) { return i < VEC_SIZE / 2 ? i : i + VEC_SIZE / 2; });
+    v[1] = shuffle(v[0], v[1], [](int i) { return i < VEC_SIZE / 2 ? i + VEC_SIZE / 2 : i + VEC_SIZE; });
+    v[0] = first;
+  } else if constexpr (NUM_LANES == 4) {
+    // Lanes 0 and 2, or 1 and 3, of two vectors.
+    const auto even = [](Vec a, Vec b) { return shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4; }); };
+    const auto odd = [](Vec a, Vec b) { return shuffle(a, b, [](int i) { return i / 4 * 8 + 4 + i % 4; }); };
+    const Vec evens[] = {even(v[0], v[1]), even(v[2], v[3])};
+    const Vec odds[] = {odd(v[0], v[1]), odd(v[2], v[3])};
+    v[0] = even(evens[0], evens[1]);
+    v[1] = even(odds[0], odds[1]);
+    v[2] = odd(evens[0], evens[1]);
+    v[3] = odd(odds[0], odds[1]);
+  }
 }
 
 // The keys of VEC_SIZE tokens, from `token` of the tile on. Not inlined, nor is the next one: GCC 12 would keep the
 // constants of the conversion in registers that the sums need.
 template <typename T, typename Dot>
 __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, const Columns& columns) {
-  constexpr int HALF = PRODUCT_COLUMNS / 2;
-  const T* keys = h.keys + h.tile.key_at(token);
+  constexpr int GROUPS = PRODUCT_COLUMNS / NUM_LANES;  // of vectors that are transposed together
+  const T* keys[PRODUCT_COLUMNS];
+  for (int i = 0; i < PRODUCT_COLUMNS; ++i) keys[i] = h.keys + h.tile.key_at(token + i * NUM_LANES);
+  int64_t offset = 0;
   for (int64_t step = 0; step < columns.num_steps; step += Dot::PARTS / Dot::SUMS) {
     PAGEDATTN_UNROLL
-    for (int i = 0; i < HALF; ++i) {
-      const auto first = Dot::load_keys(keys + i * NUM_LANES * ELEMENTS_PER_CHUNK<T>);
-      const auto second = Dot::load_keys(keys + (i + HALF) * NUM_LANES * ELEMENTS_PER_CHUNK<T>);
+    for (int i = 0; i < GROUPS; ++i) {
+      typename Dot::Keys loaded[NUM_LANES];
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < NUM_LANES; ++j) loaded[j] = Dot::load_keys(keys[i + j * GROUPS] + offset);
       PAGEDATTN_UNROLL
       for (int part = 0; part < Dot::PARTS; ++part) {
-        const Vecs<2> lanes = pair_lanes(first.part[part], second.part[part]);
+        Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int lane = 0; lane < 2; ++lane) {
-          // With two sums, every second part is of one token; else a lane is, or, where a vector is a lane, a vector.
-          const int token_of_keys = Dot::SUMS == 2 ? part % 2 : lane;
-          const int column = NUM_LANES == 2 ? i * NUM_LANES + token_of_keys : i + lane * HALF;
-          const int set = Dot::SUMS == 2 ? lane : 0;
-          store(columns.at(set, step + part / Dot::SUMS, column), lanes.of[lane]);
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = loaded[j].part[part];
+        transpose_lanes(lanes);
+        PAGEDATTN_UNROLL
+        for (int lane = 0; lane < NUM_LANES; ++lane) {
+          // With two sums a token has two adjacent lanes, and a part half of the tokens.
+          const int token_of_group = part % Dot::SUMS * (NUM_LANES / Dot::SUMS) + lane / Dot::SUMS;
+          store(columns.at(lane % Dot::SUMS, step + part / Dot::SUMS, i * NUM_LANES + token_of_group), lanes[lane]);
         }
       }
     }
-    keys += h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+    offset += h.params.block_size * ELEMENTS_PER_CHUNK<T>;
   }
 }
 
 // VEC_SIZE elements of the values, from `d` on, of the strips from `first_strip` on. Slots that no row sees may hold
 // NaN and become 0.
-template <typename T, typename Strip>
+template <typename T, typename Strip, int ELEMENTS>
 __attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, int first_strip,
                                               const Columns& columns) {
+  constexpr int TOKENS = Strip::SIZE / ELEMENTS;           // of a strip
+  constexpr int SETS = NUM_LANES / ELEMENTS;               // lanes of an element
+  constexpr int GROUPS = VEC_SIZE / ELEMENTS / NUM_LANES;  // of strips that are transposed together
   const auto num_strips = static_cast<int>(columns.num_steps / Strip::PARTS);
+  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
   for (int s = 0; s < num_strips; ++s) {
-    const int token = (first_strip + s) * Strip::SIZE;
+    const int token = (first_strip + s) * TOKENS;
     const T* values = h.values + h.tile.value_at(token) + d * h.params.block_size;
     const auto convert = [&](const auto& mask) PAGEDATTN_ALWAYS_INLINE {
       PAGEDATTN_UNROLL
-      for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
-        const Strip first = Strip::template load_from<1>(values + i * h.params.block_size);
-        const Strip second =
-            Strip::template load_from<1>(values + (i + VEC_SIZE - PRODUCT_COLUMNS) * h.params.block_size);
+      for (int i = 0; i < GROUPS; ++i) {
+        Strip strips[NUM_LANES];
+        PAGEDATTN_UNROLL
+        for (int j = 0; j < NUM_LANES; ++j) {
+          strips[j] = Strip::template load_from<ELEMENTS>(values + (i + j * GROUPS) * strip_stride);
+        }
         PAGEDATTN_UNROLL
         for (int part = 0; part < Strip::PARTS; ++part) {
-          const Vecs<2> lanes = pair_lanes(mask(first.part[part], part), mask(second.part[part], part));
+          Vec lanes[NUM_LANES];
+          PAGEDATTN_UNROLL
+          for (int j = 0; j < NUM_LANES; ++j) lanes[j] = mask(strips[j].part[part], part);
+          transpose_lanes(lanes);
           PAGEDATTN_UNROLL
           for (int lane = 0; lane < NUM_LANES; ++lane) {
-            store(columns.at(lane, s * Strip::PARTS + part, i), lanes.of[lane]);
+            store(columns.at(lane % SETS, s * Strip::PARTS + part, i * ELEMENTS + lane / SETS), lanes[lane]);
           }
         }
       }
     };
-    if (h.tile.all_visible(token, Strip::SIZE)) {
+    if (h.tile.all_visible(token, TOKENS)) {
       convert([](Vec values, int) PAGEDATTN_ALWAYS_INLINE { return values; });
     } else {
       convert([&](Vec values, int part) PAGEDATTN_ALWAYS_INLINE {
-        return Strip::template mask<1>(values, first_strip + s, part, h.tile.begin, h.tile.end);
+        return Strip::template mask<ELEMENTS>(values, first_strip + s, part, h.tile.begin, h.tile.end);
       });
     }
   }
@@ -124,6 +148,7 @@ template <int NUM_ROWS, int NUM_SETS, typename Finish>
 PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
   Vec products[NUM_ROWS];
+  [[maybe_unused]] Vec pairs[NUM_ROWS];  // of four sets: the first two
   PAGEDATTN_UNROLL
   for (int set = 0; set < NUM_SETS; ++set) {
     Vec sums[NUM_ROWS][PRODUCT_COLUMNS] = {};
@@ -145,7 +170,9 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
     PAGEDATTN_UNROLL
     for (int r = 0; r < NUM_ROWS; ++r) {
       const Vec sum = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-      products[r] = set == 0 ? sum : products[r] + sum;
+      if (set == 2) pairs[r] = products[r];
+      products[r] = set % 2 == 0 ? sum : products[r] + sum;
+      if (set == 3) products[r] = pairs[r] + products[r];
     }
   }
   PAGEDATTN_UNROLL
@@ -169,6 +196,9 @@ PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t nu
   };
   // The fewer rows, the slower each; 4 are better 2 and 2 than 3 and 1.
   while (num_rows - row >= PRODUCT_ROWS && num_rows - row != 4) multiply_next.template operator()<PRODUCT_ROWS>();
+  if constexpr (PRODUCT_ROWS > 4) {
+    if (num_rows - row >= 4) multiply_next.template operator()<4>();
+  }
   while (num_rows - row >= 2) multiply_next.template operator()<2>();
   if (num_rows - row >= 1) multiply_next.template operator()<1>();
 }
@@ -210,20 +240,30 @@ __attribute__((noinline)) void compute_many_logits(const HeadTile<T>& h, const M
   }
 }
 
-template <typename T, typename Strip, typename After>
+// As arrange_weights, but each weight once, not for each element of a strip.
+template <typename Strip, int ELEMENTS>
+void arrange_weights_once(TileLogits& weights) {
+  constexpr int RUN = VEC_SIZE / ELEMENTS;
+  alignas(64) float arranged[TILE_TOKENS * ELEMENTS];
+  Strip::template arrange_weights<ELEMENTS>(weights.at, arranged);
+  for (int i = 0; i < TILE_TOKENS / RUN; ++i)
+    __builtin_memcpy(weights.at + i * RUN, arranged + i * VEC_SIZE, RUN * sizeof(float));
+}
+
+template <typename T, typename Strip, int ELEMENTS, typename After>
 __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many,
                                                       const TileLogits* weights, const After& after) {
   alignas(64) float memory[VEC_SIZE * TILE_TOKENS];
-  const int first_strip = h.tile.begin / Strip::SIZE;
-  const int num_strips = (h.tile.end + Strip::SIZE - 1) / Strip::SIZE - first_strip;
+  constexpr int TOKENS = Strip::SIZE / ELEMENTS;
+  const int first_strip = h.tile.begin / TOKENS;
+  const int num_strips = (h.tile.end + TOKENS - 1) / TOKENS - first_strip;
   const Columns values{memory, num_strips * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
-    convert_values<T, Strip>(h, d, first_strip, values);
-    multiply<NUM_LANES>(
-        weights[0].at + first_strip * Strip::SIZE, TILE_TOKENS, many.num_rows, values,
-        [&](int64_t last) PAGEDATTN_ALWAYS_INLINE {
-          return ((many.ends[last] + Strip::SIZE - 1) / Strip::SIZE - first_strip) * Strip::PARTS;
-        },
+    convert_values<T, Strip, ELEMENTS>(h, d, first_strip, values);
+    multiply<NUM_LANES / ELEMENTS>(
+        weights[0].at + first_strip * TOKENS, TILE_TOKENS, many.num_rows, values,
+        [&](int64_t last)
+            PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - first_strip) * Strip::PARTS; },
         [&](int64_t r, Vec products) PAGEDATTN_ALWAYS_INLINE {
           float* values_of_row = many.rows[r].values + d;
           store(values_of_row, load(values_of_row) + products);
@@ -247,13 +287,14 @@ void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, i
     update_softmax<T, MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
   }
   for (; first < num_rows; ++first) update_softmax<T, 1>(h.params, h.tile, rows + first, logits + first);
-  if constexpr (Strip::PARTS > 1) {
-    for (int64_t r = 0; r < num_rows; ++r) {
-      const TileLogits by_token = logits[r];
-      Strip::template arrange_weights<1>(by_token.at, logits[r].at);
+  dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
+    if constexpr (ELEMENTS <= NUM_LANES) {
+      if constexpr (Strip::PARTS > 1) {
+        for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
+      }
+      accumulate_many_values<T, Strip, ELEMENTS>(h, many, logits, after);
     }
-  }
-  accumulate_many_values<T, Strip>(h, many, logits, after);
+  });
 }
 
 }  // namespace

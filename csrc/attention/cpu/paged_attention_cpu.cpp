@@ -112,7 +112,7 @@ class ItemWalk {
                           static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
     int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
-    if constexpr (VEC_SIZE <= 8) {
+    if constexpr (Arithmetic::MANY_ROWS) {
       if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
         return attend_many(head_tile, i, end, kv_head, results);
       }
