@@ -2,13 +2,25 @@
 // rows.
 #pragma once
 
-#include "cpu_vec.h"
 #include "linear/linear_quantized.h"
+#include "linear/panels.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int PANEL_VECS = LINEAR_PANEL / VEC_SIZE;
+// What leaves registers for operands. A single tile may have more rows than several have each: it is bound by memory,
+// and reads fewer panels side by side.
+constexpr int MAX_TILE_ROWS = VEC_BYTES == 64 ? 6 : 4;
+constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES == 64 ? 12 : 4;
+
+constexpr int max_tile_rows(int64_t num_rows) {
+  return num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
+}
+
+// Panels that a single tile meets at once, each a stream of memory.
+constexpr int panels_at_once(int rows) { return rows <= MAX_TILE_ROWS ? TILE_PANELS : 2; }
+
+PAGEDATTN_INLINE UintVec broadcast_quad(const int8_t* codes) { return UintVec{} + load_as<uint32_t>(codes); }
 
 // Adds the products of the weights of VEC_SIZE columns with a quad of codes, the same for each column. Modulo 2^32: the
 // sums fit when the 128s have been taken off.
@@ -27,7 +39,36 @@ PAGEDATTN_INLINE UintVec add_products(UintVec sums, UintVec weights, UintVec cod
 #endif
 }
 
-PAGEDATTN_INLINE UintVec broadcast_quad(const int8_t* codes) { return UintVec{} + load_as<uint32_t>(codes); }
+// Tiles as for_each_tile makes them.
+PAGEDATTN_INLINE int64_t first_row_of_tile(int64_t num_rows, int64_t row) {
+  return row - row % max_tile_rows(num_rows);
+}
+PAGEDATTN_INLINE int64_t rows_of_tile(int64_t num_rows, int64_t first_row) {
+  return smaller(num_rows - first_row, max_tile_rows(num_rows));
+}
+
+// The codes of a row: tile by tile, the quads of the rows of a tile side by side.
+struct RowCodes {
+  int8_t* first;
+  int64_t quad_stride;
+
+  // VEC_SIZE of them, from element `i` of the row on.
+  PAGEDATTN_INLINE void store(int64_t i, IntVec codes) const {
+    const ByteVec bytes = __builtin_convertvector((UintVec)codes, ByteVec);
+    uint32_t quads[VEC_SIZE / QUAD];
+    __builtin_memcpy(quads, &bytes, sizeof bytes);
+    PAGEDATTN_UNROLL
+    for (int q = 0; q < VEC_SIZE / QUAD; ++q) {
+      __builtin_memcpy(first + (i / QUAD + q) * quad_stride, &quads[q], QUAD);
+    }
+  }
+};
+
+template <typename Params>
+PAGEDATTN_INLINE RowCodes row_codes(const Params& p, int64_t row) {
+  const int64_t tile = first_row_of_tile(p.num_rows, row);
+  return {p.codes + tile * p.code_stride + (row - tile) * QUAD, rows_of_tile(p.num_rows, tile) * QUAD};
+}
 
 // Calls tile.operator()<ROWS>(row) for tiles of MAX_ROWS rows, and once for those that are left.
 template <int MAX_ROWS, typename Tile>

@@ -13,13 +13,8 @@ namespace {
 constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
-constexpr int PREFETCH_BYTES = 4096;  // ahead, in the next panel too
-
-#if defined(__AVX512F__)
-constexpr int MAX_TILE_ROWS = 8;
-#else
-constexpr int MAX_TILE_ROWS = 4;
-#endif
+constexpr int PREFETCH_BYTES = 4096;  // ahead, of all panels at once, in the next ones too
+constexpr int BLOCKS_AT_ONCE = 8;     // that several tiles of rows meet unpacked
 
 // Sums of a block. Without VNNI they are 16 bits wide, two for each column: at most 16 products of at most 15 * 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
@@ -46,26 +41,30 @@ PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintV
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) { return (IntVec)sums; }
 #endif
 
-// Codes of a block of a panel as they lie in memory. Quads come in pairs, which share bytes.
+// Codes of a block of PANELS panels as they lie in memory. Quads come in pairs, which share bytes.
+template <int PANELS>
 struct PackedCodes {
   const uint8_t* bytes;
+  int64_t panel_bytes;
 
   PAGEDATTN_INLINE UintVec quad(int pair, int half, int v) const {
-    const UintVec both = load_as<UintVec>(bytes + pair * BYTES_PER_PAIR + v * VEC_BYTES);
+    const uint8_t* panel = bytes + v / PANEL_VECS * panel_bytes;
+    const UintVec both = load_as<UintVec>(panel + pair * BYTES_PER_PAIR + v % PANEL_VECS * VEC_BYTES);
     return both >> 4 * half & 0x0f0f0f0f;
   }
 };
 
-// The same, a byte each: for several tiles of rows.
+// The same, a byte each.
+template <int PANELS>
 struct UnpackedCodes {
-  UintVec quads[PAIRS_PER_BLOCK][2][PANEL_VECS];
+  UintVec quads[PAIRS_PER_BLOCK][2][PANELS * PANEL_VECS];
 
-  PAGEDATTN_INLINE explicit UnpackedCodes(PackedCodes packed) {
+  PAGEDATTN_INLINE void unpack(const PackedCodes<PANELS>& packed) {
     for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
       PAGEDATTN_UNROLL
       for (int half = 0; half < 2; ++half) {
         PAGEDATTN_UNROLL
-        for (int v = 0; v < PANEL_VECS; ++v) quads[pair][half][v] = packed.quad(pair, half, v);
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) quads[pair][half][v] = packed.quad(pair, half, v);
       }
     }
   }
@@ -73,118 +72,138 @@ struct UnpackedCodes {
   PAGEDATTN_INLINE UintVec quad(int pair, int half, int v) const { return quads[pair][half][v]; }
 };
 
-// What a group of a panel has in common.
+PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) {
+  return LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
+}
+
+// What a group of each panel has in common.
+template <int PANELS>
 struct Group {
-  Vec scales[PANEL_VECS];
-  Vec minus_zeros[PANEL_VECS];
+  Vec scales[PANELS * PANEL_VECS];
+  Vec minus_zeros[PANELS * PANEL_VECS];
 };
 
-template <typename Scale>
-PAGEDATTN_INLINE Group load_group(const uint8_t* scales) {
-  const uint8_t* zeros = scales + LINEAR_PANEL * sizeof(Scale);
-  Group group;
+template <int PANELS>
+PAGEDATTN_INLINE Group<PANELS> load_group(const uint8_t* panel_scales, int64_t panel_bytes, DType scale_dtype) {
+  Group<PANELS> group;
   PAGEDATTN_UNROLL
-  for (int v = 0; v < PANEL_VECS; ++v) {
-    const UintVec zero = widen(widen(load_as<ByteVec>(zeros + v * VEC_SIZE)));
-    group.scales[v] = load(reinterpret_cast<const Scale*>(scales) + v * VEC_SIZE);
+  for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
+    const uint8_t* scales = panel_scales + v / PANEL_VECS * panel_bytes;
+    const uint8_t* zeros = scales + LINEAR_PANEL * element_size(scale_dtype);
+    const int column = v % PANEL_VECS * VEC_SIZE;
+    const UintVec zero = widen(widen(load_as<ByteVec>(zeros + column)));
+    group.scales[v] = scale_dtype == DType::FLOAT16 ? load(reinterpret_cast<const float16*>(scales) + column)
+                                                    : load(reinterpret_cast<const float*>(scales) + column);
     group.minus_zeros[v] = -__builtin_convertvector((IntVec)zero, Vec);
   }
   return group;
 }
 
-struct PanelSums {
-  Vec of[PANEL_VECS];
-};
-
-// The rows of a tile in a block.
-struct BlockRows {
-  const int8_t* codes;
-  int64_t code_stride;
-  const QuantizedBlock* blocks;
-  int64_t block_stride;
-};
-
-// Adds the products of a block with ROWS rows to their sums.
-template <int ROWS, typename Codes>
-PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group& group, const BlockRows& rows, PanelSums* sums) {
-  UintVec products[ROWS][PANEL_VECS] = {};
+// Adds the products of a block with ROWS rows to their sums, [ROWS][PANELS * PANEL_VECS].
+template <int ROWS, int PANELS, typename Codes>
+PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
+                               const QuantizedBlock* blocks, Vec* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  UintVec products[ROWS][VECS] = {};
 #pragma GCC unroll 1  // the whole loop would need too many registers
   for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
     PAGEDATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      UintVec w[PANEL_VECS];
+      UintVec w[VECS];
       PAGEDATTN_UNROLL
-      for (int v = 0; v < PANEL_VECS; ++v) w[v] = weights.quad(pair, half, v);
+      for (int v = 0; v < VECS; ++v) w[v] = weights.quad(pair, half, v);
       PAGEDATTN_UNROLL
       for (int row = 0; row < ROWS; ++row) {
-        const UintVec x = broadcast_quad(rows.codes + row * rows.code_stride + (2 * pair + half) * QUAD);
+        const UintVec x = broadcast_quad(codes + ((2 * pair + half) * ROWS + row) * QUAD);
         PAGEDATTN_UNROLL
-        for (int v = 0; v < PANEL_VECS; ++v) {
-          products[row][v] = add_small_products(products[row][v], w[v], x);
-        }
+        for (int v = 0; v < VECS; ++v) products[row][v] = add_small_products(products[row][v], w[v], x);
       }
     }
   }
   PAGEDATTN_UNROLL
   for (int row = 0; row < ROWS; ++row) {
-    const QuantizedBlock& block = rows.blocks[row * rows.block_stride];
-    const Vec scale = load_repeated<1>(&block.scale), sum_of_codes = load_repeated<1>(&block.sum_of_codes);
+    const Vec scale = load_repeated<1>(&blocks[row].scale), sum_of_codes = load_repeated<1>(&blocks[row].sum_of_codes);
     PAGEDATTN_UNROLL
-    for (int v = 0; v < PANEL_VECS; ++v) {
+    for (int v = 0; v < VECS; ++v) {
       const Vec without_zeros = __builtin_convertvector(column_sums(products[row][v]), Vec);
       const Vec sum = fma(group.minus_zeros[v], sum_of_codes, without_zeros);  // exact: integers below 2^24
-      sums[row].of[v] = fma(sum * scale, group.scales[v], sums[row].of[v]);
+      sums[row * VECS + v] = fma(sum * scale, group.scales[v], sums[row * VECS + v]);
     }
   }
 }
 
-template <typename Scale>
-PAGEDATTN_INLINE void sum_panel(const LinearInt4Params& p, const uint8_t* weights, PanelSums* sums) {
+// A function of its own: GCC 12 would keep the sums of the next block's rows in registers that it does not have.
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void add_unpacked_tile(const UnpackedCodes<PANELS>& weights, const Group<PANELS>& group,
+                                                 const int8_t* codes, const QuantizedBlock* blocks, Vec* sums) {
+  add_tile<ROWS>(weights, group, codes, blocks, sums);
+}
+
+// Calls body(block, codes, group) for all blocks of PANELS panels.
+template <int PANELS, typename Body>
+PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes,
+                                     const Body& body) {
   const int64_t num_blocks = p.in_features / INT4_BLOCK;
-  for (int64_t row = 0; row < p.num_rows; ++row) sums[row] = {};
-  for (int64_t block = 0; block < num_blocks; weights += LINEAR_PANEL * (sizeof(Scale) + 1)) {
-    const Group group = load_group<Scale>(weights + p.blocks_per_group * BYTES_PER_BLOCK);
+  for (int64_t block = 0; block < num_blocks; weights += scale_bytes(p)) {
+    const Group group = load_group<PANELS>(weights + p.blocks_per_group * BYTES_PER_BLOCK, panel_bytes, p.scale_dtype);
     for (const int64_t end = block + p.blocks_per_group; block < end; ++block, weights += BYTES_PER_BLOCK) {
       PAGEDATTN_UNROLL
-      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) prefetch_once(weights + line + PREFETCH_BYTES);
-      const PackedCodes packed{weights};
-      const auto rows_from = [&](int64_t row) PAGEDATTN_ALWAYS_INLINE {
-        return BlockRows{p.codes + row * p.code_stride + block * INT4_BLOCK, p.code_stride,
-                         p.blocks + row * num_blocks + block, num_blocks};
-      };
-      if (p.num_rows <= MAX_TILE_ROWS) {
-        for_each_tile<MAX_TILE_ROWS>(
-            0, p.num_rows, [&]<int ROWS>(int64_t row) { add_tile<ROWS>(packed, group, rows_from(row), sums + row); });
-      } else {
-        const UnpackedCodes unpacked(packed);
-        for_each_tile<MAX_TILE_ROWS>(
-            0, p.num_rows, [&]<int ROWS>(int64_t row) { add_tile<ROWS>(unpacked, group, rows_from(row), sums + row); });
+      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) {
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < PANELS; ++i) prefetch_once(weights + i * panel_bytes + line + PREFETCH_BYTES / PANELS);
       }
+      body(block, PackedCodes<PANELS>{weights, panel_bytes}, group);
     }
   }
 }
 
-template <typename T>
-void write_panel(const LinearInt4Params& p, int64_t first_column, const PanelSums* sums) {
-  const int64_t rest = p.out_features - first_column;
-  for_each_vector(rest < LINEAR_PANEL ? rest : LINEAR_PANEL, [&](int64_t i, auto load, auto store) {
+// The sums of a single tile.
+template <int ROWS, int PANELS>
+void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
+  Vec tile_sums[ROWS * PANELS * PANEL_VECS] = {};
+  for_each_block<PANELS>(
+      p, weights, panel_bytes, [&](int64_t block, const auto& codes, const auto& group) PAGEDATTN_ALWAYS_INLINE {
+        add_tile<ROWS>(codes, group, p.codes + block * INT4_BLOCK * ROWS, p.blocks + block * ROWS, tile_sums);
+      });
+  PAGEDATTN_UNROLL
+  for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = tile_sums[i];
+}
+
+// Those of several, which take blocks that are unpacked once for all.
+template <int PANELS>
+void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  const int64_t num_blocks = p.in_features / INT4_BLOCK;
+  for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = Vec{};
+  UnpackedCodes<PANELS> codes[BLOCKS_AT_ONCE];
+  Group<PANELS> groups[BLOCKS_AT_ONCE];
+  for_each_block<PANELS>(p, weights, panel_bytes,
+                         [&](int64_t block, const auto& packed, const auto& group) PAGEDATTN_ALWAYS_INLINE {
+                           const int64_t i = block % BLOCKS_AT_ONCE;
+                           codes[i].unpack(packed);
+                           groups[i] = group;
+                           if (i + 1 < BLOCKS_AT_ONCE && block + 1 < num_blocks) return;
+                           for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
+                             const int8_t* row_codes = p.codes + row * p.code_stride + (block - i) * INT4_BLOCK * ROWS;
+                             const QuantizedBlock* row_blocks = p.blocks + row * num_blocks + (block - i) * ROWS;
+                             for (int64_t j = 0; j <= i; ++j) {
+                               add_unpacked_tile<ROWS>(codes[j], groups[j], row_codes + j * INT4_BLOCK * ROWS,
+                                                       row_blocks + j * ROWS, sums + row * VECS);
+                             }
+                           });
+                         });
+}
+
+template <int PANELS, typename T>
+void write_panels(const LinearInt4Params& p, int64_t first_column, const Vec* sums) {
+  constexpr int64_t COLUMNS = PANELS * LINEAR_PANEL;
+  for_each_vector(smaller(p.out_features - first_column, COLUMNS), [&](int64_t i, auto load, auto store) {
     const int64_t column = first_column + i;
     const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + column);
     for (int64_t row = 0; row < p.num_rows; ++row) {
-      store(static_cast<T*>(p.out) + row * p.out_features + column, sums[row].of[i / VEC_SIZE] + bias);
+      store(static_cast<T*>(p.out) + row * p.out_features + column, sums[(row * COLUMNS + i) / VEC_SIZE] + bias);
     }
   });
-}
-
-template <typename T, typename Scale>
-void multiply_panels(const LinearInt4Params& p, int64_t begin, int64_t end) {
-  const int64_t panel_bytes =
-      p.num_groups * (p.blocks_per_group * BYTES_PER_BLOCK + LINEAR_PANEL * (int64_t{sizeof(Scale)} + 1));
-  PanelSums sums[MAX_QUANTIZED_ROWS];
-  for (int64_t panel = begin; panel < end; ++panel) {
-    sum_panel<Scale>(p, p.weight + panel * panel_bytes, sums);
-    write_panel<T>(p, panel * LINEAR_PANEL, sums);
-  }
 }
 
 }  // namespace
@@ -193,22 +212,39 @@ void quantize_rows_int4(const LinearInt4Params& params, int64_t begin, int64_t e
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t row = begin; row < end; ++row) {
       const T* input = static_cast<const T*>(params.input) + row * params.input_stride;
-      int8_t* codes = params.codes + row * params.code_stride;
-      QuantizedBlock* blocks = params.blocks + row * (params.in_features / INT4_BLOCK);
-      for (int64_t i = 0; i < params.in_features; i += INT4_BLOCK) {
-        const Quantized quantized = quantize(input + i, INT4_BLOCK, codes + i);
-        *blocks++ = {quantized.scale, quantized.sum_of_codes};
+      const RowCodes codes = row_codes(params, row);
+      const int64_t num_blocks = params.in_features / INT4_BLOCK;
+      const int64_t tile = first_row_of_tile(params.num_rows, row);
+      const int64_t tile_rows = rows_of_tile(params.num_rows, tile);
+      QuantizedBlock* blocks = params.blocks + tile * num_blocks + row - tile;
+      for (int64_t i = 0; i < params.in_features; i += INT4_BLOCK, blocks += tile_rows) {
+        const Quantized quantized =
+            quantize(input + i, INT4_BLOCK,
+                     [&](int64_t j, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i + j, values); });
+        *blocks = {quantized.scale, quantized.sum_of_codes};
       }
     }
   });
 }
 
 void linear_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
+  const int64_t panel_bytes = params.num_groups * (params.blocks_per_group * BYTES_PER_BLOCK + scale_bytes(params));
+  Vec sums[MAX_QUANTIZED_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    if (params.scale_dtype == DType::FLOAT16) {
-      multiply_panels<T, float16>(params, begin, end);
+    const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {
+      sum_tiles(params, params.weight + panel * panel_bytes, panel_bytes, sums);
+      write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
+    };
+    if (params.num_rows > MAX_SINGLE_TILE_ROWS) {
+      for_each_panels<TILE_PANELS>(begin, end, [&]<int PANELS>(int64_t panel) {
+        multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>);
+      });
     } else {
-      multiply_panels<T, float>(params, begin, end);
+      for_each_tile<MAX_SINGLE_TILE_ROWS>(0, params.num_rows, [&]<int ROWS>(int64_t) {
+        for_each_panels<panels_at_once(ROWS)>(begin, end, [&]<int PANELS>(int64_t panel) {
+          multiply.template operator()<PANELS>(panel, sum_one_tile<ROWS, PANELS>);
+        });
+      });
     }
   });
 }

@@ -13,16 +13,8 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
-constexpr int64_t BLOCK_QUADS = 256;                 // 16 KiB, half of the nearest cache
+constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;   // of all panels of a tile 16 KiB, half of the nearest cache
 constexpr int PREFETCH_BYTES = 768;                  // ahead, in the next panel too
-
-#if defined(__AVX512VNNI__)
-constexpr int MAX_TILE_ROWS = 12;
-#elif defined(__AVX512F__)
-constexpr int MAX_TILE_ROWS = 8;
-#else
-constexpr int MAX_TILE_ROWS = 4;
-#endif
 
 // Without VNNI two products are added in 16 bits, with saturation, before they become 32. Two adjacent codes whose sum
 // is at most this never come so far; what is more goes into an ExcessQuad, which the row's panels take in one by one.
@@ -35,70 +27,107 @@ constexpr bool LIMITS_PAIRS = true;
 constexpr bool LIMITS_PAIRS = false;
 #endif
 
-struct PanelSums {
-  UintVec of[PANEL_VECS];
-};
-
-// Adds the products of `num_quads` quads of ROWS rows to their sums.
-template <int ROWS>
-PAGEDATTN_INLINE void add_tile(const uint8_t* weights, int64_t num_quads, const int8_t* codes, int64_t code_stride,
-                               PanelSums* row_sums) {
-  PanelSums sums[ROWS];
+// Adds the products of `num_quads` quads of ROWS rows with PANELS panels to their sums, [ROWS][PANELS * PANEL_VECS].
+// Calls prefetch(weight) for each quad with the first panel's weights.
+template <int ROWS, int PANELS, typename Prefetch>
+__attribute__((noinline)) void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads,
+                                        const int8_t* codes, const Prefetch& prefetch, UintVec* row_sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  UintVec sums[ROWS][VECS];
   PAGEDATTN_UNROLL
-  for (int row = 0; row < ROWS; ++row) sums[row] = row_sums[row];
-  for (int64_t quad = 0; quad < num_quads; ++quad) {
-    prefetch_once(weights + quad * BYTES_PER_QUAD + PREFETCH_BYTES);
-    UintVec w[PANEL_VECS];
+  for (int row = 0; row < ROWS; ++row) {
     PAGEDATTN_UNROLL
-    for (int v = 0; v < PANEL_VECS; ++v) w[v] = load_as<UintVec>(weights + quad * BYTES_PER_QUAD + v * VEC_BYTES);
+    for (int v = 0; v < VECS; ++v) sums[row][v] = row_sums[row * VECS + v];
+  }
+  for (int64_t quad = 0; quad < num_quads; ++quad) {
+    const uint8_t* weight = weights + quad * BYTES_PER_QUAD;
+    prefetch(weight);
+    UintVec w[VECS];
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < VECS; ++v) {
+      w[v] = load_as<UintVec>(weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES);
+    }
     PAGEDATTN_UNROLL
     for (int row = 0; row < ROWS; ++row) {
-      const UintVec x = broadcast_quad(codes + row * code_stride + quad * QUAD);
+      const UintVec x = broadcast_quad(codes + (quad * ROWS + row) * QUAD);
       PAGEDATTN_UNROLL
-      for (int v = 0; v < PANEL_VECS; ++v) sums[row].of[v] = add_products(sums[row].of[v], w[v], x);
+      for (int v = 0; v < VECS; ++v) sums[row][v] = add_products(sums[row][v], w[v], x);
     }
   }
   PAGEDATTN_UNROLL
-  for (int row = 0; row < ROWS; ++row) row_sums[row] = sums[row];
-}
-
-PAGEDATTN_INLINE PanelSums excess_sums(const uint8_t* weights, const ExcessQuad* excess, int32_t num_excesses,
-                                       PanelSums sums) {
-  for (int32_t i = 0; i < num_excesses; ++i) {
-    const UintVec x = broadcast_quad(excess[i].codes);
+  for (int row = 0; row < ROWS; ++row) {
     PAGEDATTN_UNROLL
-    for (int v = 0; v < PANEL_VECS; ++v) {
-      const uint8_t* w = weights + int64_t{excess[i].quad} * BYTES_PER_QUAD + v * VEC_BYTES;
-      sums.of[v] = add_products(sums.of[v], load_as<UintVec>(w), x);
-    }
+    for (int v = 0; v < VECS; ++v) row_sums[row * VECS + v] = sums[row][v];
   }
-  return sums;
 }
 
-void sum_panel(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, PanelSums* sums) {
-  for (int64_t row = 0; row < p.num_rows; ++row) sums[row] = {};
+// Adds the excess of each row to its sums.
+template <int PANELS>
+void add_excess(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
+  for (int64_t row = 0; row < p.num_rows; ++row, sums += VECS) {
+    UintVec row_sums[VECS];
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < VECS; ++v) row_sums[v] = sums[v];
+    const ExcessQuad* excess = p.excess + row * num_quads;
+    for (int32_t i = 0; i < p.num_excesses[row]; ++i) {
+      const UintVec x = broadcast_quad(excess[i].codes);
+      const uint8_t* weight = weights + int64_t{excess[i].quad} * BYTES_PER_QUAD;
+      PAGEDATTN_UNROLL
+      for (int v = 0; v < VECS; ++v) {
+        const uint8_t* w = weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES;
+        row_sums[v] = add_products(row_sums[v], load_as<UintVec>(w), x);
+      }
+    }
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < VECS; ++v) sums[v] = row_sums[v];
+  }
+}
+
+// The sums of a single tile.
+template <int ROWS, int PANELS>
+void sum_one_tile(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
+  const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
+  for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = UintVec{};
+  const auto prefetch = [&](const uint8_t* weight) PAGEDATTN_ALWAYS_INLINE {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_bytes + PREFETCH_BYTES);
+  };
+  add_tile<ROWS, PANELS>(weights, panel_bytes, num_quads, p.codes, prefetch, sums);
+}
+
+// Those of several.
+template <int PANELS>
+void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  constexpr int64_t BLOCK_BYTES = BLOCK_QUADS * BYTES_PER_QUAD;
+  const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
+  const int64_t num_tiles = (p.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+  for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = UintVec{};
   for (int64_t quad = 0; quad < num_quads; quad += BLOCK_QUADS) {
-    const int64_t block_quads = num_quads - quad < BLOCK_QUADS ? num_quads - quad : BLOCK_QUADS;
+    const int64_t block_quads = smaller(num_quads - quad, BLOCK_QUADS);
+    const uint8_t* block = weights + quad * BYTES_PER_QUAD;
+    const bool is_last = quad + BLOCK_QUADS >= num_quads;
+    const uint8_t* next_block = is_last ? weights + PANELS * panel_bytes : block + BLOCK_BYTES;
     for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
-      add_tile<ROWS>(weights + quad * BYTES_PER_QUAD, block_quads, p.codes + row * p.code_stride + quad * QUAD,
-                     p.code_stride, sums + row);
+      prefetch_part<PANELS, BLOCK_BYTES>(next_block, panel_bytes, row / MAX_TILE_ROWS, num_tiles);
+      add_tile<ROWS, PANELS>(
+          block, panel_bytes, block_quads, p.codes + row * p.code_stride + quad * ROWS * QUAD, [](const uint8_t*) {},
+          sums + row * VECS);
     });
   }
-  for (int64_t row = 0; LIMITS_PAIRS && row < p.num_rows; ++row) {
-    sums[row] = excess_sums(weights, p.excess + row * num_quads, p.num_excesses[row], sums[row]);
-  }
 }
 
-template <typename T>
-void write_panel(const LinearInt8Params& p, int64_t first_column, const PanelSums* sums) {
-  const int64_t num_columns = p.out_features - first_column < LINEAR_PANEL ? p.out_features - first_column  //
-                                                                           : LINEAR_PANEL;
-  for_each_vector(num_columns, [&](int64_t i, auto load, auto store) {
+template <int PANELS, typename T>
+void write_panels(const LinearInt8Params& p, int64_t first_column, const UintVec* sums) {
+  constexpr int64_t COLUMNS = PANELS * LINEAR_PANEL;
+  for_each_vector(smaller(p.out_features - first_column, COLUMNS), [&](int64_t i, auto load, auto store) {
     const int64_t column = first_column + i;
     const Vec weight_scales = load(p.weight_scales + column);
     const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + column);
     for (int64_t row = 0; row < p.num_rows; ++row) {
-      const UintVec sum = sums[row].of[i / VEC_SIZE] - 128 * static_cast<uint32_t>(p.code_sums[row]);
+      const UintVec sum = sums[(row * COLUMNS + i) / VEC_SIZE] - 128 * static_cast<uint32_t>(p.code_sums[row]);
       const Vec scales = weight_scales * p.row_scales[row];
       store(static_cast<T*>(p.out) + row * p.out_features + column,
             fma(__builtin_convertvector((IntVec)sum, Vec), scales, bias));
@@ -107,13 +136,14 @@ void write_panel(const LinearInt8Params& p, int64_t first_column, const PanelSum
 }
 
 // Takes from the pairs of a row what is too much for them; returns the number of quads that have such a pair.
-int32_t limit_pairs(int8_t* codes, int64_t num_quads, ExcessQuad* excess) {
+int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
   const auto excess_of = [](const int8_t* pair) {
     const int sum = pair[0] + pair[1];
     return sum > MAX_PAIR_SUM ? sum - MAX_PAIR_SUM : sum < -MAX_PAIR_SUM ? sum + MAX_PAIR_SUM : 0;
   };
   int32_t count = 0;
-  for (int64_t quad = 0; quad < num_quads; ++quad, codes += QUAD) {
+  for (int64_t quad = 0; quad < num_quads; ++quad) {
+    int8_t* codes = row.first + quad * row.quad_stride;
     const int first = excess_of(codes), second = excess_of(codes + 2);
     if ((first | second) == 0) [[likely]]
       continue;
@@ -133,9 +163,10 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
   const int64_t num_quads = num_quads_of(params);
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t row = begin; row < end; ++row) {
-      int8_t* codes = params.codes + row * params.code_stride;
+      const RowCodes codes = row_codes(params, row);
       const Quantized quantized =
-          quantize(static_cast<const T*>(params.input) + row * params.input_stride, params.in_features, codes);
+          quantize(static_cast<const T*>(params.input) + row * params.input_stride, params.in_features,
+                   [&](int64_t i, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i, values); });
       params.row_scales[row] = quantized.scale;
       params.code_sums[row] = static_cast<int32_t>(quantized.sum_of_codes);
       if (LIMITS_PAIRS) params.num_excesses[row] = limit_pairs(codes, num_quads, params.excess + row * num_quads);
@@ -145,11 +176,24 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
 
 void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
   const int64_t num_quads = num_quads_of(params);
-  PanelSums sums[MAX_QUANTIZED_ROWS];
+  UintVec sums[MAX_QUANTIZED_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      sum_panel(params, params.weight + panel * num_quads * BYTES_PER_QUAD, num_quads, sums);
-      write_panel<T>(params, panel * LINEAR_PANEL, sums);
+    const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {
+      const uint8_t* weights = params.weight + panel * num_quads * BYTES_PER_QUAD;
+      sum_tiles(params, weights, num_quads, sums);
+      if (LIMITS_PAIRS) add_excess<PANELS>(params, weights, num_quads, sums);
+      write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
+    };
+    if (params.num_rows > MAX_SINGLE_TILE_ROWS) {
+      for_each_panels<TILE_PANELS>(begin, end, [&]<int PANELS>(int64_t panel) {
+        multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>);
+      });
+    } else {
+      for_each_tile<MAX_SINGLE_TILE_ROWS>(0, params.num_rows, [&]<int ROWS>(int64_t) {
+        for_each_panels<panels_at_once(ROWS)>(begin, end, [&]<int PANELS>(int64_t panel) {
+          multiply.template operator()<PANELS>(panel, sum_one_tile<ROWS, PANELS>);
+        });
+      });
     }
   });
 }

@@ -9,19 +9,22 @@
 #include "cpu_vec.h"
 #include "dispatch.h"
 #include "linear/linear_packed.h"
+#include "linear/panels.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int VECS_PER_PANEL = LINEAR_PANEL / VEC_SIZE;
-constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : 12;  // vectors: what leaves registers for operands
-constexpr int MAX_TILE_ROWS = NUM_SUMS / VECS_PER_PANEL;
-// Along in_features: up to 16 KiB of weights, half of a first-level cache.
-constexpr int64_t BLOCK_STEPS = 256;
-// In flight for a single tile, of all panels at once; more would push each other out of the first-level cache.
-constexpr int64_t PREFETCH_BYTES = 1024;
-
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int NUM_SUMS = VEC_BYTES == 16   ? 8
+                         : VEC_BYTES == 32 ? 12
+                                           : 24;  // vectors: what leaves registers for operands
+constexpr int MAX_TILE_ROWS = NUM_SUMS / (TILE_PANELS * PANEL_VECS);
+// A single tile is bound by memory: it may have more rows, and read fewer panels side by side.
+constexpr int MAX_SINGLE_TILE_ROWS = TILE_PANELS == 1 ? MAX_TILE_ROWS : 2 * MAX_TILE_ROWS;
+// Along in_features: 16 KiB of weights as fp32, half of a first-level cache.
+constexpr int64_t BLOCK_STEPS = 256 / TILE_PANELS;
+// In flight for a single tile, of all panels at once. Where lines are fetched into the first-level cache alone, more
+// would push each other out of it.
+constexpr int64_t PREFETCH_BYTES = VEC_BYTES == 64 ? 4096 : 1024;
 
 // Tiles of rows, as equal as can be.
 struct Tiles {
@@ -29,22 +32,25 @@ struct Tiles {
   int64_t num_rows;
   int64_t num_tiles;
 
-  Tiles(int64_t begin, int64_t end)
-      : begin_row(begin), num_rows(end - begin), num_tiles((num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS) {}
+  Tiles(int64_t begin, int64_t end) : begin_row(begin), num_rows(end - begin) {
+    num_tiles = num_rows <= MAX_SINGLE_TILE_ROWS ? 1 : (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+  }
   int64_t begin_of(int64_t tile) const { return tile * num_rows / num_tiles; }
   int64_t rows_of(int64_t tile) const { return begin_of(tile + 1) - begin_of(tile); }
 };
 
-// Panels whose sums fit beside each other, up to 4: each is a stream of memory.
-constexpr int panels_at_once(int tile_rows) { return static_cast<int>(smaller(MAX_TILE_ROWS / tile_rows, 4)); }
+// Panels that a single tile meets at once, up to 4: each is a stream of memory.
+constexpr int panels_at_once(int tile_rows) {
+  return tile_rows > MAX_TILE_ROWS ? 2 : static_cast<int>(smaller(NUM_SUMS / (PANEL_VECS * tile_rows), 4));
+}
 
 // sums [ROWS][PANELS * LINEAR_PANEL] += rows [num_steps][ROWS] times weights [num_steps][LINEAR_PANEL] of each
 // panel. Calls prefetch(weight) at each step with the first panel's weights: the hardware fetches ahead within a page
 // of 4 KiB only.
 template <int ROWS, int PANELS, typename W, typename Prefetch>
-void add_products(const float* rows, const W* weights, int64_t panel_stride, int64_t num_steps,
-                  const Prefetch& prefetch, float* sums) {
-  constexpr int VECS = PANELS * VECS_PER_PANEL;
+__attribute__((noinline)) void add_products(const float* rows, const W* weights, int64_t panel_stride,
+                                            int64_t num_steps, const Prefetch& prefetch, float* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
   Vec sum[ROWS][VECS];
   PAGEDATTN_UNROLL
   for (int r = 0; r < ROWS; ++r) {
@@ -55,7 +61,7 @@ void add_products(const float* rows, const W* weights, int64_t panel_stride, int
     const W* weight = weights + step * LINEAR_PANEL;
     prefetch(weight);
     const auto weight_at = [&](int v) PAGEDATTN_ALWAYS_INLINE {
-      return load(weight + v / VECS_PER_PANEL * panel_stride + v % VECS_PER_PANEL * VEC_SIZE);
+      return load(weight + v / PANEL_VECS * panel_stride + v % PANEL_VECS * VEC_SIZE);
     };
     if constexpr (ROWS < VECS) {
       Vec x[ROWS];
@@ -90,7 +96,7 @@ void add_products(const float* rows, const W* weights, int64_t panel_stride, int
 }
 
 // Calls body.operator()<ROWS>() for the rows of a tile.
-template <int ROWS = MAX_TILE_ROWS, typename Body>
+template <int ROWS, typename Body>
 PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, Body&& body) {
   if constexpr (ROWS > 1) {
     if (tile_rows < ROWS) return dispatch_tile_rows<ROWS - 1>(tile_rows, body);
@@ -113,50 +119,55 @@ void write_out(const LinearPackedParams& p, int64_t row, int64_t num_rows, int64
   }
 }
 
-template <int ROWS, typename W>
-void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64_t begin_panel, int64_t end_panel) {
+template <int ROWS, int PANELS, typename W>
+void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64_t panel) {
+  alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
   const int64_t panel_size = p.in_features * LINEAR_PANEL;
-  const auto panels_from = [&]<int PANELS>(int64_t panel) {
-    alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
-    const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
-    const auto prefetch = [&](const W* weight) PAGEDATTN_ALWAYS_INLINE {
-      constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_size + DISTANCE);
-    };
-    for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
-      add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * LINEAR_PANEL, panel_size,
-                                 smaller(p.in_features - step, BLOCK_STEPS), prefetch, sums);
-    }
-    dispatch_dtype(
-        p.dtype, [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
+  const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
+  const auto prefetch = [&](const W* weight) PAGEDATTN_ALWAYS_INLINE {
+    constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_size + DISTANCE);
   };
-  constexpr int PANELS = panels_at_once(ROWS);
-  int64_t panel = begin_panel;
-  for (; panel + PANELS <= end_panel; panel += PANELS) panels_from.template operator()<PANELS>(panel);
-  for (; panel < end_panel; ++panel) panels_from.template operator()<1>(panel);
+  for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
+    add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * LINEAR_PANEL, panel_size,
+                               smaller(p.in_features - step, BLOCK_STEPS), prefetch, sums);
+  }
+  dispatch_dtype(p.dtype,
+                 [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
 }
 
-template <typename W>
+template <int PANELS, typename W>
 void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float* rows, int64_t panel) {
-  alignas(64) float sums[LINEAR_ROWS_AT_ONCE * LINEAR_PANEL];
-  __builtin_memset(sums, 0, tiles.num_rows * LINEAR_PANEL * sizeof(float));
-  const W* weights = static_cast<const W*>(p.packed_weight) + panel * p.in_features * LINEAR_PANEL;
+  constexpr int FEATURES = PANELS * LINEAR_PANEL;
+  constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * LINEAR_PANEL;
+  alignas(64) float sums[LINEAR_ROWS_AT_ONCE * FEATURES];
+  __builtin_memset(sums, 0, tiles.num_rows * FEATURES * sizeof(float));
+  const int64_t panel_size = p.in_features * LINEAR_PANEL;
+  const W* panels = static_cast<const W*>(p.packed_weight) + panel * panel_size;
+  alignas(64) float weights[PANELS * BLOCK_SIZE];  // a block in fp32, side by side in the first-level cache
   for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
+    const W* block = panels + step * LINEAR_PANEL;
+    const bool is_last = step + BLOCK_STEPS >= p.in_features;
+    const W* next_block = is_last ? panels + PANELS * panel_size : block + BLOCK_SIZE;
     const int64_t num_steps = smaller(p.in_features - step, BLOCK_STEPS);
+    for (int i = 0; i < PANELS; ++i) {
+      for (int64_t j = 0; j < num_steps * LINEAR_PANEL; j += VEC_SIZE) {
+        store(weights + i * BLOCK_SIZE + j, load(block + i * panel_size + j));
+      }
+    }
     for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
+      prefetch_part<PANELS, BLOCK_SIZE * sizeof(W)>(next_block, panel_size * sizeof(W), tile, tiles.num_tiles);
       const int64_t first = tiles.begin_of(tile);
-      const int64_t distance = tile == 0 ? BLOCK_STEPS * LINEAR_PANEL : 0;
-      const auto prefetch_next_block = [&](const W* weight)
-                                           PAGEDATTN_ALWAYS_INLINE { prefetch_line(weight + distance); };
-      dispatch_tile_rows(tiles.rows_of(tile), [&]<int ROWS>() {
-        add_products<ROWS, 1>(rows + first * p.in_features + step * ROWS, weights + step * LINEAR_PANEL, 0, num_steps,
-                              prefetch_next_block, sums + first * LINEAR_PANEL);
+      dispatch_tile_rows<MAX_TILE_ROWS>(tiles.rows_of(tile), [&]<int ROWS>() {
+        add_products<ROWS, PANELS>(
+            rows + step * tiles.num_rows + first * num_steps, weights, BLOCK_SIZE, num_steps, [](const float*) {},
+            sums + first * FEATURES);
       });
     }
   }
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    write_out<T>(p, tiles.begin_row, tiles.num_rows, panel * LINEAR_PANEL, LINEAR_PANEL, sums);
+    write_out<T>(p, tiles.begin_row, tiles.num_rows, panel * LINEAR_PANEL, FEATURES, sums);
   });
 }
 
@@ -166,18 +177,25 @@ void interleave_rows(const LinearPackedParams& params, int64_t begin_row, int64_
                      float* interleaved) {
   const Tiles tiles(begin_row, end_row);
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
-      const int64_t num_rows = tiles.rows_of(tile);
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const int64_t row = tiles.begin_of(tile) + r;
-        const T* source = static_cast<const T*>(params.input) + (begin_row + row) * params.input_stride;
-        float* target = interleaved + tiles.begin_of(tile) * params.in_features + r;
-        for (int64_t i = begin; i < end; i += VEC_SIZE) {
-          const int64_t count = smaller(end - i, VEC_SIZE);
-          const Vec x = count == VEC_SIZE ? load(source + i) : load_first(source + i, count);
-          for (int64_t j = 0; j < count; ++j) target[(i + j) * num_rows] = x[j];
+    for (int64_t first = begin; first < end;) {
+      const int64_t block = first - first % BLOCK_STEPS;
+      const int64_t end_of_block = smaller(block + BLOCK_STEPS, end);
+      const int64_t num_steps = smaller(params.in_features - block, BLOCK_STEPS);
+      for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
+        const int64_t num_rows = tiles.rows_of(tile);
+        float* tile_rows = interleaved + block * tiles.num_rows + tiles.begin_of(tile) * num_steps;
+        for (int64_t r = 0; r < num_rows; ++r) {
+          const int64_t row = begin_row + tiles.begin_of(tile) + r;
+          const T* source = static_cast<const T*>(params.input) + row * params.input_stride;
+          float* target = tile_rows + r;
+          for (int64_t i = first; i < end_of_block; i += VEC_SIZE) {
+            const int64_t count = smaller(end_of_block - i, VEC_SIZE);
+            const Vec x = count == VEC_SIZE ? load(source + i) : load_first(source + i, count);
+            for (int64_t j = 0; j < count; ++j) target[(i - block + j) * num_rows] = x[j];
+          }
         }
       }
+      first = end_of_block;
     }
   });
 }
@@ -187,11 +205,16 @@ void linear_packed(const LinearPackedParams& params, int64_t begin_row, int64_t 
   const Tiles tiles(begin_row, end_row);
   dispatch_dtype(params.weight_dtype, [&]<typename W>() {
     if (tiles.num_tiles > 1) {
-      for (int64_t panel = begin_panel; panel < end_panel; ++panel) several_tiles<W>(params, tiles, interleaved, panel);
-      return;
+      for_each_panels<TILE_PANELS>(begin_panel, end_panel, [&]<int PANELS>(int64_t panel) {
+        several_tiles<PANELS, W>(params, tiles, interleaved, panel);
+      });
+    } else {
+      dispatch_tile_rows<MAX_SINGLE_TILE_ROWS>(tiles.num_rows, [&]<int ROWS>() {
+        for_each_panels<panels_at_once(ROWS)>(begin_panel, end_panel, [&]<int PANELS>(int64_t panel) {
+          one_tile<ROWS, PANELS, W>(params, begin_row, interleaved, panel);
+        });
+      });
     }
-    dispatch_tile_rows(tiles.num_rows,
-                       [&]<int ROWS>() { one_tile<ROWS, W>(params, begin_row, interleaved, begin_panel, end_panel); });
   });
 }
 

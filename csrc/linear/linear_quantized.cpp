@@ -9,13 +9,6 @@
 namespace pagedattn {
 namespace {
 
-// A stride for `size` bytes a row: whole vectors, and an odd number of cache lines, so that the rows of a tile, of
-// which the same elements are loaded together, do not all fall into the same few places of the nearest cache.
-int64_t scratch_stride(int64_t size) {
-  constexpr int64_t LINE_BYTES = 64;
-  return (ceil_div(size, LINE_BYTES) | 1) * LINE_BYTES;
-}
-
 template <typename Params>
 using RangeKernel = void (*)(const Params& params, int64_t begin, int64_t end);
 
@@ -63,7 +56,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
   Tensor out = new_out(params, input);
 
   const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = scratch_stride(params.in_features);
+  params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
   const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * num_quads);
   float row_scales[MAX_QUANTIZED_ROWS];
@@ -106,7 +99,7 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   Tensor out = new_out(params, input);
 
   const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = scratch_stride(params.in_features);
+  params.code_stride = params.in_features;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
   const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
   params.codes = codes.get();

@@ -8,9 +8,9 @@
 
 namespace pagedattn {
 
-constexpr int QUAD = 4;                     // elements of a row that meet adjacent weights
-constexpr int MAX_QUANTIZED_ROWS = 128;     // of a chunk
-constexpr int QUANTIZED_ROW_MULTIPLE = 32;  // a row's codes are written in whole vectors
+constexpr int QUAD = 4;                  // elements of a row that meet adjacent weights
+constexpr int MAX_QUANTIZED_ROWS = 128;  // of a chunk
+constexpr int CODE_MULTIPLE = 16;        // codes are written so many or fewer at a time
 
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // so many products of at most 128 * 127 have a sum below 2^31
 
@@ -26,8 +26,8 @@ struct LinearInt8Params : LinearParams {
   const float* weight_scales;  // [out_features]
 
   // Scratch: the quantized rows.
-  int8_t* codes;  // [num_rows, in_features]
-  int64_t code_stride;
+  int8_t* codes;          // tiles of [code_stride / 4, rows of the tile, 4]
+  int64_t code_stride;    // in_features, up to a whole CODE_MULTIPLE
   float* row_scales;      // [num_rows]
   int32_t* code_sums;     // [num_rows]
   ExcessQuad* excess;     // [num_rows, ceil(in_features / 4)]
@@ -51,9 +51,9 @@ struct LinearInt4Params : LinearParams {
   DType scale_dtype;  // of the weight's scales
 
   // Scratch: the quantized rows.
-  int8_t* codes;  // [num_rows, in_features]
-  int64_t code_stride;
-  QuantizedBlock* blocks;  // [num_rows, in_features / 32]
+  int8_t* codes;           // tiles of [code_stride / 4, rows of the tile, 4]
+  int64_t code_stride;     // in_features
+  QuantizedBlock* blocks;  // tiles of [in_features / 32, rows of the tile]
 };
 
 // Rows [begin, end).

@@ -30,9 +30,10 @@ PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
   return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
 }
 
-// Writes round(x * 127 / max|x|) for each of `size` elements, and zeros behind them up to a whole vector.
-template <typename T>
-PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, int8_t* codes) {
+// Calls store(i, codes) with round(x * 127 / max|x|) for each of `size` elements, and zeros behind them up to a whole
+// vector.
+template <typename T, typename Store>
+PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store) {
   // Ordered as integers, infinity and NaN are larger than any finite magnitude.
   IntVec largest_bits{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
@@ -42,7 +43,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, int8_t* codes)
   constexpr int32_t INFINITE_BITS = 0x7f800000;
   const float largest = __builtin_bit_cast(float, bits);
   if (bits >= INFINITE_BITS || largest < MIN_LARGEST) {
-    for (int64_t i = 0; i < size; i += VEC_SIZE) store_bytes(codes + i, UintVec{});
+    for (int64_t i = 0; i < size; i += VEC_SIZE) store(i, IntVec{});
     return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, 0.0f};
   }
   const Vec inverse_scale = broadcast(MAX_CODE / largest);
@@ -51,7 +52,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, int8_t* codes)
   for_each_vector(size, [&](int64_t i, auto load, auto) {
     const Vec rounded = (load(input + i) * inverse_scale + round_to_int) - round_to_int;
     sums = sums + rounded;
-    store_bytes(codes + i, (UintVec) __builtin_convertvector(rounded, IntVec));
+    store(i, __builtin_convertvector(rounded, IntVec));
   });
   return {largest / MAX_CODE, reduce_sum(sums)};
 }
