@@ -14,7 +14,6 @@ constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
 constexpr int PREFETCH_BYTES = 4096;  // ahead, of all panels at once, in the next ones too
-constexpr int BLOCKS_AT_ONCE = 8;     // that several tiles of rows meet unpacked
 
 // Sums of a block. Without VNNI they are 16 bits wide, two for each column: at most 16 products of at most 15 * 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
@@ -54,12 +53,12 @@ struct PackedCodes {
   }
 };
 
-// The same, a byte each.
+// The same, a byte each: for several tiles of rows.
 template <int PANELS>
 struct UnpackedCodes {
   UintVec quads[PAIRS_PER_BLOCK][2][PANELS * PANEL_VECS];
 
-  PAGEDATTN_INLINE void unpack(const PackedCodes<PANELS>& packed) {
+  PAGEDATTN_INLINE explicit UnpackedCodes(const PackedCodes<PANELS>& packed) {
     for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
       PAGEDATTN_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -132,13 +131,6 @@ PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group,
   }
 }
 
-// A function of its own: GCC 12 would keep the sums of the next block's rows in registers that it does not have.
-template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_unpacked_tile(const UnpackedCodes<PANELS>& weights, const Group<PANELS>& group,
-                                                 const int8_t* codes, const QuantizedBlock* blocks, Vec* sums) {
-  add_tile<ROWS>(weights, group, codes, blocks, sums);
-}
-
 // Calls body(block, codes, group) for all blocks of PANELS panels.
 template <int PANELS, typename Body>
 PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes,
@@ -175,23 +167,14 @@ void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_
   constexpr int VECS = PANELS * PANEL_VECS;
   const int64_t num_blocks = p.in_features / INT4_BLOCK;
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = Vec{};
-  UnpackedCodes<PANELS> codes[BLOCKS_AT_ONCE];
-  Group<PANELS> groups[BLOCKS_AT_ONCE];
-  for_each_block<PANELS>(p, weights, panel_bytes,
-                         [&](int64_t block, const auto& packed, const auto& group) PAGEDATTN_ALWAYS_INLINE {
-                           const int64_t i = block % BLOCKS_AT_ONCE;
-                           codes[i].unpack(packed);
-                           groups[i] = group;
-                           if (i + 1 < BLOCKS_AT_ONCE && block + 1 < num_blocks) return;
-                           for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
-                             const int8_t* row_codes = p.codes + row * p.code_stride + (block - i) * INT4_BLOCK * ROWS;
-                             const QuantizedBlock* row_blocks = p.blocks + row * num_blocks + (block - i) * ROWS;
-                             for (int64_t j = 0; j <= i; ++j) {
-                               add_unpacked_tile<ROWS>(codes[j], groups[j], row_codes + j * INT4_BLOCK * ROWS,
-                                                       row_blocks + j * ROWS, sums + row * VECS);
-                             }
-                           });
-                         });
+  for_each_block<PANELS>(
+      p, weights, panel_bytes, [&](int64_t block, const auto& packed, const auto& group) PAGEDATTN_ALWAYS_INLINE {
+        const UnpackedCodes<PANELS> codes(packed);
+        for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
+          add_tile<ROWS>(codes, group, p.codes + row * p.code_stride + block * INT4_BLOCK * ROWS,
+                         p.blocks + row * num_blocks + block * ROWS, sums + row * VECS);
+        });
+      });
 }
 
 template <int PANELS, typename T>

@@ -2,7 +2,7 @@
 // results do not depend on the rows beside it. The instructions for it want one factor without a sign. That is the
 // weight, 128 too large; 128 times the sum of a row's codes is taken off at the end.
 //
-// A tile of rows passes over a block of a panel, then the next tile, which finds the block in the nearest cache.
+// A tile of rows passes over a block of some panels, then the next tile, which finds the block in the nearest cache.
 #include "cpu_vec.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
@@ -28,10 +28,10 @@ constexpr bool LIMITS_PAIRS = false;
 #endif
 
 // Adds the products of `num_quads` quads of ROWS rows with PANELS panels to their sums, [ROWS][PANELS * PANEL_VECS].
-// Calls prefetch(weight) for each quad with the first panel's weights.
+// Calls prefetch(quad) for each.
 template <int ROWS, int PANELS, typename Prefetch>
-__attribute__((noinline)) void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads,
-                                        const int8_t* codes, const Prefetch& prefetch, UintVec* row_sums) {
+void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads, const int8_t* codes,
+              const Prefetch& prefetch, UintVec* row_sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   UintVec sums[ROWS][VECS];
   PAGEDATTN_UNROLL
@@ -41,7 +41,7 @@ __attribute__((noinline)) void add_tile(const uint8_t* weights, int64_t panel_by
   }
   for (int64_t quad = 0; quad < num_quads; ++quad) {
     const uint8_t* weight = weights + quad * BYTES_PER_QUAD;
-    prefetch(weight);
+    prefetch(quad);
     UintVec w[VECS];
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) {
@@ -90,9 +90,9 @@ template <int ROWS, int PANELS>
 void sum_one_tile(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = UintVec{};
-  const auto prefetch = [&](const uint8_t* weight) PAGEDATTN_ALWAYS_INLINE {
+  const auto prefetch = [&](int64_t quad) PAGEDATTN_ALWAYS_INLINE {
     PAGEDATTN_UNROLL
-    for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_bytes + PREFETCH_BYTES);
+    for (int i = 0; i < PANELS; ++i) prefetch_once(weights + i * panel_bytes + quad * BYTES_PER_QUAD + PREFETCH_BYTES);
   };
   add_tile<ROWS, PANELS>(weights, panel_bytes, num_quads, p.codes, prefetch, sums);
 }
@@ -101,20 +101,26 @@ void sum_one_tile(const LinearInt8Params& p, const uint8_t* weights, int64_t num
 template <int PANELS>
 void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
-  constexpr int64_t BLOCK_BYTES = BLOCK_QUADS * BYTES_PER_QUAD;
   const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
-  const int64_t num_tiles = (p.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = UintVec{};
   for (int64_t quad = 0; quad < num_quads; quad += BLOCK_QUADS) {
     const int64_t block_quads = smaller(num_quads - quad, BLOCK_QUADS);
     const uint8_t* block = weights + quad * BYTES_PER_QUAD;
     const bool is_last = quad + BLOCK_QUADS >= num_quads;
-    const uint8_t* next_block = is_last ? weights + PANELS * panel_bytes : block + BLOCK_BYTES;
+    const uint8_t* next_block = is_last ? weights + PANELS * panel_bytes : block + BLOCK_QUADS * BYTES_PER_QUAD;
     for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
-      prefetch_part<PANELS, BLOCK_BYTES>(next_block, panel_bytes, row / MAX_TILE_ROWS, num_tiles);
-      add_tile<ROWS, PANELS>(
-          block, panel_bytes, block_quads, p.codes + row * p.code_stride + quad * ROWS * QUAD, [](const uint8_t*) {},
-          sums + row * VECS);
+      const auto add = [&](const auto& prefetch) {
+        add_tile<ROWS, PANELS>(block, panel_bytes, block_quads, p.codes + row * p.code_stride + quad * ROWS * QUAD,
+                               prefetch, sums + row * VECS);
+      };
+      // Each of the first tiles fetches the next block of one panel: all at once would wait for memory.
+      const int64_t tile = row / MAX_TILE_ROWS;
+      if (tile < PANELS) {
+        const uint8_t* next = next_block + tile * panel_bytes;
+        add([next](int64_t i) PAGEDATTN_ALWAYS_INLINE { prefetch_line(next + i * BYTES_PER_QUAD); });
+      } else {
+        add([](int64_t) {});
+      }
     });
   }
 }

@@ -10,7 +10,7 @@
 namespace pagedattn {
 namespace {
 
-constexpr int64_t PANELS_PER_ITEM = 4;
+constexpr int64_t PANELS_PER_ITEM = 4;  // as many as a kernel takes at once
 
 void run(const LinearPackedParams& params) {
   const int64_t num_panels = num_panels_of(params.out_features);

@@ -14,8 +14,9 @@ struct LinearPackedParams : LinearParams {
   const void* packed_weight;  // [num_panels, in_features, LINEAR_PANEL]
 };
 
-// The elements [begin, end) of the rows [begin_row, end_row) of `input` as linear_packed reads them: in fp32, tile by
-// tile, the rows of a tile side by side. `interleaved` [end_row - begin_row, in_features] is that of all elements.
+// The elements [begin, end) of the rows [begin_row, end_row) of `input` as linear_packed reads them: in fp32, block by
+// block along in_features, in a block tile by tile, the rows of a tile side by side. `interleaved`
+// [end_row - begin_row, in_features] is that of all elements.
 PAGEDATTN_DECLARE_CPU_KERNEL(interleave_rows, const LinearPackedParams& params, int64_t begin_row, int64_t end_row,
                              int64_t begin, int64_t end, float* interleaved)
 // The rows [begin_row, end_row), LINEAR_ROWS_AT_ONCE or fewer, of the panels [begin_panel, end_panel) of `out`.

@@ -1,7 +1,8 @@
 // Few rows read each weight once and are bound by that; many are bound by multiply-adds. So a tile of sums stays in
-// registers along in_features: as many rows as there are registers for, by a panel of output features, or by several
-// panels where rows are few, so that the additions to one sum hide behind those to others. Several tiles go together,
-// block by block along in_features: each finds the block of weights in the nearest cache.
+// registers along in_features: as many rows as there are registers for, by one panel of output features, by several
+// where rows are few, so that the additions to one sum hide behind those to others, and by 4 where a panel is one
+// vector wide. Several tiles go together, block by block along in_features: each finds the block of weights in the
+// nearest cache.
 //
 // The products of a block are one chain of fused multiply-adds, and the blocks are added in their order, whatever the
 // tile: the bits of a row do not depend on the rows beside it.
@@ -14,9 +15,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int NUM_SUMS = VEC_BYTES == 16   ? 8
-                         : VEC_BYTES == 32 ? 12
-                                           : 24;  // vectors: what leaves registers for operands
+// Vectors: what leaves registers for operands.
+constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : VEC_BYTES == 32 ? 12 : 24;
 constexpr int MAX_TILE_ROWS = NUM_SUMS / (TILE_PANELS * PANEL_VECS);
 // A single tile is bound by memory: it may have more rows, and read fewer panels side by side.
 constexpr int MAX_SINGLE_TILE_ROWS = TILE_PANELS == 1 ? MAX_TILE_ROWS : 2 * MAX_TILE_ROWS;
@@ -45,8 +45,8 @@ constexpr int panels_at_once(int tile_rows) {
 }
 
 // sums [ROWS][PANELS * LINEAR_PANEL] += rows [num_steps][ROWS] times weights [num_steps][LINEAR_PANEL] of each
-// panel. Calls prefetch(weight) at each step with the first panel's weights: the hardware fetches ahead within a page
-// of 4 KiB only.
+// panel. Calls prefetch(step) at each step: the hardware fetches ahead within a page of 4 KiB only. Not inlined, or GCC
+// 12 keeps the sums in memory.
 template <int ROWS, int PANELS, typename W, typename Prefetch>
 __attribute__((noinline)) void add_products(const float* rows, const W* weights, int64_t panel_stride,
                                             int64_t num_steps, const Prefetch& prefetch, float* sums) {
@@ -59,7 +59,7 @@ __attribute__((noinline)) void add_products(const float* rows, const W* weights,
   }
   for (int64_t step = 0; step < num_steps; ++step) {
     const W* weight = weights + step * LINEAR_PANEL;
-    prefetch(weight);
+    prefetch(step);
     const auto weight_at = [&](int v) PAGEDATTN_ALWAYS_INLINE {
       return load(weight + v / PANEL_VECS * panel_stride + v % PANEL_VECS * VEC_SIZE);
     };
@@ -124,14 +124,15 @@ void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64
   alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
   const int64_t panel_size = p.in_features * LINEAR_PANEL;
   const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
-  const auto prefetch = [&](const W* weight) PAGEDATTN_ALWAYS_INLINE {
-    constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < PANELS; ++i) prefetch_once(weight + i * panel_size + DISTANCE);
-  };
   for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
-    add_products<ROWS, PANELS>(rows + step * ROWS, weights + step * LINEAR_PANEL, panel_size,
-                               smaller(p.in_features - step, BLOCK_STEPS), prefetch, sums);
+    const W* block = weights + step * LINEAR_PANEL;
+    const auto prefetch = [&](int64_t i) PAGEDATTN_ALWAYS_INLINE {
+      constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < PANELS; ++j) prefetch_once(block + j * panel_size + i * LINEAR_PANEL + DISTANCE);
+    };
+    add_products<ROWS, PANELS>(rows + step * ROWS, block, panel_size, smaller(p.in_features - step, BLOCK_STEPS),
+                               prefetch, sums);
   }
   dispatch_dtype(p.dtype,
                  [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
@@ -145,25 +146,40 @@ void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float*
   __builtin_memset(sums, 0, tiles.num_rows * FEATURES * sizeof(float));
   const int64_t panel_size = p.in_features * LINEAR_PANEL;
   const W* panels = static_cast<const W*>(p.packed_weight) + panel * panel_size;
-  alignas(64) float weights[PANELS * BLOCK_SIZE];  // a block in fp32, side by side in the first-level cache
   for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
     const W* block = panels + step * LINEAR_PANEL;
     const bool is_last = step + BLOCK_STEPS >= p.in_features;
     const W* next_block = is_last ? panels + PANELS * panel_size : block + BLOCK_SIZE;
     const int64_t num_steps = smaller(p.in_features - step, BLOCK_STEPS);
-    for (int i = 0; i < PANELS; ++i) {
-      for (int64_t j = 0; j < num_steps * LINEAR_PANEL; j += VEC_SIZE) {
-        store(weights + i * BLOCK_SIZE + j, load(block + i * panel_size + j));
+    const auto add_tiles = [&](const auto* weights, int64_t panel_stride) {
+      for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
+        const int64_t first = tiles.begin_of(tile);
+        const auto add_tile = [&](const auto& prefetch) {
+          dispatch_tile_rows<MAX_TILE_ROWS>(tiles.rows_of(tile), [&]<int ROWS>() {
+            add_products<ROWS, PANELS>(rows + step * tiles.num_rows + first * num_steps, weights, panel_stride,
+                                       num_steps, prefetch, sums + first * FEATURES);
+          });
+        };
+        // Each of the first tiles fetches the next block of one panel: all at once would wait for memory.
+        if (tile < PANELS) {
+          const W* next = next_block + tile * panel_size;
+          add_tile([next](int64_t i) PAGEDATTN_ALWAYS_INLINE { prefetch_line(next + i * LINEAR_PANEL); });
+        } else {
+          add_tile([](int64_t) {});
+        }
       }
-    }
-    for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
-      prefetch_part<PANELS, BLOCK_SIZE * sizeof(W)>(next_block, panel_size * sizeof(W), tile, tiles.num_tiles);
-      const int64_t first = tiles.begin_of(tile);
-      dispatch_tile_rows<MAX_TILE_ROWS>(tiles.rows_of(tile), [&]<int ROWS>() {
-        add_products<ROWS, PANELS>(
-            rows + step * tiles.num_rows + first * num_steps, weights, BLOCK_SIZE, num_steps, [](const float*) {},
-            sums + first * FEATURES);
-      });
+    };
+    if constexpr (TILE_PANELS == 1 || std::is_same_v<W, float>) {
+      add_tiles(block, panel_size);
+    } else {
+      // Once for all tiles: beside so few rows each would spend a sixth of its time on it.
+      alignas(64) float widened[PANELS * BLOCK_SIZE];
+      for (int i = 0; i < PANELS; ++i) {
+        for (int64_t j = 0; j < num_steps * LINEAR_PANEL; j += VEC_SIZE) {
+          store(widened + i * BLOCK_SIZE + j, load(block + i * panel_size + j));
+        }
+      }
+      add_tiles(widened, BLOCK_SIZE);
     }
   }
   dispatch_dtype(p.dtype, [&]<typename T>() {

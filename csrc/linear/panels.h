@@ -25,18 +25,5 @@ PAGEDATTN_INLINE void for_each_panels(int64_t begin, int64_t end, const Body& bo
   }
 }
 
-// Fetches one of num_parts parts of a block of each panel into the second-level cache: what a tile does for the block
-// after its own, which all tiles need next.
-template <int PANELS, int64_t BLOCK_BYTES>
-PAGEDATTN_INLINE void prefetch_part(const void* block, int64_t panel_bytes, int64_t part, int64_t num_parts) {
-  constexpr int64_t LINE_BYTES = 64, NUM_LINES = BLOCK_BYTES / LINE_BYTES;
-  for (int64_t line = part * NUM_LINES / num_parts; line < (part + 1) * NUM_LINES / num_parts; ++line) {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < PANELS; ++i) {
-      prefetch_line(static_cast<const char*>(block) + i * panel_bytes + line * LINE_BYTES);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pagedattn_ext import ops
 
 pytestmark = pytest.mark.devices("cpu")
-# Around what the kernels count in: tiles of rows, the rows of a pass, panels of 16 features, blocks of 256 steps.
+# Around what the kernels count in: tiles of rows, the rows of a pass, panels of 16 features, 4 at a time, blocks of 64
+# and of 256 steps.
 NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 300])
 IN_FEATURES = st.integers(1, 40) | st.sampled_from([255, 256, 257, 600])
 OUT_FEATURES = st.integers(1, 80)
