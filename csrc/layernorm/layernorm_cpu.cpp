@@ -22,8 +22,14 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
     return x;
   };
   // The hardware fetches ahead within a page of 4 KiB only. The second pass reads nothing new, so the next row is
-  // fetched meanwhile, and the first fetches the lines that the second will write. Not for 16 bits: too little to gain.
+  // fetched meanwhile, and the first fetches the lines that the second will write. For 16 bits only with AVX512 but no
+  // bfloat16, where it was measured to gain (docs/cpu-kernels.md), and once, as there are two vectors in a line.
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+  constexpr bool FETCHES = true;
+#else
   constexpr bool FETCHES = sizeof(T) == 4;
+#endif
+  constexpr int TRIES = sizeof(T) == 4 ? 3 : 1;
   const Vec sums = sum_vectors<T>(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
     if constexpr (FETCHES && !HAS_RESIDUAL && !STREAM) prefetch_line(out + i);
     const Vec x = sum_at(i, load);
@@ -35,8 +41,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
 
   // The residual is added again, in fp32, rather than read back rounded.
   const auto norm = [&](Vec x, int64_t i, auto load) {
-    if constexpr (FETCHES) prefetch_line<3>(input + p.input_stride + i);
-    if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<3>(residual + p.residual_stride + i);
+    if constexpr (FETCHES) prefetch_line<TRIES>(input + p.input_stride + i);
+    if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<TRIES>(residual + p.residual_stride + i);
     return x * inverse_rms * load(weight + i);
   };
   if constexpr (HAS_RESIDUAL) {
