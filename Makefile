@@ -9,9 +9,9 @@ help:
 	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
 	  "sanitize | bench | lint | format | clean"
 
-# torch first, and this release: the extension is compiled against what is installed, without build isolation. As a module
-# pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA kernels
-# would be compiled again.
+# torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
+# module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
+# kernels would be compiled again.
 .venv/ready: pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0

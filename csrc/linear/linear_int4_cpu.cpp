@@ -218,17 +218,12 @@ void linear_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
       sum_tiles(params, params.weight + panel * panel_bytes, panel_bytes, sums);
       write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
     };
-    if (params.num_rows > MAX_SINGLE_TILE_ROWS) {
-      for_each_panels<TILE_PANELS>(begin, end, [&]<int PANELS>(int64_t panel) {
-        multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>);
-      });
-    } else {
-      for_each_tile<MAX_SINGLE_TILE_ROWS>(0, params.num_rows, [&]<int ROWS>(int64_t) {
-        for_each_panels<panels_at_once(ROWS)>(begin, end, [&]<int PANELS>(int64_t panel) {
+    dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
+        params.num_rows, begin, end,
+        [&]<int ROWS, int PANELS>(int64_t panel) {
           multiply.template operator()<PANELS>(panel, sum_one_tile<ROWS, PANELS>);
-        });
-      });
-    }
+        },
+        [&]<int PANELS>(int64_t panel) { multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>); });
   });
 }
 

@@ -109,18 +109,10 @@ void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_
     const bool is_last = quad + BLOCK_QUADS >= num_quads;
     const uint8_t* next_block = is_last ? weights + PANELS * panel_bytes : block + BLOCK_QUADS * BYTES_PER_QUAD;
     for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
-      const auto add = [&](const auto& prefetch) {
+      fetch_next_block<PANELS, BYTES_PER_QUAD>(row / MAX_TILE_ROWS, next_block, panel_bytes, [&](const auto& prefetch) {
         add_tile<ROWS, PANELS>(block, panel_bytes, block_quads, p.codes + row * p.code_stride + quad * ROWS * QUAD,
                                prefetch, sums + row * VECS);
-      };
-      // Each of the first tiles fetches the next block of one panel: all at once would wait for memory.
-      const int64_t tile = row / MAX_TILE_ROWS;
-      if (tile < PANELS) {
-        const uint8_t* next = next_block + tile * panel_bytes;
-        add([next](int64_t i) PAGEDATTN_ALWAYS_INLINE { prefetch_line(next + i * BYTES_PER_QUAD); });
-      } else {
-        add([](int64_t) {});
-      }
+      });
     });
   }
 }
@@ -190,17 +182,12 @@ void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
       if (LIMITS_PAIRS) add_excess<PANELS>(params, weights, num_quads, sums);
       write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
     };
-    if (params.num_rows > MAX_SINGLE_TILE_ROWS) {
-      for_each_panels<TILE_PANELS>(begin, end, [&]<int PANELS>(int64_t panel) {
-        multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>);
-      });
-    } else {
-      for_each_tile<MAX_SINGLE_TILE_ROWS>(0, params.num_rows, [&]<int ROWS>(int64_t) {
-        for_each_panels<panels_at_once(ROWS)>(begin, end, [&]<int PANELS>(int64_t panel) {
+    dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
+        params.num_rows, begin, end,
+        [&]<int ROWS, int PANELS>(int64_t panel) {
           multiply.template operator()<PANELS>(panel, sum_one_tile<ROWS, PANELS>);
-        });
-      });
-    }
+        },
+        [&]<int PANELS>(int64_t panel) { multiply.template operator()<PANELS>(panel, sum_several_tiles<PANELS>); });
   });
 }
 

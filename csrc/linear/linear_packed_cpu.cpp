@@ -95,15 +95,6 @@ __attribute__((noinline)) void add_products(const float* rows, const W* weights,
   }
 }
 
-// Calls body.operator()<ROWS>() for the rows of a tile.
-template <int ROWS, typename Body>
-PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, Body&& body) {
-  if constexpr (ROWS > 1) {
-    if (tile_rows < ROWS) return dispatch_tile_rows<ROWS - 1>(tile_rows, body);
-  }
-  body.template operator()<ROWS>();
-}
-
 // Adds the bias to sums [num_rows][num_features] and rounds them: the features of `out` from `feature` on.
 template <typename T>
 void write_out(const LinearPackedParams& p, int64_t row, int64_t num_rows, int64_t feature, int64_t num_features,
@@ -154,19 +145,12 @@ void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float*
     const auto add_tiles = [&](const auto* weights, int64_t panel_stride) {
       for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
         const int64_t first = tiles.begin_of(tile);
-        const auto add_tile = [&](const auto& prefetch) {
+        fetch_next_block<PANELS, LINEAR_PANEL>(tile, next_block, panel_size, [&](const auto& prefetch) {
           dispatch_tile_rows<MAX_TILE_ROWS>(tiles.rows_of(tile), [&]<int ROWS>() {
             add_products<ROWS, PANELS>(rows + step * tiles.num_rows + first * num_steps, weights, panel_stride,
                                        num_steps, prefetch, sums + first * FEATURES);
           });
-        };
-        // Each of the first tiles fetches the next block of one panel: all at once would wait for memory.
-        if (tile < PANELS) {
-          const W* next = next_block + tile * panel_size;
-          add_tile([next](int64_t i) PAGEDATTN_ALWAYS_INLINE { prefetch_line(next + i * LINEAR_PANEL); });
-        } else {
-          add_tile([](int64_t) {});
-        }
+        });
       }
     };
     if constexpr (TILE_PANELS == 1 || std::is_same_v<W, float>) {
@@ -220,17 +204,10 @@ void linear_packed(const LinearPackedParams& params, int64_t begin_row, int64_t 
                    int64_t begin_panel, int64_t end_panel) {
   const Tiles tiles(begin_row, end_row);
   dispatch_dtype(params.weight_dtype, [&]<typename W>() {
-    if (tiles.num_tiles > 1) {
-      for_each_panels<TILE_PANELS>(begin_panel, end_panel, [&]<int PANELS>(int64_t panel) {
-        several_tiles<PANELS, W>(params, tiles, interleaved, panel);
-      });
-    } else {
-      dispatch_tile_rows<MAX_SINGLE_TILE_ROWS>(tiles.num_rows, [&]<int ROWS>() {
-        for_each_panels<panels_at_once(ROWS)>(begin_panel, end_panel, [&]<int PANELS>(int64_t panel) {
-          one_tile<ROWS, PANELS, W>(params, begin_row, interleaved, panel);
-        });
-      });
-    }
+    dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
+        tiles.num_rows, begin_panel, end_panel,
+        [&]<int ROWS, int PANELS>(int64_t panel) { one_tile<ROWS, PANELS, W>(params, begin_row, interleaved, panel); },
+        [&]<int PANELS>(int64_t panel) { several_tiles<PANELS, W>(params, tiles, interleaved, panel); });
   });
 }
 
