@@ -26,7 +26,7 @@ def nbytes(engine: LLMEngine) -> int:
     """Of all that linear layers hold."""
     packed = PackedLinear | Int8Linear | Int4Linear
     layers = [module for module in engine.model_runner.model.modules() if isinstance(module, packed)]
-    return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+    return sum(held.nbytes for layer in layers for held in vars(layer).values() if isinstance(held, torch.Tensor))
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
