@@ -1,6 +1,7 @@
-"""What transformers make of the demo model in fp32. Runs in the project's environment.
+"""What transformers make of the demo model in fp64, but for norms and angles, in fp32 there whatever the dtype.
 
-A line of standard input: [name of a function here, its arguments] as JSON; of standard output: what it returns.
+Runs in the project's environment. A line of standard input: [name of a function here, its arguments] as JSON; of
+standard output: what it returns.
 """
 
 import json
@@ -17,7 +18,7 @@ from pagedattn_serve import DEMO_MODEL
 @cache
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float64)
     return model, AutoTokenizer.from_pretrained(DEMO_MODEL)
 
 

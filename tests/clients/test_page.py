@@ -1,12 +1,16 @@
 """The live page in a browser: Chromium without a window, driven by Playwright."""
 
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from server_process import ServerProcess
 
 PATIENCE = 60_000  # milliseconds: the machine may have other work
 
@@ -22,6 +26,22 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def slow_server(
+    serve: Callable[..., AbstractContextManager[ServerProcess]], demo_model: str, tmp_path_factory: Any
+) -> Iterator[ServerProcess]:
+    """One that a browser can follow. As a Granite, which is a LLaMA with factors of 1, the demo model runs through
+    transformers: several milliseconds a token, where it takes a few tenths of one otherwise."""
+    directory: Path = tmp_path_factory.mktemp("model") / "granite"
+    shutil.copytree(demo_model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with serve(str(directory)) as server:
+        yield server
+        server.wait_until_idle()
+
+
 @pytest.fixture
 def complaints() -> list[str]:
     """What the browser said was wrong, and every address that is not the server's."""
@@ -29,14 +49,15 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: Any, complaints: list[str]) -> Iterator[Page]:
+def page(browser: Browser, slow_server: ServerProcess, complaints: list[str]) -> Iterator[Page]:
     page = browser.new_page()
     page.set_default_timeout(PATIENCE)
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith(server.url) else complaints.append(request.url))
-    page.goto(server.url)
-    expect(page.locator("#model")).to_have_text(server.model, timeout=PATIENCE)
+    url = slow_server.url
+    page.on("request", lambda request: None if request.url.startswith(url) else complaints.append(request.url))
+    page.goto(url)
+    expect(page.locator("#model")).to_have_text(slow_server.model, timeout=PATIENCE)
     yield page
     page.close()
 

@@ -1,8 +1,10 @@
 """Checkpoints, made once for all tests of the serving layer. Nothing may write to their directories."""
 
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import (
@@ -20,6 +22,7 @@ from checkpoints import (
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.execution.model_runner import ModelRunner
 
 
 @pytest.fixture(scope="session")
@@ -94,3 +97,15 @@ def speaker(speaker_path: str) -> LLMEngine:
 @pytest.fixture
 def engine(text_model: str) -> LLMEngine:
     return LLMEngine(text_model, num_blocks=40)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what happens amid steps: those of models this small are over before the event loop gets its turn."""
+    execute = ModelRunner.execute
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.003)
+        return execute(*args)
+
+    monkeypatch.setattr(ModelRunner, "execute", slow)

@@ -15,6 +15,8 @@ from checkpoints import completions, run
 
 from pagedattn_serve import AsyncLLMEngine, EngineBusyError, EngineDeadError, LLMEngine, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("slow_steps")
+
 PROMPTS = ["the cat", "on the mat", [5, 6, 7], "🙂"]
 PARAMS = [
     greedy(9),
@@ -172,7 +174,7 @@ def test_as_many_wait_as_may(small: LLMEngine) -> None:
 
     async def main() -> None:
         async with AsyncLLMEngine(small, max_waiting=3) as serving:
-            running = [asyncio.create_task(read(serving, "the", greedy(20))) for _ in range(2)]
+            running = [asyncio.create_task(read(serving, "the", greedy(60))) for _ in range(2)]
             await until(lambda: serving.stats().num_running == 2)
             async with runner.held():
                 waiting = [asyncio.create_task(read(serving, "the", greedy(2))) for _ in range(3)]

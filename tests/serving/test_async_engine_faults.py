@@ -10,6 +10,8 @@ from test_interrupts import Places, chosen
 
 from pagedattn_serve import AsyncLLMEngine, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("slow_steps")
+
 OUT_OF_MEMORY = "MemoryError: no memory for the step"
 
 

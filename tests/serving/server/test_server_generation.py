@@ -157,7 +157,7 @@ def test_a_client_that_disconnects(
                 await asyncio.sleep(0.001)
             connection.leave.set()
             await request
-            num_steps = engine.stats().num_steps
+            num_steps = demo_engine._num_steps  # engine.stats() may be some steps behind
             assert engine.num_unfinished == 0
             stats = await engine.call(lambda llm: llm.stats())
             assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
