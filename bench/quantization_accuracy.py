@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from pagedattn_serve import LLM
 from pagedattn_serve.calibration import run_alone
-from pagedattn_serve.models.linear import Int4Linear, Int8Linear, OneDNNLinear, PackedLinear
+from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 
 FORMS = (None, "int8", "int4")
-PACKED = PackedLinear | OneDNNLinear | Int8Linear | Int4Linear
+PACKED = PackedLinear | Int8Linear | Int4Linear
 
 
 def packed_layers(llm: LLM) -> dict[str, nn.Module]:

@@ -16,6 +16,12 @@ inline constexpr int64_t PARALLEL_GRAIN = 32768;
 // Multiply-adds that are, where there are many an element.
 inline constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
 
+// Workers for so many multiply-adds: no more than items and threads, and one where there is little to do.
+inline int64_t num_workers_for(int64_t multiply_adds, int64_t num_items) {
+  const int64_t most = std::clamp<int64_t>(num_items, 1, torch::stable::get_num_threads());
+  return std::clamp<int64_t>(multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, most);
+}
+
 // Calls body(begin, end) over ranges of [0, num_rows), on this thread alone when there is little to do.
 template <typename Body>
 void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& body) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu_dispatch.h"
+#include "cpu_graph.h"
 
 namespace {
 
@@ -24,5 +25,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", [] { return pagedattn::cpu_capability_name(pagedattn::cpu_capability()); });
   m.def("available_cpu_capabilities", &pagedattn::available_cpu_capabilities);
   m.def("cuda_arches", &cuda_arches);
+  pybind11::class_<pagedattn::CpuGraph>(m, "CpuGraph")
+      .def(pybind11::init())
+      .def("begin_capture", &pagedattn::CpuGraph::begin_capture)
+      .def("end_capture", &pagedattn::CpuGraph::end_capture)
+      .def("replay", &pagedattn::CpuGraph::replay, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
 }

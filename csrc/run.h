@@ -7,13 +7,15 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "cpu_dispatch.h"
+#include "cpu_graph.h"
 #include "cuda_stream.h"
 #include "parallel.h"
 #include "torch_utils.h"
 
 namespace pagedattn {
 
-// Calls on_cpu(), or on_cuda(stream) with the door's device made the current one.
+// Calls on_cpu(), or on_cuda(stream) with the door's device made the current one. on_cpu holds copies of all that it
+// needs: a CPU graph calls it later.
 template <typename OnCpu, typename OnCuda>
 void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const OnCpu& on_cpu,
             [[maybe_unused]] const OnCuda& on_cuda) {
@@ -27,7 +29,7 @@ void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const OnCpu& on_
     return;
   }
 #endif
-  on_cpu();
+  CpuGraph::run_or_capture(on_cpu);
 #endif
 }
 
@@ -44,7 +46,7 @@ void run_rows(const Door& door, const RowKernels<Params>& kernels, const Params&
   if (num_rows == 0 || elements_per_row == 0) return;
   run_on(
       door,
-      [&] {
+      [=] {
         parallel_for_rows(num_rows, elements_per_row,
                           [&](int64_t begin, int64_t end) { kernels.cpu(params, begin, end); });
       },

@@ -81,7 +81,9 @@ ARROWS: dict[str, set[str]] = {
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
-    "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"},
+    "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"}
+    | {"execution.decode_graphs"},
+    "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
     "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
     "execution.token_masks": {"execution.sampling_row", "pagedattn_ext"},
     "execution.logits_processors": {"execution.sampling_row"},

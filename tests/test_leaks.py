@@ -11,6 +11,8 @@ import pytest
 import torch
 from op_calls import OPS, SCHEMA_OF, make_arguments, positional, raw_op, wrapper
 
+from pagedattn_ext import CPUGraph
+
 WARM_UP_CALLS = 1_000  # what torch, Python and malloc take once
 MAX_BYTES_PER_CALL = 24  # the smallest piece that malloc gives away takes 32; a heap may grow a little on its own
 
@@ -48,6 +50,24 @@ def test_wrapper(name):
     """Fewer: what it has of its own is Python's."""
     arguments, function = make_arguments(name), wrapper(name)
     assert_keeps_nothing(lambda: function(**arguments), 20_000)
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_replay(name):
+    arguments, graph = make_arguments(name), CPUGraph()
+    with graph.capture():
+        raw_op(name)(**arguments)
+    assert_keeps_nothing(graph.replay, 100_000)
+
+
+def test_capture():
+    arguments = make_arguments("linear_packed")
+
+    def capture() -> None:
+        with CPUGraph().capture():
+            raw_op("linear_packed")(**arguments)
+
+    assert_keeps_nothing(capture, 20_000)
 
 
 @pytest.mark.parametrize(("name", "argument"), STR_ARGUMENTS)

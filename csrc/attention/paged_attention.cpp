@@ -149,13 +149,11 @@ int64_t prefill_results(DType dtype) {
   return cpu_capability() == CpuCapability::AVX512_BF16 && dtype == DType::BFLOAT16 ? 64 : 128;
 }
 
-void run_on_cpu(const PagedAttentionParams& params) {
-  const int64_t num_threads = torch::stable::get_num_threads();
-  const AttentionPlan plan = plan_attention(params, num_threads, prefill_results(params.dtype));
+void attend_on_cpu(const PagedAttentionParams& params) {
+  const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads(), prefill_results(params.dtype));
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
-  const int64_t num_workers =
-      std::clamp<int64_t>(plan.multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, std::min(num_items, num_threads));
+  const int64_t num_workers = num_workers_for(plan.multiply_adds, num_items);
   const auto partials =
       std::make_unique_for_overwrite<float[]>(plan.num_partials * partial_floats(params.num_heads, params.head_size));
   const int64_t scratch_lines = (plan.scratch_floats + 15) / 16;
@@ -178,7 +176,7 @@ void run_on_cpu(const PagedAttentionParams& params) {
 void run(const Door& door, const Tensor& query, const PagedAttentionParams& params) {
   if (params.num_tokens == 0) return;
   run_on(
-      door, [&] { run_on_cpu(params); },
+      door, [params] { attend_on_cpu(params); },
       [&](cudaStream_t stream) {
         const int64_t scratch_bytes = cuda::paged_attention_scratch_bytes(params);
         const Tensor scratch = torch::stable::new_empty(query, {&scratch_bytes, 1}, ScalarType::Byte);

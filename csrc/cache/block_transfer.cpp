@@ -73,6 +73,18 @@ Tensor on_gpu(const Door& door, const Tensor& mapping, cudaStream_t stream) {
   return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
+// Of all layers; caches without elements have none.
+std::vector<BlockTransferParams> make_transfers(const std::vector<Tensor>& key_caches,
+                                                const std::vector<Tensor>& value_caches, const Tensor& mapping) {
+  std::vector<BlockTransferParams> transfers;
+  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
+    for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
+      if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache, mapping));
+    }
+  }
+  return transfers;
+}
+
 bool overlap(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
@@ -109,24 +121,17 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   }
 
   if (block_mapping.size(0) == 0) return;
-  const auto make_transfers = [&](const Tensor& mapping) {
-    std::vector<BlockTransferParams> transfers;
-    for (size_t layer = 0; layer < key_caches.size(); ++layer) {
-      for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
-        if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache, mapping));
-      }
-    }
-    return transfers;
-  };
   run_on(
       door,
-      [&] {
+      [key_caches, value_caches, block_mapping] {
         const Tensor mapping = on_host(block_mapping);
-        for (const BlockTransferParams& transfer : make_transfers(mapping)) transfer_on_cpu(transfer);
+        for (const BlockTransferParams& transfer : make_transfers(key_caches, value_caches, mapping)) {
+          transfer_on_cpu(transfer);
+        }
       },
       [&](cudaStream_t stream) {
         const Tensor mapping = on_gpu(door, block_mapping, stream);
-        cuda::transfer_blocks(make_transfers(mapping), /*over_the_bus=*/false, stream);
+        cuda::transfer_blocks(make_transfers(key_caches, value_caches, mapping), /*over_the_bus=*/false, stream);
       });
 }
 
@@ -151,7 +156,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   if (block_mapping.size(0) == 0 || src.numel() == 0) return;
   run_on(
       door,
-      [&] {
+      [src, dst, block_mapping] {
         const Tensor mapping = on_host(block_mapping);
         transfer_on_cpu(make_transfer(src, dst, mapping));
       },

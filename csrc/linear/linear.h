@@ -11,6 +11,10 @@ namespace pagedattn {
 
 constexpr int LINEAR_PANEL = 16;  // output features
 
+// Rows that share a pass over the weights, at most: beside these, reading the weights again costs nothing.
+constexpr int64_t LINEAR_CHUNK_ROWS = 128;
+
+// What a kernel takes is a chunk of rows.
 struct LinearParams {
   DType dtype;  // of input and out
   int64_t num_rows;

@@ -13,7 +13,7 @@ namespace {
 constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
-constexpr int PREFETCH_BYTES = 4096;  // ahead, of all panels at once, in the next ones too
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 4096;  // in flight, of all panels at once
 
 // Sums of a block. Without VNNI they are 16 bits wide, two for each column: at most 16 products of at most 15 * 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
@@ -136,14 +136,14 @@ template <int PANELS, typename Body>
 PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes,
                                      const Body& body) {
   const int64_t num_blocks = p.in_features / INT4_BLOCK;
+  const FetchAhead<PANELS, PREFETCH_BYTES> fetch_ahead(weights, panel_bytes);
   for (int64_t block = 0; block < num_blocks; weights += scale_bytes(p)) {
-    const Group group = load_group<PANELS>(weights + p.blocks_per_group * BYTES_PER_BLOCK, panel_bytes, p.scale_dtype);
+    const uint8_t* scales = weights + p.blocks_per_group * BYTES_PER_BLOCK;
+    fetch_ahead(scales);
+    const Group group = load_group<PANELS>(scales, panel_bytes, p.scale_dtype);
     for (const int64_t end = block + p.blocks_per_group; block < end; ++block, weights += BYTES_PER_BLOCK) {
       PAGEDATTN_UNROLL
-      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) {
-        PAGEDATTN_UNROLL
-        for (int i = 0; i < PANELS; ++i) prefetch_once(weights + i * panel_bytes + line + PREFETCH_BYTES / PANELS);
-      }
+      for (int line = 0; line < BYTES_PER_BLOCK; line += 64) fetch_ahead(weights + line);
       body(block, PackedCodes<PANELS>{weights, panel_bytes}, group);
     }
   }
@@ -212,7 +212,7 @@ void quantize_rows_int4(const LinearInt4Params& params, int64_t begin, int64_t e
 
 void linear_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
   const int64_t panel_bytes = params.num_groups * (params.blocks_per_group * BYTES_PER_BLOCK + scale_bytes(params));
-  Vec sums[MAX_QUANTIZED_ROWS * TILE_PANELS * PANEL_VECS];
+  Vec sums[LINEAR_CHUNK_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
     const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {
       sum_tiles(params, params.weight + panel * panel_bytes, panel_bytes, sums);

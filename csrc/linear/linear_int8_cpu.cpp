@@ -14,7 +14,7 @@ namespace {
 
 constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
 constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;   // of all panels of a tile 16 KiB, half of the nearest cache
-constexpr int PREFETCH_BYTES = 768;                  // ahead, in the next panel too
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 768;  // in flight for a single tile, of all panels at once
 
 // Without VNNI two products are added in 16 bits, with saturation, before they become 32. Two adjacent codes whose sum
 // is at most this never come so far; what is more goes into an ExcessQuad, which the row's panels take in one by one.
@@ -90,10 +90,8 @@ template <int ROWS, int PANELS>
 void sum_one_tile(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = UintVec{};
-  const auto prefetch = [&](int64_t quad) PAGEDATTN_ALWAYS_INLINE {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < PANELS; ++i) prefetch_once(weights + i * panel_bytes + quad * BYTES_PER_QUAD + PREFETCH_BYTES);
-  };
+  const FetchAhead<PANELS, PREFETCH_BYTES> fetch_ahead(weights, panel_bytes);
+  const auto prefetch = [&](int64_t quad) PAGEDATTN_ALWAYS_INLINE { fetch_ahead(weights + quad * BYTES_PER_QUAD); };
   add_tile<ROWS, PANELS>(weights, panel_bytes, num_quads, p.codes, prefetch, sums);
 }
 
@@ -102,6 +100,7 @@ template <int PANELS>
 void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   const int64_t panel_bytes = num_quads * BYTES_PER_QUAD;
+  const int64_t num_tiles = (p.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = UintVec{};
   for (int64_t quad = 0; quad < num_quads; quad += BLOCK_QUADS) {
     const int64_t block_quads = smaller(num_quads - quad, BLOCK_QUADS);
@@ -109,7 +108,8 @@ void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_
     const bool is_last = quad + BLOCK_QUADS >= num_quads;
     const uint8_t* next_block = is_last ? weights + PANELS * panel_bytes : block + BLOCK_QUADS * BYTES_PER_QUAD;
     for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) {
-      fetch_next_block<PANELS, BYTES_PER_QUAD>(row / MAX_TILE_ROWS, next_block, panel_bytes, [&](const auto& prefetch) {
+      const int64_t tile = row / MAX_TILE_ROWS;
+      fetch_next_block<PANELS, BYTES_PER_QUAD>(tile, num_tiles, next_block, panel_bytes, [&](const auto& prefetch) {
         add_tile<ROWS, PANELS>(block, panel_bytes, block_quads, p.codes + row * p.code_stride + quad * ROWS * QUAD,
                                prefetch, sums + row * VECS);
       });
@@ -174,7 +174,7 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
 
 void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
   const int64_t num_quads = num_quads_of(params);
-  UintVec sums[MAX_QUANTIZED_ROWS * TILE_PANELS * PANEL_VECS];
+  UintVec sums[LINEAR_CHUNK_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
     const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {
       const uint8_t* weights = params.weight + panel * num_quads * BYTES_PER_QUAD;

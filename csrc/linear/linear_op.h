@@ -1,9 +1,13 @@
-// What the linear ops do at their doors: their arguments `input`, `out_features` and `bias`, and what they return.
+// What the linear ops share: their arguments `input`, `out_features` and `bias`, what they return, and how they go
+// about it.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
+#include "cpu_graph.h"
 #include "linear/linear.h"
+#include "parallel.h"
 #include "torch_utils.h"
 
 namespace pagedattn {
@@ -42,6 +46,30 @@ inline Tensor new_out(LinearParams& params, const Tensor& input) {
   Tensor out = torch::stable::new_empty(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
   params.out = out.mutable_data_ptr();
   return out;
+}
+
+template <typename Params>
+using LinearKernel = void (*)(const Params& params, int64_t begin, int64_t end);
+
+// Chunk by chunk of rows: prepare_rows takes ranges of them, then multiply takes ranges of panels.
+template <typename Params>
+void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<Params> multiply) {
+  constexpr int64_t PANELS_PER_ITEM = 4;  // as many as a kernel takes at once
+  const int64_t num_rows = params.num_rows, num_panels = num_panels_of(params.out_features);
+  const int64_t num_items = ceil_div(num_panels, PANELS_PER_ITEM);
+  const int64_t row_bytes = params.input_stride * element_size(params.dtype);
+  const int64_t out_bytes = params.out_features * element_size(params.dtype);
+  for (int64_t row = 0; row < num_rows; row += LINEAR_CHUNK_ROWS) {
+    params.num_rows = std::min(num_rows - row, LINEAR_CHUNK_ROWS);
+    parallel_for_rows(params.num_rows, params.in_features,
+                      [&](int64_t begin, int64_t end) { prepare_rows(params, begin, end); });
+    const int64_t multiply_adds = params.num_rows * params.in_features * params.out_features;
+    parallel_for_items(num_items, num_workers_for(multiply_adds, num_items), [&](int64_t item, int64_t) {
+      multiply(params, item * PANELS_PER_ITEM, std::min((item + 1) * PANELS_PER_ITEM, num_panels));
+    });
+    params.input = static_cast<const char*>(params.input) + params.num_rows * row_bytes;
+    params.out = static_cast<char*>(params.out) + params.num_rows * out_bytes;
+  }
 }
 
 }  // namespace pagedattn

@@ -6,21 +6,20 @@
 
 namespace pagedattn {
 
-// Rows that share a pass over the weights, at most: beside these, reading the weights again costs nothing.
-constexpr int64_t LINEAR_ROWS_AT_ONCE = 128;
+constexpr int64_t MAX_PACKED_BLOCK = 256;  // elements along in_features, whatever the kernel
 
 struct LinearPackedParams : LinearParams {
   DType weight_dtype;
   const void* packed_weight;  // [num_panels, in_features, LINEAR_PANEL]
+
+  // Scratch: the rows as they meet the weights, in fp32 or in pairs of bf16. [blocks of in_features, num_rows, steps of
+  // a block]; of num_rows times in_features floats, up to a whole MAX_PACKED_BLOCK.
+  void* rows;
 };
 
-// The elements [begin, end) of the rows [begin_row, end_row) of `input` as linear_packed reads them: in fp32, block by
-// block along in_features, in a block tile by tile, the rows of a tile side by side. `interleaved`
-// [end_row - begin_row, in_features] is that of all elements.
-PAGEDATTN_DECLARE_CPU_KERNEL(interleave_rows, const LinearPackedParams& params, int64_t begin_row, int64_t end_row,
-                             int64_t begin, int64_t end, float* interleaved)
-// The rows [begin_row, end_row), LINEAR_ROWS_AT_ONCE or fewer, of the panels [begin_panel, end_panel) of `out`.
-PAGEDATTN_DECLARE_CPU_KERNEL(linear_packed, const LinearPackedParams& params, int64_t begin_row, int64_t end_row,
-                             const float* interleaved, int64_t begin_panel, int64_t end_panel)
+// Rows [begin, end).
+PAGEDATTN_DECLARE_CPU_KERNEL(convert_rows, const LinearPackedParams& params, int64_t begin, int64_t end)
+// Panels [begin, end), for rows that are converted.
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_packed, const LinearPackedParams& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

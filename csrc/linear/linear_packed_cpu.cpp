@@ -4,8 +4,9 @@
 // vector wide. Several tiles go together, block by block along in_features: each finds the block of weights in the
 // nearest cache.
 //
-// The products of a block are one chain of fused multiply-adds, and the blocks are added in their order, whatever the
-// tile: the bits of a row do not depend on the rows beside it.
+// Rows and weights meet in fp32, or in bf16 where both are and the CPU has an instruction for their products. The
+// products of a block are one chain of additions, and the blocks are added in their order, whatever the tile: the bits
+// of a row do not depend on the rows beside it.
 #include "cpu_rows.h"
 #include "cpu_vec.h"
 #include "dispatch.h"
@@ -20,19 +21,66 @@ constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : VEC_BYTES == 32 ? 12 : 24;
 constexpr int MAX_TILE_ROWS = NUM_SUMS / (TILE_PANELS * PANEL_VECS);
 // A single tile is bound by memory: it may have more rows, and read fewer panels side by side.
 constexpr int MAX_SINGLE_TILE_ROWS = TILE_PANELS == 1 ? MAX_TILE_ROWS : 2 * MAX_TILE_ROWS;
-// Along in_features: 16 KiB of weights as fp32, half of a first-level cache.
+// Along in_features: 16 KiB of weights as they meet the rows, half of a first-level cache.
 constexpr int64_t BLOCK_STEPS = 256 / TILE_PANELS;
 // In flight for a single tile, of all panels at once. Where lines are fetched into the first-level cache alone, more
 // would push each other out of it.
-constexpr int64_t PREFETCH_BYTES = VEC_BYTES == 64 ? 4096 : 1024;
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 1024;
+
+// What rows and weights are when they meet, step by step along in_features. Element: of converted rows, and of blocks
+// of weights that are converted once for many rows; a step has one for each row and for each feature of a panel.
+
+// In a step one element, in fp32.
+struct Floats {
+  using Element = float;
+  static constexpr int STEP = 1;
+
+  template <typename W>
+  static PAGEDATTN_INLINE Vec load_weights(const W* weights) {
+    return load(weights);
+  }
+  static PAGEDATTN_INLINE Vec repeat(const Element* x) { return load_repeated<1>(x); }
+  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) { return fma(x, w, sum); }
+
+  template <typename T>
+  static PAGEDATTN_INLINE void convert(const T* row, int64_t size, Element* converted) {
+    for_each_vector(size, [&](int64_t i, auto load, auto store) { store(converted + i, load(row + i)); });
+  }
+};
+
+#if defined(__AVX512BF16__)
+// In a step two elements, as they are. One instruction adds both products to a sum in fp32; denormals count as zeros.
+struct Bfloat16Pairs {
+  using Element = uint32_t;
+  static constexpr int STEP = 2;
+
+  // In a packed weight the second elements of all features of a panel follow the first ones.
+  static PAGEDATTN_INLINE Vec load_weights(const bfloat16* weights) {
+    const UintVec side_by_side = (UintVec)iota() * 0x10001 + 0x100000;  // 0, 16, 1, 17, ... in 16 bits each
+    return (Vec)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)side_by_side, load_as<__m512i>(weights));
+  }
+  static PAGEDATTN_INLINE Vec load_weights(const Element* weights) { return load_as<Vec>(weights); }
+  static PAGEDATTN_INLINE Vec repeat(const Element* x) { return (Vec)(UintVec{} + *x); }
+  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (Bfloat16Vec)x, (Bfloat16Vec)w);
+  }
+
+  static PAGEDATTN_INLINE void convert(const bfloat16* row, int64_t size, Element* converted) {
+    __builtin_memcpy(converted, row, size * sizeof(bfloat16));
+  }
+};
+#endif
+
+// Weights of a panel that a step meets.
+template <typename Operands, typename W>
+constexpr int STEP_SIZE = std::is_same_v<W, typename Operands::Element> ? LINEAR_PANEL : Operands::STEP * LINEAR_PANEL;
 
 // Tiles of rows, as equal as can be.
 struct Tiles {
-  int64_t begin_row;
   int64_t num_rows;
   int64_t num_tiles;
 
-  Tiles(int64_t begin, int64_t end) : begin_row(begin), num_rows(end - begin) {
+  explicit Tiles(int64_t rows) : num_rows(rows) {
     num_tiles = num_rows <= MAX_SINGLE_TILE_ROWS ? 1 : (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
   }
   int64_t begin_of(int64_t tile) const { return tile * num_rows / num_tiles; }
@@ -44,12 +92,12 @@ constexpr int panels_at_once(int tile_rows) {
   return tile_rows > MAX_TILE_ROWS ? 2 : static_cast<int>(smaller(NUM_SUMS / (PANEL_VECS * tile_rows), 4));
 }
 
-// sums [ROWS][PANELS * LINEAR_PANEL] += rows [num_steps][ROWS] times weights [num_steps][LINEAR_PANEL] of each
-// panel. Calls prefetch(step) at each step: the hardware fetches ahead within a page of 4 KiB only. Not inlined, or GCC
-// 12 keeps the sums in memory.
-template <int ROWS, int PANELS, typename W, typename Prefetch>
-__attribute__((noinline)) void add_products(const float* rows, const W* weights, int64_t panel_stride,
-                                            int64_t num_steps, const Prefetch& prefetch, float* sums) {
+// sums [ROWS][PANELS * LINEAR_PANEL] += rows [ROWS][BLOCK_STEPS] times weights [num_steps][STEP_SIZE] of each panel.
+// Calls prefetch(step) at each step. Not inlined, or GCC 12 keeps the sums in memory.
+template <int ROWS, int PANELS, typename Operands, typename W, typename Prefetch>
+__attribute__((noinline)) void add_products(const typename Operands::Element* rows, const W* weights,
+                                            int64_t panel_stride, int64_t num_steps, const Prefetch& prefetch,
+                                            float* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   Vec sum[ROWS][VECS];
   PAGEDATTN_UNROLL
@@ -58,20 +106,20 @@ __attribute__((noinline)) void add_products(const float* rows, const W* weights,
     for (int v = 0; v < VECS; ++v) sum[r][v] = Vec{};
   }
   for (int64_t step = 0; step < num_steps; ++step) {
-    const W* weight = weights + step * LINEAR_PANEL;
+    const W* weight = weights + step * STEP_SIZE<Operands, W>;
     prefetch(step);
     const auto weight_at = [&](int v) PAGEDATTN_ALWAYS_INLINE {
-      return load(weight + v / PANEL_VECS * panel_stride + v % PANEL_VECS * VEC_SIZE);
+      return Operands::load_weights(weight + v / PANEL_VECS * panel_stride + v % PANEL_VECS * VEC_SIZE);
     };
     if constexpr (ROWS < VECS) {
       Vec x[ROWS];
       PAGEDATTN_UNROLL
-      for (int r = 0; r < ROWS; ++r) x[r] = load_repeated<1>(rows + step * ROWS + r);
+      for (int r = 0; r < ROWS; ++r) x[r] = Operands::repeat(rows + r * BLOCK_STEPS + step);
       PAGEDATTN_UNROLL
       for (int v = 0; v < VECS; ++v) {
         const Vec w = in_register(weight_at(v));
         PAGEDATTN_UNROLL
-        for (int r = 0; r < ROWS; ++r) sum[r][v] = fma(x[r], w, sum[r][v]);
+        for (int r = 0; r < ROWS; ++r) sum[r][v] = Operands::add_product(x[r], w, sum[r][v]);
       }
     } else {
       Vec w[VECS];
@@ -79,9 +127,9 @@ __attribute__((noinline)) void add_products(const float* rows, const W* weights,
       for (int v = 0; v < VECS; ++v) w[v] = weight_at(v);
       PAGEDATTN_UNROLL
       for (int r = 0; r < ROWS; ++r) {
-        const Vec x = load_repeated<1>(rows + step * ROWS + r);
+        const Vec x = Operands::repeat(rows + r * BLOCK_STEPS + step);
         PAGEDATTN_UNROLL
-        for (int v = 0; v < VECS; ++v) sum[r][v] = fma(x, w[v], sum[r][v]);
+        for (int v = 0; v < VECS; ++v) sum[r][v] = Operands::add_product(x, w[v], sum[r][v]);
       }
     }
   }
@@ -95,119 +143,121 @@ __attribute__((noinline)) void add_products(const float* rows, const W* weights,
   }
 }
 
-// Adds the bias to sums [num_rows][num_features] and rounds them: the features of `out` from `feature` on.
-template <typename T>
-void write_out(const LinearPackedParams& p, int64_t row, int64_t num_rows, int64_t feature, int64_t num_features,
-               const float* sums) {
-  const int64_t count = smaller(p.out_features - feature, num_features);
-  for (int64_t r = 0; r < num_rows; ++r) {
-    T* out = static_cast<T*>(p.out) + (row + r) * p.out_features + feature;
-    for_each_vector(count, [&](int64_t i, auto load_some, auto store_some) {
-      Vec value = load(sums + r * num_features + i);
-      if (p.bias != nullptr) value = value + load_some(p.bias + feature + i);
-      store_some(out + i, value);
-    });
-  }
-}
-
-template <int ROWS, int PANELS, typename W>
-void one_tile(const LinearPackedParams& p, int64_t row, const float* rows, int64_t panel) {
-  alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
-  const int64_t panel_size = p.in_features * LINEAR_PANEL;
-  const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
-  for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
-    const W* block = weights + step * LINEAR_PANEL;
-    const auto prefetch = [&](int64_t i) PAGEDATTN_ALWAYS_INLINE {
-      constexpr int64_t DISTANCE = PREFETCH_BYTES / (PANELS * int64_t{sizeof(W)});
-      PAGEDATTN_UNROLL
-      for (int j = 0; j < PANELS; ++j) prefetch_once(block + j * panel_size + i * LINEAR_PANEL + DISTANCE);
-    };
-    add_products<ROWS, PANELS>(rows + step * ROWS, block, panel_size, smaller(p.in_features - step, BLOCK_STEPS),
-                               prefetch, sums);
-  }
-  dispatch_dtype(p.dtype,
-                 [&]<typename T>() { write_out<T>(p, row, ROWS, panel * LINEAR_PANEL, PANELS * LINEAR_PANEL, sums); });
-}
-
-template <int PANELS, typename W>
-void several_tiles(const LinearPackedParams& p, const Tiles& tiles, const float* rows, int64_t panel) {
+// Adds the bias to sums [num_rows][PANELS * LINEAR_PANEL] and rounds them.
+template <int PANELS>
+void write_out(const LinearPackedParams& p, int64_t panel, const float* sums) {
   constexpr int FEATURES = PANELS * LINEAR_PANEL;
-  constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * LINEAR_PANEL;
-  alignas(64) float sums[LINEAR_ROWS_AT_ONCE * FEATURES];
-  __builtin_memset(sums, 0, tiles.num_rows * FEATURES * sizeof(float));
-  const int64_t panel_size = p.in_features * LINEAR_PANEL;
+  const int64_t feature = panel * LINEAR_PANEL;
+  const int64_t count = smaller(p.out_features - feature, FEATURES);
+  dispatch_dtype(p.dtype, [&]<typename T>() {
+    for (int64_t row = 0; row < p.num_rows; ++row) {
+      T* out = static_cast<T*>(p.out) + row * p.out_features + feature;
+      for_each_vector(count, [&](int64_t i, auto load_some, auto store_some) {
+        Vec value = load(sums + row * FEATURES + i);
+        if (p.bias != nullptr) value = value + load_some(p.bias + feature + i);
+        store_some(out + i, value);
+      });
+    }
+  });
+}
+
+template <int ROWS, int PANELS, typename Operands, typename W>
+void one_tile(const LinearPackedParams& p, int64_t panel) {
+  constexpr int SIZE = STEP_SIZE<Operands, W>;
+  alignas(64) float sums[ROWS * PANELS * LINEAR_PANEL] = {};
+  const int64_t panel_size = p.in_features * LINEAR_PANEL, num_steps = p.in_features / Operands::STEP;
+  const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
+  const auto* rows = static_cast<const typename Operands::Element*>(p.rows);
+  const FetchAhead<PANELS, PREFETCH_BYTES> fetch_ahead(weights, panel_size * sizeof(W));
+  for (int64_t step = 0; step < num_steps; step += BLOCK_STEPS) {
+    const W* block = weights + step * SIZE;
+    const auto prefetch = [&](int64_t i) PAGEDATTN_ALWAYS_INLINE { fetch_ahead(block + i * SIZE); };
+    add_products<ROWS, PANELS, Operands>(rows + step * ROWS, block, panel_size, smaller(num_steps - step, BLOCK_STEPS),
+                                         prefetch, sums);
+  }
+  write_out<PANELS>(p, panel, sums);
+}
+
+template <int PANELS, typename Operands, typename W>
+void several_tiles(const LinearPackedParams& p, int64_t panel) {
+  using Element = typename Operands::Element;
+  constexpr int SIZE = STEP_SIZE<Operands, W>;
+  constexpr int FEATURES = PANELS * LINEAR_PANEL;
+  alignas(64) float sums[LINEAR_CHUNK_ROWS * FEATURES];
+  __builtin_memset(sums, 0, p.num_rows * FEATURES * sizeof(float));
+  const Tiles tiles(p.num_rows);
+  const int64_t panel_size = p.in_features * LINEAR_PANEL, num_steps = p.in_features / Operands::STEP;
   const W* panels = static_cast<const W*>(p.packed_weight) + panel * panel_size;
-  for (int64_t step = 0; step < p.in_features; step += BLOCK_STEPS) {
-    const W* block = panels + step * LINEAR_PANEL;
-    const bool is_last = step + BLOCK_STEPS >= p.in_features;
-    const W* next_block = is_last ? panels + PANELS * panel_size : block + BLOCK_SIZE;
-    const int64_t num_steps = smaller(p.in_features - step, BLOCK_STEPS);
+  for (int64_t step = 0; step < num_steps; step += BLOCK_STEPS) {
+    const W* block = panels + step * SIZE;
+    const bool is_last = step + BLOCK_STEPS >= num_steps;
+    const W* next_block = is_last ? panels + PANELS * panel_size : block + BLOCK_STEPS * SIZE;
+    const int64_t block_steps = smaller(num_steps - step, BLOCK_STEPS);
+    const auto* rows = static_cast<const Element*>(p.rows) + step * p.num_rows;
     const auto add_tiles = [&](const auto* weights, int64_t panel_stride) {
       for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
         const int64_t first = tiles.begin_of(tile);
-        fetch_next_block<PANELS, LINEAR_PANEL>(tile, next_block, panel_size, [&](const auto& prefetch) {
+        fetch_next_block<PANELS, SIZE>(tile, tiles.num_tiles, next_block, panel_size, [&](const auto& prefetch) {
           dispatch_tile_rows<MAX_TILE_ROWS>(tiles.rows_of(tile), [&]<int ROWS>() {
-            add_products<ROWS, PANELS>(rows + step * tiles.num_rows + first * num_steps, weights, panel_stride,
-                                       num_steps, prefetch, sums + first * FEATURES);
+            add_products<ROWS, PANELS, Operands>(rows + first * BLOCK_STEPS, weights, panel_stride, block_steps,
+                                                 prefetch, sums + first * FEATURES);
           });
         });
       }
     };
-    if constexpr (TILE_PANELS == 1 || std::is_same_v<W, float>) {
+    if constexpr (TILE_PANELS == 1 || std::is_same_v<W, Element>) {
       add_tiles(block, panel_size);
     } else {
       // Once for all tiles: beside so few rows each would spend a sixth of its time on it.
-      alignas(64) float widened[PANELS * BLOCK_SIZE];
+      constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * LINEAR_PANEL;
+      alignas(64) Element converted[PANELS * BLOCK_SIZE];
       for (int i = 0; i < PANELS; ++i) {
-        for (int64_t j = 0; j < num_steps * LINEAR_PANEL; j += VEC_SIZE) {
-          store(widened + i * BLOCK_SIZE + j, load(block + i * panel_size + j));
+        for (int64_t j = 0; j < block_steps; ++j) {
+          const Vec weights = Operands::load_weights(block + i * panel_size + j * SIZE);
+          __builtin_memcpy(converted + i * BLOCK_SIZE + j * LINEAR_PANEL, &weights, sizeof weights);
         }
       }
-      add_tiles(widened, BLOCK_SIZE);
+      add_tiles(converted, BLOCK_SIZE);
     }
   }
+  write_out<PANELS>(p, panel, sums);
+}
+
+// Calls body.operator()<Operands, T, W>() for rows of T and weights of W.
+template <typename Body>
+void dispatch_operands(const LinearPackedParams& p, const Body& body) {
+#if defined(__AVX512BF16__)
+  if (p.dtype == DType::BFLOAT16 && p.weight_dtype == DType::BFLOAT16 && p.in_features % Bfloat16Pairs::STEP == 0) {
+    return body.template operator()<Bfloat16Pairs, bfloat16, bfloat16>();
+  }
+#endif
   dispatch_dtype(p.dtype, [&]<typename T>() {
-    write_out<T>(p, tiles.begin_row, tiles.num_rows, panel * LINEAR_PANEL, FEATURES, sums);
+    dispatch_dtype(p.weight_dtype, [&]<typename W>() { body.template operator()<Floats, T, W>(); });
   });
 }
 
 }  // namespace
 
-void interleave_rows(const LinearPackedParams& params, int64_t begin_row, int64_t end_row, int64_t begin, int64_t end,
-                     float* interleaved) {
-  const Tiles tiles(begin_row, end_row);
-  dispatch_dtype(params.dtype, [&]<typename T>() {
-    for (int64_t first = begin; first < end;) {
-      const int64_t block = first - first % BLOCK_STEPS;
-      const int64_t end_of_block = smaller(block + BLOCK_STEPS, end);
-      const int64_t num_steps = smaller(params.in_features - block, BLOCK_STEPS);
-      for (int64_t tile = 0; tile < tiles.num_tiles; ++tile) {
-        const int64_t num_rows = tiles.rows_of(tile);
-        float* tile_rows = interleaved + block * tiles.num_rows + tiles.begin_of(tile) * num_steps;
-        for (int64_t r = 0; r < num_rows; ++r) {
-          const int64_t row = begin_row + tiles.begin_of(tile) + r;
-          const T* source = static_cast<const T*>(params.input) + row * params.input_stride;
-          float* target = tile_rows + r;
-          for (int64_t i = first; i < end_of_block; i += VEC_SIZE) {
-            const int64_t count = smaller(end_of_block - i, VEC_SIZE);
-            const Vec x = count == VEC_SIZE ? load(source + i) : load_first(source + i, count);
-            for (int64_t j = 0; j < count; ++j) target[(i - block + j) * num_rows] = x[j];
-          }
-        }
+void convert_rows(const LinearPackedParams& params, int64_t begin, int64_t end) {
+  dispatch_operands(params, [&]<typename Operands, typename T, typename W>() {
+    constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * Operands::STEP;
+    static_assert(MAX_PACKED_BLOCK % BLOCK_SIZE == 0);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* input = static_cast<const T*>(params.input) + row * params.input_stride;
+      auto* converted = static_cast<typename Operands::Element*>(params.rows) + row * BLOCK_STEPS;
+      for (int64_t i = 0; i < params.in_features; i += BLOCK_SIZE, converted += params.num_rows * BLOCK_STEPS) {
+        Operands::convert(input + i, smaller(params.in_features - i, BLOCK_SIZE), converted);
       }
-      first = end_of_block;
     }
   });
 }
 
-void linear_packed(const LinearPackedParams& params, int64_t begin_row, int64_t end_row, const float* interleaved,
-                   int64_t begin_panel, int64_t end_panel) {
-  const Tiles tiles(begin_row, end_row);
-  dispatch_dtype(params.weight_dtype, [&]<typename W>() {
+void linear_packed(const LinearPackedParams& params, int64_t begin, int64_t end) {
+  dispatch_operands(params, [&]<typename Operands, typename T, typename W>() {
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
-        tiles.num_rows, begin_panel, end_panel,
-        [&]<int ROWS, int PANELS>(int64_t panel) { one_tile<ROWS, PANELS, W>(params, begin_row, interleaved, panel); },
-        [&]<int PANELS>(int64_t panel) { several_tiles<PANELS, W>(params, tiles, interleaved, panel); });
+        params.num_rows, begin, end,
+        [&]<int ROWS, int PANELS>(int64_t panel) { one_tile<ROWS, PANELS, Operands, W>(params, panel); },
+        [&]<int PANELS>(int64_t panel) { several_tiles<PANELS, Operands, W>(params, panel); });
   });
 }
 

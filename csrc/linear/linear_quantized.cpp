@@ -4,31 +4,33 @@
 
 #include "linear/linear_op.h"
 #include "ops.h"
-#include "parallel.h"
 
 namespace pagedattn {
 namespace {
 
-template <typename Params>
-using RangeKernel = void (*)(const Params& params, int64_t begin, int64_t end);
+void run(LinearInt8Params params) {
+  const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
+  params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
+  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
+  const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * ceil_div(params.in_features, QUAD));
+  float row_scales[LINEAR_CHUNK_ROWS];
+  int32_t code_sums[LINEAR_CHUNK_ROWS], num_excesses[LINEAR_CHUNK_ROWS];
+  params.codes = codes.get();
+  params.excess = excess.get();
+  params.row_scales = row_scales;
+  params.code_sums = code_sums;
+  params.num_excesses = num_excesses;
+  run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+}
 
-// Chunk by chunk of at most MAX_QUANTIZED_ROWS rows: quantizes them, then multiplies all panels with them.
-template <typename Params>
-void run_chunks(Params params, int64_t num_panels, RangeKernel<Params> quantize_rows,
-                RangeKernel<Params> multiply_panels) {
-  const int64_t num_rows = params.num_rows;
-  const int64_t input_bytes = params.input_stride * element_size(params.dtype);
-  const int64_t out_bytes = params.out_features * element_size(params.dtype);
-  for (int64_t row = 0; row < num_rows; row += MAX_QUANTIZED_ROWS) {
-    params.num_rows = std::min<int64_t>(num_rows - row, MAX_QUANTIZED_ROWS);
-    parallel_for_rows(params.num_rows, params.in_features,
-                      [&](int64_t begin, int64_t end) { quantize_rows(params, begin, end); });
-    // An element stands for 16 multiply-adds, one for each column of the panel.
-    parallel_for_rows(num_panels, params.in_features * params.num_rows,
-                      [&](int64_t begin, int64_t end) { multiply_panels(params, begin, end); });
-    params.input = static_cast<const char*>(params.input) + params.num_rows * input_bytes;
-    params.out = static_cast<char*>(params.out) + params.num_rows * out_bytes;
-  }
+void run(LinearInt4Params params) {
+  const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
+  params.code_stride = params.in_features;
+  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
+  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
+  params.codes = codes.get();
+  params.blocks = blocks.get();
+  run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
 }
 
 }  // namespace
@@ -54,20 +56,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-
-  const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
-  const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * num_quads);
-  float row_scales[MAX_QUANTIZED_ROWS];
-  int32_t code_sums[MAX_QUANTIZED_ROWS], num_excesses[MAX_QUANTIZED_ROWS];
-  params.codes = codes.get();
-  params.excess = excess.get();
-  params.row_scales = row_scales;
-  params.code_sums = code_sums;
-  params.num_excesses = num_excesses;
-
-  run_chunks(params, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+  CpuGraph::run_or_capture([params] { run(params); });
   return out;
 }
 
@@ -97,14 +86,7 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-
-  const int64_t chunk_rows = std::min<int64_t>(params.num_rows, MAX_QUANTIZED_ROWS);
-  params.code_stride = params.in_features;
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
-  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
-  params.codes = codes.get();
-  params.blocks = blocks.get();
-  run_chunks(params, num_panels, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
+  CpuGraph::run_or_capture([params] { run(params); });
   return out;
 }
 

@@ -8,9 +8,8 @@
 
 namespace pagedattn {
 
-constexpr int QUAD = 4;                  // elements of a row that meet adjacent weights
-constexpr int MAX_QUANTIZED_ROWS = 128;  // of a chunk
-constexpr int CODE_MULTIPLE = 16;        // codes are written so many or fewer at a time
+constexpr int QUAD = 4;            // elements of a row that meet adjacent weights
+constexpr int CODE_MULTIPLE = 16;  // codes are written so many or fewer at a time
 
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // so many products of at most 128 * 127 have a sum below 2^31
 
@@ -20,7 +19,6 @@ struct ExcessQuad {
   int8_t codes[QUAD];
 };
 
-// num_rows of these two is at most MAX_QUANTIZED_ROWS.
 struct LinearInt8Params : LinearParams {
   const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each 128 more than it is
   const float* weight_scales;  // [out_features]

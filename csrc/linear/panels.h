@@ -46,12 +46,41 @@ PAGEDATTN_INLINE void dispatch_tiles(int64_t num_rows, int64_t begin, int64_t en
   });
 }
 
-// Calls add(prefetch), with prefetch(step) for each step of a block, for a tile of several: each of the first ones
-// fetches the next block of one panel, as all at once would wait for memory. A step has STEP_SIZE weights.
+// Fetches ahead for what reads PANELS panels side by side: so many BYTES of all together, and at their end the first
+// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only.
+template <int PANELS, int BYTES>
+class FetchAhead {
+ public:
+  PAGEDATTN_INLINE FetchAhead(const void* panels, int64_t panel_bytes)
+      : panel_bytes_(panel_bytes), end_(static_cast<const char*>(panels) + panel_bytes) {}
+
+  // address: where the first panel is read.
+  PAGEDATTN_INLINE void operator()(const void* address) const {
+    const char* ahead = static_cast<const char*>(address) + BYTES / PANELS;
+    if (ahead >= end_) ahead += (PANELS - 1) * panel_bytes_;
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < PANELS; ++i) prefetch_once(ahead + i * panel_bytes_);
+  }
+
+ private:
+  int64_t panel_bytes_;
+  const char* end_;
+};
+
+// Calls add(prefetch), with prefetch(step) for each step of a block, for a tile of several, PANELS / 2 or more: each of
+// the first ones fetches the next block of one panel or, if the tiles are fewer than the panels, of two, as all at once
+// would wait for memory. A step has STEP_SIZE weights.
 template <int PANELS, int STEP_SIZE, typename W, typename Add>
-PAGEDATTN_INLINE void fetch_next_block(int64_t tile, const W* next_block, int64_t panel_size, const Add& add) {
-  if (tile < PANELS) {
-    const W* next = next_block + tile * panel_size;
+PAGEDATTN_INLINE void fetch_next_block(int64_t tile, int64_t num_tiles, const W* next_block, int64_t panel_size,
+                                       const Add& add) {
+  const W* next = next_block + tile * panel_size;
+  if (tile + num_tiles < PANELS) {
+    const W* other = next + num_tiles * panel_size;
+    add([next, other](int64_t step) PAGEDATTN_ALWAYS_INLINE {
+      prefetch_line(next + step * STEP_SIZE);
+      prefetch_line(other + step * STEP_SIZE);
+    });
+  } else if (tile < PANELS) {
     add([next](int64_t step) PAGEDATTN_ALWAYS_INLINE { prefetch_line(next + step * STEP_SIZE); });
   } else {
     add([](int64_t) {});

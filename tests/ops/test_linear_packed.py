@@ -96,13 +96,17 @@ def test_a_weight_of_16_bits_is_what_it_is():
     for input in torch.eye(3):
         out = ops.linear_packed(input, ops.pack_linear_weight(weight), 2)
         assert_same_bits(out, (weight.float() @ input))
+    rows = normal(9, 4, dtype=torch.bfloat16)
+    out = ops.linear_packed(rows, ops.pack_linear_weight(torch.full((2, 4), 1e38).bfloat16()), 2)
+    torch.testing.assert_close(out, (rows.float().sum(-1, keepdim=True) * 1e38).expand(9, 2).bfloat16())
     widened = ops.linear_packed(normal(9, 3, dtype=torch.float32), ops.pack_linear_weight(weight.float()), 2)
     assert_same_bits(ops.linear_packed(normal(9, 3, dtype=torch.float32), ops.pack_linear_weight(weight), 2), widened)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("special", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_row_and_feature(special):
-    input, weight = normal(20, 40, dtype=torch.float32), normal(40, 40, dtype=torch.float32, seed=1)
+def test_what_is_not_finite_stays_in_its_row_and_feature(special, dtype):
+    input, weight = normal(20, 40, dtype=dtype), normal(40, 40, dtype=dtype, seed=1)
     expected = ops.linear_packed(input, ops.pack_linear_weight(weight), 40)
     input[7, 3] = special
     weight[21, 5] = special

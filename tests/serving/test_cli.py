@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 from pagedattn_serve.cli import main
-from pagedattn_serve.models.linear import OneDNNLinear, PackedLinear, has_bf16_instructions
+from pagedattn_serve.models.linear import PackedLinear
 
 PROMPT = 'The "with" statement'
 COMMAND = Path(sys.executable).parent / "pagedattn"
@@ -324,7 +324,7 @@ def test_info_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
         "runs": "native",
         "parameters": f"{count:,} ({2 * count:,} bytes)",
         "dtype": "bfloat16",
-        "linear layers": f"{(OneDNNLinear if has_bf16_instructions() else PackedLinear).FORM} (on the CPU)",
+        "linear layers": f"{PackedLinear.FORM} (on the CPU)",
         "layers": "4",
         "heads": "4 query, 2 key-value, of size 64",
         "vocabulary": "2,048",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import pagedattn_ext
 from pagedattn_ext import ops
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
@@ -22,9 +21,6 @@ from pagedattn_serve.models.quantization import (
 )
 
 QUANTIZATIONS = ("int8", "int4")
-
-NUM_ROWS_HINT = 64  # rows of input that oneDNN's order is chosen for; products of any number of rows take it
-MAX_EXACT_ROWS = 32  # numbers of rows up to here are not padded: steps that only decode are the most frequent ones
 
 
 class PackedLinear(nn.Module):
@@ -74,53 +70,27 @@ class Int4Linear(nn.Module):
         return ops.linear_int4(hidden, self.packed_weight, self.group_size, self.out_features, self.bias)
 
 
-class OneDNNLinear(nn.Module):
-    """oneDNN's packed product, the fastest for bf16 where the CPU has instructions for it.
-
-    oneDNN makes code for every number of rows that a shape of layer meets, about half a MiB each time, and keeps part
-    of it whatever the capacity of its cache. So the rows are padded to one of a few numbers, 82 of them up to 2560.
-    """
-
-    FORM = "bfloat16, by oneDNN"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features = weight.shape[0]
-        self.packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS_HINT)
-        self.bias = bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        num_rows = hidden.shape[:-1].numel()
-        padding = padded_num_rows(num_rows) - num_rows
-        if padding == 0:
-            return torch.ops.mkldnn._linear_pointwise(hidden, self.packed_weight, self.bias, "none", [], "")
-        rows = nn.functional.pad(hidden.flatten(0, -2), (0, 0, 0, padding))
-        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed_weight, self.bias, "none", [], "")
-        return out[:num_rows].view(*hidden.shape[:-1], self.out_features)
-
-
-LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear] | type[OneDNNLinear]
+LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 
 
 @dataclass(slots=True, frozen=True)
 class LinearForms:
-    """Which form each linear layer of a model takes on this machine.
+    """Which form each linear layer of a model takes.
 
-    dtype: the model's. vocab_size: out_features of its last layer. quantization: of QUANTIZATIONS, or None.
+    vocab_size: out_features of the model's last layer. quantization: of QUANTIZATIONS, or None.
     """
 
-    dtype: torch.dtype
     vocab_size: int
     quantization: str | None
 
     def of(self, linear: nn.Linear) -> LinearType:
         """With int4, 8 bits are for the last layer, whose errors no later one evens out, and for layers whose
         in_features are no multiple of a group."""
+        if self.quantization is None:
+            return PackedLinear
         if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and not self.is_head(linear):
             return Int4Linear
-        if self.quantization is not None:
-            return Int8Linear
-        return OneDNNLinear if self.dtype == torch.bfloat16 and has_bf16_instructions() else PackedLinear
+        return Int8Linear
 
     def is_head(self, linear: nn.Linear) -> bool:
         return linear.out_features == self.vocab_size
@@ -129,15 +99,13 @@ class LinearForms:
         """The layer, called `name`, in its form. ValueError for weights that cannot be quantized."""
         weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
         form = self.of(linear)
-        if form in (Int4Linear, Int8Linear):
-            quantize = quantize_int4 if form is Int4Linear else quantize_int8
-            try:
-                return quantized_linear(quantize(weight), bias)
-            except ValueError as error:
-                raise ValueError(f"quantization: {name}: {error}") from None
-        if form is OneDNNLinear:
-            return OneDNNLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        return PackedLinear(weight, bias)
+        if form is PackedLinear:
+            return PackedLinear(weight, bias)
+        quantize = quantize_int4 if form is Int4Linear else quantize_int8
+        try:
+            return quantized_linear(quantize(weight), bias)
+        except ValueError as error:
+            raise ValueError(f"quantization: {name}: {error}") from None
 
     def describe(self, model: nn.Module) -> str:
         """In words, for a model whose layers are not packed, on whatever device."""
@@ -156,11 +124,6 @@ def check_quantization(quantization: object) -> None:
     """Raises ValueError unless it is None or one of QUANTIZATIONS."""
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization: expected None, {' or '.join(QUANTIZATIONS)}, got {quantization!r}")
-
-
-def has_bf16_instructions() -> bool:
-    has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_mkldnn and pagedattn_ext.cpu_capability() == "avx512_bf16"
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -191,11 +154,3 @@ def narrowed(weight: Tensor) -> Tensor:
 
 def as_fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
-
-
-def padded_num_rows(num_rows: int) -> int:
-    """Beyond MAX_EXACT_ROWS the next of eight numbers to each power of two, so at most an eighth more."""
-    if num_rows <= MAX_EXACT_ROWS:
-        return num_rows
-    step = 1 << (num_rows - 1).bit_length() - 4
-    return -(-num_rows // step) * step

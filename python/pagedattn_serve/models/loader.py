@@ -141,7 +141,7 @@ def linear_forms(model: CausalLM, quantization: str | None, device: str = "cpu")
             f"quantization: expected None or {own.QUANTIZATION}, in which {own.METHOD} has quantized the checkpoint, "
             f"got {quantization}"
         )
-    return LinearForms(model.dtype, model.vocab_size, None if own is not None else quantization)
+    return LinearForms(model.vocab_size, None if own is not None else quantization)
 
 
 def describe_linear_layers(model: CausalLM, forms: LinearForms | None) -> str:

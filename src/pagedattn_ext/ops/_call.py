@@ -36,15 +36,18 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:
     """Each argument that holds tensors, as its entry in the schema and these tensors."""
     for argument, value in zip(op.default._schema.arguments, args, strict=False):
-        yield argument, _tensors_in(value)
+        yield argument, tensors_in(value)
     for argument in op.default._schema.arguments:
         if argument.name in kwargs:
-            yield argument, _tensors_in(kwargs[argument.name])
+            yield argument, tensors_in(kwargs[argument.name])
 
 
-def _tensors_in(value: object) -> list[Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [value for value in values if isinstance(value, Tensor)]
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors of a value that is one, or holds some in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for element in values for tensor in tensors_in(element)]
 
 
 def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

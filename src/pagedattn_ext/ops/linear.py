@@ -41,8 +41,9 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
 def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias, for a weight of `pack_linear_weight`. On the CPU alone.
 
-    Weights are multiplied in fp32, whatever they are stored as. A row's result is the same bit for bit, whatever other
-    rows there are.
+    Rows and weights are multiplied in fp32, whatever they are stored as; where both are bf16 and the CPU has
+    AVX512-BF16, by its instruction, which adds in fp32. A row's result is the same bit for bit, whatever other rows
+    there are.
 
     Args:
         input: [..., in_features], fp32, fp16 or bf16, evenly spaced rows.

@@ -1,51 +1,26 @@
 """Packed linear layers: the results of `nn.Linear`, or of one with quantized weights; a row never minds the others."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models import linear as linear_module
 from pagedattn_serve.models.linear import (
     Int4Linear,
     Int8Linear,
     LinearForms,
-    OneDNNLinear,
     PackedLinear,
     check_quantization,
     pack_linear_layers,
-    padded_num_rows,
 )
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
 
-GROWTH = """
-from pathlib import Path
-import torch
-from torch import Tensor, nn
-from pagedattn_serve.models.linear import OneDNNLinear
-
-def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-torch.set_num_threads(1)
-layer = OneDNNLinear(torch.ones(64, 64), None)
-hidden = torch.zeros(640, 64)
-with torch.inference_mode():
-    layer(hidden)
-    before = resident_mib()
-    for num_rows in range(1, 641):
-        layer(hidden[:num_rows])
-    print(resident_mib() - before)
-"""
 VOCAB_SIZE = 1000
 MAKERS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {
     "packed": PackedLinear,
     "int8": lambda weight, bias: Int8Linear(quantize_int8(weight), bias),
     "int4": lambda weight, bias: Int4Linear(quantize_int4(weight), bias),
-    "onednn": OneDNNLinear,
 }
 
 
@@ -98,12 +73,16 @@ def test_a_row_does_not_depend_on_how_many_there_are(form: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", ["packed", "int8", "int4"])
 def test_rows_of_16_bits(form: str, dtype: torch.dtype) -> None:
-    """The same arithmetic, and one rounding at its end."""
+    """The same arithmetic, and one rounding at its end; but for the order of sums where the CPU multiplies bf16."""
     weight, bias = (tensor.to(dtype) for tensor in random_layer(96, 50))
     hidden = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     layer = MAKERS[form](weight, bias)
     with torch.inference_mode():
-        assert torch.equal(layer(hidden), layer(hidden.float()).to(dtype))
+        out, expected = layer(hidden), layer(hidden.float()).to(dtype)
+    if form == "packed" and dtype == torch.bfloat16:
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)
+    else:
+        assert torch.equal(out, expected)
 
 
 # ---- weights in memory ----------------------------------------------------------------------------------------------
@@ -164,28 +143,16 @@ def test_quantized_weights_are_small(form: str, bits: float) -> None:
     ],
 )
 def test_the_form_of_a_layer(quantization: str | None, shape: tuple[int, int], expected: type[nn.Module]) -> None:
-    forms = LinearForms(torch.float32, VOCAB_SIZE, quantization)
+    forms = LinearForms(VOCAB_SIZE, quantization)
     layer = nn.Linear(*shape)
     assert forms.of(layer) is type(forms.pack("layer", layer)) is expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("capability", ["avx2", "avx512", "avx512_vnni", "avx512_bf16"])
-def test_bf16_goes_to_onednn_where_the_cpu_has_instructions_for_it(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: str
-) -> None:
-    monkeypatch.setattr(linear_module.pagedattn_ext, "cpu_capability", lambda: capability)
-    is_native = dtype == torch.bfloat16 and capability == "avx512_bf16"
-    linear = nn.Linear(64, 64)
-    assert LinearForms(dtype, VOCAB_SIZE, None).of(linear) is (OneDNNLinear if is_native else PackedLinear)
-    assert LinearForms(dtype, VOCAB_SIZE, "int8").of(linear) is Int8Linear
 
 
 def test_layers_are_replaced_one_by_one() -> None:
     """Their weights go with them; a tied one stays with the embedding."""
     model = nn.Sequential(nn.Embedding(VOCAB_SIZE, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, VOCAB_SIZE))
     model[2].weight = model[0].weight
-    pack_linear_layers(model, LinearForms(torch.float32, VOCAB_SIZE, "int4"))
+    pack_linear_layers(model, LinearForms(VOCAB_SIZE, "int4"))
     assert [type(module) for module in (model[0], model[1][0], model[2])] == [nn.Embedding, Int4Linear, Int8Linear]
     assert [name for name, _ in model.named_parameters()] == ["0.weight"]
 
@@ -197,7 +164,7 @@ def test_weights_that_are_not_finite(quantization: str, value: float) -> None:
     with torch.no_grad():
         model[0][0].weight[60, 60] = value
     with pytest.raises(ValueError, match=rf"quantization: 0.0: expected weights between .*, got {value}"):
-        pack_linear_layers(model, LinearForms(torch.float32, VOCAB_SIZE, quantization))
+        pack_linear_layers(model, LinearForms(VOCAB_SIZE, quantization))
 
 
 @pytest.mark.parametrize("quantization", ["int2", "INT8", "", 8, True, ["int8"]])
@@ -209,28 +176,9 @@ def test_quantizations_that_there_are_not(quantization: object) -> None:
 def test_forms_in_words() -> None:
     layers = [nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(50, 64), nn.Linear(64, VOCAB_SIZE)]
     model = nn.Sequential(*layers).to("meta")
-    assert LinearForms(torch.float32, VOCAB_SIZE, None).describe(model) == PackedLinear.FORM
-    assert LinearForms(torch.float32, VOCAB_SIZE, "int8").describe(model) == Int8Linear.FORM
-    int4 = LinearForms(torch.float32, VOCAB_SIZE, "int4")
+    assert LinearForms(VOCAB_SIZE, None).describe(model) == PackedLinear.FORM
+    assert LinearForms(VOCAB_SIZE, "int8").describe(model) == Int8Linear.FORM
+    int4 = LinearForms(VOCAB_SIZE, "int4")
     assert int4.describe(model) == f"2 {Int4Linear.FORM}; 1 {Int8Linear.FORM}"
     assert int4.describe(model[3:]) == f"the last one {Int8Linear.FORM}"
     assert int4.describe(nn.Sequential(layers[0], layers[3])) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
-
-
-# ---- oneDNN's padding -----------------------------------------------------------------------------------------------
-
-
-def test_padded_numbers_of_rows() -> None:
-    padded = [padded_num_rows(num_rows) for num_rows in range(2561)]
-    assert padded[:33] == list(range(33)) and padded[33:41] == [36] * 4 + [40] * 4
-    assert padded[64] == 64 and padded[65] == 72 and padded[2049] == 2304 and padded[2560] == 2560
-    assert padded == sorted(padded)
-    assert all(num_rows <= padded[num_rows] <= num_rows * 9 / 8 for num_rows in range(2561))
-    assert all(padded_num_rows(num_rows) == num_rows for num_rows in padded)
-    assert len(set(padded[1:])) == 82
-
-
-def test_memory_does_not_grow_with_every_number_of_rows() -> None:
-    """66 numbers of rows at half a MiB; each of the 640 by itself would take 300 MiB and more."""
-    run = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=120)
-    assert float(run.stdout) < 80
