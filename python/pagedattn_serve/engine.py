@@ -59,7 +59,9 @@ class LLMEngine:
         gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
         seed: of the random numbers for requests without a seed of their own; None takes an arbitrary one.
         tensor_parallel_size: 1, as one device is all that is used yet.
-        enforce_eager: True or False, which are the same here: nothing is compiled or captured in graphs.
+        enforce_eager: no CPU graphs (`pagedattn_ext.CPUGraph`), in which the model's steps of one token for each of up
+            to 8 sequences run otherwise. A profiler sees the ops of such a step only without. On CUDA nothing is
+            captured either way.
         trust_remote_code: False, as a checkpoint's own code is never run.
         preemption_mode: what becomes of the blocks of a request that makes room for others: "recompute" drops them and
             computes them again later, "swap" moves them to host memory while swap_space lasts, "auto" swaps where a
@@ -158,7 +160,7 @@ class LLMEngine:
         )
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         try:
-            self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed)
+            self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
             self.scheduler = Scheduler(scheduler_config, cache_config)
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
             if str(error).startswith("swap_space:"):

@@ -7,9 +7,10 @@ from torch import Tensor
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
+from pagedattn_serve.execution.decode_graphs import DecodeGraphs
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.execution.sampling_row import Row, SamplingRow
-from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.sequence import Sequence
@@ -25,6 +26,7 @@ class ModelRunner:
         cache_config: CacheConfig,
         device: str,
         seed: int,
+        enforce_eager: bool = False,
     ) -> None:
         self.model = model
         self.device = device
@@ -43,6 +45,9 @@ class ModelRunner:
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
         self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)
         self.sampler = Sampler(seed, device)
+        # Only of families that have no step of Python which depends on what is in a tensor.
+        has_graphs = device == "cpu" and isinstance(model, NativeCausalLM) and not enforce_eager
+        self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, max_num_blocks_per_seq) if has_graphs else None
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
@@ -60,11 +65,18 @@ class ModelRunner:
                 copy(blocks)
                 blocks.clear()  # if the model fails, it has written to some of them when the batch comes again
         token_ids, positions, metadata = self.prepare_inputs(batch)
-        logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
+        logits = self.run_model(token_ids, positions, metadata)
         rows = sampling_rows(batch)
         if len(logits) > len(rows):
             self._report_prompts(batch, logits[len(rows) :])
         return self.sampler.sample(logits[: len(rows)], rows) if rows else SamplerOutput()
+
+    def run_model(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The logits of the rows that sample, until the next call: as a CPU graph if the batch is for one."""
+        logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata)
+        if logits is None:
+            logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
+        return logits
 
     def prepare_inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids and positions, int64 [num_tokens], and the metadata of a batch."""

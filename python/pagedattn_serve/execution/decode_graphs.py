@@ -1,0 +1,62 @@
+"""Steps that give each of a few sequences its next token, as CPU graphs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import CPUGraph
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+
+MAX_SEQUENCES = 8  # with more, what a step takes beside its kernels counts for little
+
+
+class DecodeGraphs:
+    """One for each number of sequences, captured when it first comes; each keeps what passes between its layers."""
+
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KVCache], max_num_blocks_per_seq: int) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._token_ids, self._positions, self._slot_mapping, self._sampling_rows = (
+            torch.zeros(MAX_SEQUENCES, dtype=torch.int64) for _ in range(4)
+        )
+        self._block_tables = torch.zeros(MAX_SEQUENCES, max_num_blocks_per_seq, dtype=torch.int32)
+        self._seq_lens = torch.zeros(MAX_SEQUENCES, dtype=torch.int32)
+        self._graphs: dict[int, tuple[CPUGraph, Tensor]] = {}
+
+    def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
+        """What the model returns, in memory that the next call writes to. None where a sequence has several tokens or
+        several samples, or there are too many sequences."""
+        num_seqs = len(token_ids)
+        if num_seqs > MAX_SEQUENCES or metadata.query_start_loc is not None:
+            return None
+        if len(metadata.sampling_rows) != num_seqs:
+            return None
+        for buffer, values in (
+            (self._token_ids, token_ids),
+            (self._positions, positions),
+            (self._slot_mapping, metadata.slot_mapping),
+            (self._sampling_rows, metadata.sampling_rows),
+            (self._seq_lens, metadata.seq_lens),
+        ):
+            buffer[:num_seqs] = values
+        self._block_tables[:num_seqs, : metadata.block_tables.shape[1]] = metadata.block_tables
+        if num_seqs not in self._graphs:
+            self._graphs[num_seqs] = self._capture(num_seqs)
+        graph, logits = self._graphs[num_seqs]
+        graph.replay()
+        return logits
+
+    def _capture(self, num_seqs: int) -> tuple[CPUGraph, Tensor]:
+        metadata = AttentionMetadata(
+            slot_mapping=self._slot_mapping[:num_seqs],
+            block_tables=self._block_tables[:num_seqs],
+            seq_lens=self._seq_lens[:num_seqs],
+            query_start_loc=None,
+            sampling_rows=self._sampling_rows[:num_seqs],
+        )
+        graph = CPUGraph()
+        with graph.capture():
+            logits = self._model(self._token_ids[:num_seqs], self._positions[:num_seqs], self._kv_caches, metadata)
+        return graph, logits
