@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 from harness import load_pyplot
 
+import pagedattn_ext
 from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, SamplingParams
 from serve.requests import Request
 
@@ -100,9 +101,11 @@ FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")  # of weights
 
 
 def engine_options(weight_format: str) -> dict[str, str]:
-    """Arguments of LLMEngine, which are options of `pagedattn serve` as well; int8 and int4 meet rows in fp32."""
+    """Arguments of LLMEngine, which are options of `pagedattn serve` as well; int8 and int4 meet rows in bf16 where the
+    CPU has instructions for it, in fp32 where it has not."""
     if weight_format in ("int8", "int4"):
-        return {"dtype": "float32", "quantization": weight_format}
+        has_bfloat16 = pagedattn_ext.cpu_capability() == "avx512_bf16"
+        return {"dtype": "bfloat16" if has_bfloat16 else "float32", "quantization": weight_format}
     return {"dtype": weight_format}
 
 
@@ -115,7 +118,7 @@ class ModelTimer:
     def __init__(self, engine: LLMEngine) -> None:
         self.seconds = 0.0
         runner = engine.model_runner
-        for owner, name in ((runner.model, "forward"), (runner.sampler, "sample")):
+        for owner, name in ((runner, "run_model"), (runner.sampler, "sample")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
