@@ -13,7 +13,7 @@ namespace {
 constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
-constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 4096;  // in flight, of all panels at once
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // in flight, of all panels at once
 
 // Sums of a block. Without VNNI they are 16 bits wide, two for each column: at most 16 products of at most 15 * 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
