@@ -568,8 +568,8 @@ PAGEDATTN_INLINE void prefetch_line(const void* address) {
   for (int i = 0; i < TRIES; ++i) __builtin_prefetch(address, 0, 2);
 }
 
-// Fetches the cache line of `address`, which is read once: with AVX512 into the second-level cache, as so many lines may
-// not be on their way into the first, without it into the first alone: what other code has in the caches behind it stays.
+// Fetches the cache line of `address`, which is read once. With AVX512 into the second-level cache, as few lines at a
+// time may be on their way into the first; without it into the first alone, and what other code has behind it stays.
 PAGEDATTN_INLINE void prefetch_once(const void* address) { __builtin_prefetch(address, 0, VEC_BYTES == 64 ? 2 : 0); }
 
 // ---- reductions
