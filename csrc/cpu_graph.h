@@ -10,13 +10,20 @@ namespace pagedattn {
 
 class CpuGraph {
  public:
+  CpuGraph() = default;
+  CpuGraph(const CpuGraph&) = delete;
+  CpuGraph& operator=(const CpuGraph&) = delete;
+  ~CpuGraph() { end_capture(); }
+
   // Until end_capture, ops that this thread calls check their arguments and return, and the graph takes what is left to
   // do. Throws std::runtime_error if the thread captures one already.
   void begin_capture() {
     if (capturing_ != nullptr) throw std::runtime_error("CPUGraph: expected no other capture under way on this thread");
     capturing_ = this;
   }
-  void end_capture() { capturing_ = nullptr; }
+  void end_capture() {
+    if (capturing_ == this) capturing_ = nullptr;
+  }
 
   void replay() const {
     for (const auto& node : nodes_) node();

@@ -109,6 +109,27 @@ def test_one_capture_at_a_time() -> None:
     assert_same_bits(out, ops.linear_packed(input, packed, 32))
 
 
+def test_reset() -> None:
+    """Of a graph, and of a capture of which the context was entered and never left."""
+    packed, input = make_layer()
+    expected = ops.linear_packed(input, packed, 32)
+    graph = CPUGraph()
+    graph.reset()
+    with graph.capture():
+        out = ops.linear_packed(input, packed, 32)
+    graph.reset()
+    out.fill_(1)
+    graph.replay()
+    assert (out == 1).all()
+    graph.capture().__enter__()
+    graph.reset()
+    assert_same_bits(ops.linear_packed(input, packed, 32), expected)
+    with graph.capture():
+        out = ops.linear_packed(input, packed, 32)
+    graph.replay()
+    assert_same_bits(out, expected)
+
+
 def test_other_threads_go_on() -> None:
     packed, input = make_layer()
     expected = ops.linear_packed(input, packed, 32)

@@ -1,15 +1,15 @@
 """What a function computes on the CPU, captured once and replayed on the same memory without Python between the ops."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
 from . import _C
+from .inference_mode import inference_mode
 from .ops._call import tensors_in
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # leave nothing to replay
@@ -31,11 +31,9 @@ class CPUGraph:
     """
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], None]] = []
-        self._kept: list[Tensor] = []
+        self._capture: _Capture | None = None
 
-    @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self) -> AbstractContextManager[object]:
         """A context. Within it, on this thread, the ops of this package are captured and not run, so their results are
         undefined until `replay`; ops of torch are run and, unless they only allocate memory or return views, run again
         at each replay.
@@ -44,17 +42,25 @@ class CPUGraph:
         is not on the CPU; and for an op with a result that is no tensor, as `Tensor.item`: a replay could not take it
         into account. After any error within it the graph is empty.
         """
-        if self._steps:
+        if self._capture is not None and self._capture.is_complete:
             raise RuntimeError("CPUGraph: expected a new graph, got one with a capture")
-        with _Capture() as capture:
-            yield
-        self._steps, self._kept = capture.steps, capture.kept
+        self._capture = _Capture()
+        return self._capture
 
+    def reset(self) -> None:
+        """Empty the graph, and end a capture of it that an interrupt has left under way on this thread, as one can that
+        comes in the middle of the context's `__exit__`."""
+        if self._capture is not None:
+            self._capture.end()
+            self._capture = None
+
+    @inference_mode()  # or what was made in that mode could not be written to outside of it
     def replay(self) -> None:
         """Run all that was captured. Values that an op checks at its door, such as block numbers, are not checked
         again."""
-        for step in self._steps:
-            step()
+        if self._capture is not None and self._capture.is_complete:
+            for step in self._capture.steps:
+                step()
 
 
 class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -63,7 +69,9 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], None]] = []
-        self.kept: list[Tensor] = []
+        self.is_complete = False
+        self._kept: list[Tensor] = []
+        self._graph = _C.CpuGraph()
 
     def __enter__(self) -> "_Capture":
         self._begin()
@@ -71,8 +79,15 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._graph.end_capture()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._end()
+        self.is_complete = exception[0] is None
+
+    def end(self) -> None:
+        """Undo what `__enter__` has done and `__exit__` has not."""
+        self._graph.end_capture()
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,28 +100,23 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_captured and not (op.is_view and _share_memory(results, inputs)):
             if not results:
                 raise RuntimeError(f"CPUGraph: expected ops that return tensors, got {op}, which a replay would miss")
-            self._end()
+            self._graph.end_capture()
             self.steps.append(partial(_run_again, op, args, kwargs, results))
             self._begin()
         return result
 
     def _begin(self) -> None:
-        graph = _C.CpuGraph()
-        graph.begin_capture()
-        self._graph = graph
-        self.steps.append(graph.replay)
-
-    def _end(self) -> None:
-        self._graph.end_capture()
+        self._graph = _C.CpuGraph()
+        self.steps.append(self._graph.replay)
+        self._graph.begin_capture()
 
     def _keep(self, op: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise RuntimeError(f"CPUGraph: expected tensors on the CPU, got one on {tensor.device} in {op}")
-            self.kept.append(tensor)
+            self._kept.append(tensor)
 
 
-@torch.inference_mode()  # or what was made in that mode could not be written to outside of it
 def _run_again(op: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
     for old, new in zip(results, tensors_in(op(*args, **kwargs)), strict=True):
         if new is not old:

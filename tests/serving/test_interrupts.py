@@ -1,7 +1,7 @@
 """An interrupt may come at any point of `LLM.generate`: nothing stays behind, and the next call is as good as any.
 
-`sys.settrace` raises KeyboardInterrupt at one chosen place after the other, so that every line of the engine is tried;
-a timer's signal tries what lies between lines.
+`sys.settrace` raises KeyboardInterrupt at one chosen place after the other, so that every line of the engine is tried,
+and the door of every function; a timer's signal tries what lies between lines.
 """
 
 import signal
@@ -13,9 +13,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, finish_all
+import torch
+from checkpoints import Checkpoint, finish_all, token_ids
+from torch.autograd import grad_mode
+from torch.utils import _python_dispatch
 
 import pagedattn_serve
+from pagedattn_ext import cpu_graph, inference_mode
 from pagedattn_serve import LLM, RequestOutput, SamplingParams, StructuredOutput
 
 ROOT = Path(pagedattn_serve.__file__).parent
@@ -42,6 +46,10 @@ FILES = {
         "text/detokenizer.py",
     )
 }
+# What sets modes of torch, and takes them back.
+MODES = {str(ROOT / "execution/decode_graphs.py")} | {
+    module.__file__ for module in (cpu_graph, inference_mode, grad_mode, _python_dispatch)
+}
 # Chunks of prompts, a preemption, and an end at a time of its own for each.
 SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=13)
 PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
@@ -65,10 +73,10 @@ FORMS = [
 
 
 class Places:
-    """The lines of FILES as they are run, counted; at number `at` an interrupt comes."""
+    """The calls and lines of some files as they are run, counted; at number `at` an interrupt comes."""
 
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.count = at, 0
+    def __init__(self, at: int | None = None, files: set[str] = FILES) -> None:
+        self.at, self.files, self.count = at, files, 0
         self.seen: list[tuple[str, int]] = []
 
     def __enter__(self) -> "Places":
@@ -80,10 +88,10 @@ class Places:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
-        return self._place if frame.f_code.co_filename in FILES else None
+        return self._place(frame, event, arg) if frame.f_code.co_filename in self.files else None
 
     def _place(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
-        if event == "line":
+        if event in ("call", "line"):
             self.count += 1
             self.seen.append((frame.f_code.co_qualname, frame.f_lineno))
             if self.count == self.at:
@@ -125,6 +133,7 @@ def expect_nothing_left(llm: LLM) -> None:
     assert (stats.num_swapped, stats.num_used_host_blocks) == (0, 0)
     assert not engine.has_unfinished_requests()
     engine.scheduler.block_manager.check_integrity()
+    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("case", ["single", "speculation", "groups", "forms"])
@@ -237,6 +246,37 @@ def test_an_interrupted_engine_goes_on(
     assert (engine.stats().num_accepted_tokens > 0) == (speculation is not None)
     for at in chosen(places.seen):
         assert run(Places(at)) == expected
+
+
+def test_an_interrupt_amid_modes_of_torch(llama: Checkpoint) -> None:
+    """Of a step that captures a graph: no mode outlives it, though its traceback does, and it comes again."""
+    engine, prompt = LLM(llama.path, enable_prefix_caching=False).llm_engine, llama.prompts[5]
+    graphs = engine.model_runner._graphs
+    assert graphs is not None
+
+    def run(places: Places) -> bool:
+        graphs._graphs.clear()
+        engine.add_request("a", None, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), prompt)
+        engine.step()
+        interrupts = []
+        with places:
+            try:
+                engine.step()
+            except KeyboardInterrupt as interrupt:
+                interrupts.append(interrupt)
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        assert _python_dispatch._get_current_dispatch_mode() is None
+        assert token_ids([finish_all(engine)["a"][-1]]) == [llama.expected[5][:4]]
+        return interrupts != []
+
+    run(Places())  # torch does some things once
+    places = Places(files=MODES)
+    run(places)
+    for name in ("_Capture.__enter__", "_Capture.__exit__", "TorchDispatchMode.__exit__", "CPUGraph.replay"):
+        assert any(seen.endswith(name) for seen, _ in places.seen), name
+    numbers = chosen(places.seen)
+    # After one within `TorchDispatchMode.__enter__` that takes a line or two less.
+    assert sum(run(Places(at, MODES)) for at in numbers) > 0.9 * len(numbers) > 50
 
 
 def test_real_signals(llm: LLM) -> None:

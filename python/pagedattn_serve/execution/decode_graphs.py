@@ -57,6 +57,10 @@ class DecodeGraphs:
             sampling_rows=self._sampling_rows[:num_seqs],
         )
         graph = CPUGraph()
-        with graph.capture():
-            logits = self._model(self._token_ids[:num_seqs], self._positions[:num_seqs], self._kv_caches, metadata)
+        try:
+            with graph.capture():
+                logits = self._model(self._token_ids[:num_seqs], self._positions[:num_seqs], self._kv_caches, metadata)
+        except BaseException:
+            graph.reset()  # an interrupt that came as the context was entered or left would leave it by half
+            raise
         return graph, logits

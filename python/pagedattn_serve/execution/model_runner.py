@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
@@ -49,7 +50,7 @@ class ModelRunner:
         has_graphs = device == "cpu" and isinstance(model, NativeCausalLM) and not enforce_eager
         self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, max_num_blocks_per_seq) if has_graphs else None
 
-    @torch.inference_mode()
+    @inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """The tokens that the sequences of the batch sample, in order. The batch must not be empty.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
+from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
@@ -89,7 +90,7 @@ class TransformersCausalLM(CausalLM):
         logits: Tensor = outputs.logits[0]
         return logits
 
-    @torch.inference_mode()
+    @inference_mode()
     def compare(self) -> float:
         """Relative difference of the logits of two sequences that come together in pieces from those of each alone.
 
