@@ -12,6 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
+# For tests of what happens amid requests: as `slow_steps`, a token takes some milliseconds.
+SLOW_COMMAND = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent / "serving")!r})
+from async_runs import slowed
+from pagedattn_serve.execution.model_runner import ModelRunner
+ModelRunner.execute = slowed(ModelRunner.execute)
+{COMMAND}
+"""
 START_SECONDS = 120  # on a busy machine
 STOP_SECONDS = 60
 _SAMPLE = re.compile(r"(?:pagedattn:)?([^{ ]+)(?:\{(.*)\})? (\S+)")
@@ -106,10 +115,12 @@ def running(
 
 
 @contextmanager
-def serving(*arguments: str, python: str, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+def serving(
+    *arguments: str, python: str, environment: Mapping[str, str] | None = None, program: str = COMMAND
+) -> Iterator[ServerProcess]:
     """As `running`, but SIGTERM ends it, unless it has ended before: asserts status 0, and that there was no
     traceback."""
-    with running(*arguments, python=python, environment=environment) as server:
+    with running(*arguments, python=python, environment=environment, program=program) as server:
         yield server
         server.process.terminate()
         assert server.process.wait(STOP_SECONDS) == 0, server.stderr

@@ -1,16 +1,14 @@
 """The live page in a browser: Chromium without a window, driven by Playwright."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from server_process import ServerProcess
+from server_process import SLOW_COMMAND, ServerProcess
 
 PATIENCE = 60_000  # milliseconds: the machine may have other work
 
@@ -27,17 +25,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def slow_server(
-    serve: Callable[..., AbstractContextManager[ServerProcess]], demo_model: str, tmp_path_factory: Any
-) -> Iterator[ServerProcess]:
-    """One that a browser can follow. As a Granite, which is a LLaMA with factors of 1, the demo model runs through
-    transformers: several milliseconds a token, where it takes a few tenths of one otherwise."""
-    directory: Path = tmp_path_factory.mktemp("model") / "granite"
-    shutil.copytree(demo_model, directory)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
-    (directory / "config.json").write_text(json.dumps(config))
-    with serve(str(directory)) as server:
+def slow_server(serve: Callable[..., AbstractContextManager[ServerProcess]]) -> Iterator[ServerProcess]:
+    """One that a browser can follow."""
+    with serve(program=SLOW_COMMAND) as server:
         yield server
         server.wait_until_idle()
 

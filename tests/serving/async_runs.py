@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -64,6 +65,17 @@ async def handed_over(serving: AsyncLLMEngine, num_requests: int) -> None:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def slowed(execute: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """`ModelRunner.execute` with a wait before each step: those of models this small are over before an event loop gets
+    its turn."""
+
+    def slow(*args: Any) -> SamplerOutput:
+        time.sleep(0.003)
+        return execute(*args)
+
+    return slow
 
 
 class Runner:

@@ -1,12 +1,11 @@
 """Checkpoints, made once for all tests of the serving layer. Nothing may write to their directories."""
 
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from async_runs import slowed
 from checkpoints import (
     BEGINNING,
     SPEECH,
@@ -101,11 +100,5 @@ def engine(text_model: str) -> LLMEngine:
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what happens amid steps: those of models this small are over before the event loop gets its turn."""
-    execute = ModelRunner.execute
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.003)
-        return execute(*args)
-
-    monkeypatch.setattr(ModelRunner, "execute", slow)
+    """For tests of what happens amid steps."""
+    monkeypatch.setattr(ModelRunner, "execute", slowed(ModelRunner.execute))

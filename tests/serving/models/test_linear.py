@@ -1,5 +1,7 @@
 """Packed linear layers: the results of `nn.Linear`, or of one with quantized weights; a row never minds the others."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,29 @@ from pagedattn_serve.models.linear import (
 )
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
 
+GROWTH = """
+from pathlib import Path
+import torch
+from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
+from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+torch.set_num_threads(1)
+weight = torch.ones(128, 128)
+layers = [PackedLinear(weight, None), PackedLinear(weight.bfloat16(), None)]
+layers += [Int8Linear(quantize_int8(weight), None), Int4Linear(quantize_int4(weight), None)]
+hidden = torch.zeros(640, 128)
+with torch.inference_mode():
+    for layer in layers:
+        layer(hidden), layer(hidden.bfloat16())
+    before = resident_mib()
+    for num_rows in range(1, 641):
+        for layer in layers:
+            layer(hidden[:num_rows]), layer(hidden[:num_rows].bfloat16())
+    print(resident_mib() - before)
+"""
 VOCAB_SIZE = 1000
 MAKERS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {
     "packed": PackedLinear,
@@ -182,3 +207,9 @@ def test_forms_in_words() -> None:
     assert int4.describe(model) == f"2 {Int4Linear.FORM}; 1 {Int8Linear.FORM}"
     assert int4.describe(model[3:]) == f"the last one {Int8Linear.FORM}"
     assert int4.describe(nn.Sequential(layers[0], layers[3])) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
+
+
+def test_memory_does_not_grow_with_every_number_of_rows() -> None:
+    """Code that is made for each number of rows, as by oneDNN, would take 300 MiB and more for a layer."""
+    run = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=120)
+    assert float(run.stdout) < 80

@@ -10,12 +10,12 @@ import time
 
 import httpx
 import pytest
-from server_process import ServerProcess, running
+from server_process import SLOW_COMMAND, ServerProcess, running
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.run import bind, listen, port_of
 
-# 500 tokens of the demo model: a second or more.
+# 500 tokens of the demo model, at SLOW_COMMAND: a second or more.
 LONG = {"model": "demo_model", "prompt": "A class", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
 
@@ -46,7 +46,7 @@ class Streams:
 
 def test_its_life() -> None:
     """Table, answers, and SIGTERM while requests run: they end as if nothing was, and no new one begins."""
-    with running(python=sys.executable) as server:
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
         names = [line[:15].rstrip() for line in server.stdout.splitlines()]
         assert names == ["model", "architecture", "device", "dtype", "cache", "limits", "API key", "URL"]
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -68,7 +68,7 @@ def test_what_does_not_end_in_time_is_aborted() -> None:
     """With an answer that says so. The log is JSON here, and has neither key nor prompt."""
     options = ["--shutdown-timeout", "0", "--log-format", "json", "--served-model-name", "demo_model"]
     environment = {"PAGEDATTN_API_KEY": "first-key,second-key"}
-    with running(*options, python=sys.executable, environment=environment) as server:
+    with running(*options, python=sys.executable, environment=environment, program=SLOW_COMMAND) as server:
         headers = {"Authorization": "Bearer second-key"}
         assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
         body = {**LONG, "max_tokens": 2, "prompt": "secret-prompt"}
@@ -97,7 +97,7 @@ def test_what_does_not_end_in_time_is_aborted() -> None:
 
 
 def test_a_second_signal_waits_for_nothing() -> None:
-    with running(python=sys.executable) as server:
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
         streams = Streams(server, 2)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
