@@ -366,7 +366,7 @@ def save_config(directory: Path, model_type: str, architecture: str | None = Non
 def expect_refusal(directory: Path, architecture: str, reason: str) -> None:
     with pytest.raises(ValueError) as error:
         build_model(str(directory))
-    runs = f"through transformers {transformers.__version__}"
+    runs = f"through transformers {transformers_model.transformers.__version__}"
     beginning = f"architecture: expected one that can run {runs}, got {architecture}: {reason}"
     assert str(error.value).startswith(beginning) and "\n" not in str(error.value)
 
@@ -394,7 +394,8 @@ def test_a_rotary_embedding_that_hangs_on_the_batch_is_refused(tmp_path: Path) -
 
 def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = save_config(tmp_path, "olmo2", **SHAPE)
-    monkeypatch.setattr(transformers, "__version__", "5.18.1")
+    # That module's own: transformers puts another one in its place when it first imports its processors.
+    monkeypatch.setattr(transformers_model.transformers, "__version__", "5.18.1")
     expect_refusal(tmp_path, architecture, "that takes transformers 5.19")
 
 
