@@ -26,6 +26,9 @@ constexpr int64_t BLOCK_STEPS = 256 / TILE_PANELS;
 // In flight for a single tile, of all panels at once. Where lines are fetched into the first-level cache alone, more
 // would push each other out of it.
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 1024;
+// Conversions from fp16 leave the core less time to wait for the second-level cache.
+template <typename W>
+constexpr int NEAR_BYTES = VEC_BYTES == 64 && std::is_same_v<W, float16> ? 256 : 0;
 
 // What rows and weights are when they meet, step by step along in_features. Element: of converted rows, and of blocks
 // of weights that are converted once for many rows; a step has one for each row and for each feature of a panel.
@@ -168,7 +171,7 @@ void one_tile(const LinearPackedParams& p, int64_t panel) {
   const int64_t panel_size = p.in_features * LINEAR_PANEL, num_steps = p.in_features / Operands::STEP;
   const W* weights = static_cast<const W*>(p.packed_weight) + panel * panel_size;
   const auto* rows = static_cast<const typename Operands::Element*>(p.rows);
-  const FetchAhead<PANELS, PREFETCH_BYTES> fetch_ahead(weights, panel_size * sizeof(W));
+  const FetchAhead<PANELS, PREFETCH_BYTES, NEAR_BYTES<W>> fetch_ahead(weights, panel_size * sizeof(W));
   for (int64_t step = 0; step < num_steps; step += BLOCK_STEPS) {
     const W* block = weights + step * SIZE;
     const auto prefetch = [&](int64_t i) PAGEDATTN_ALWAYS_INLINE { fetch_ahead(block + i * SIZE); };

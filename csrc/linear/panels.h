@@ -47,8 +47,9 @@ PAGEDATTN_INLINE void dispatch_tiles(int64_t num_rows, int64_t begin, int64_t en
 }
 
 // Fetches ahead for what reads PANELS panels side by side: so many BYTES of all together, and at their end the first
-// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only.
-template <int PANELS, int BYTES>
+// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only. NEAR_BYTES
+// ahead in each panel, if any, lines go on from the second-level cache into the first.
+template <int PANELS, int BYTES, int NEAR_BYTES = 0>
 class FetchAhead {
  public:
   PAGEDATTN_INLINE FetchAhead(const void* panels, int64_t panel_bytes)
@@ -59,7 +60,12 @@ class FetchAhead {
     const char* ahead = static_cast<const char*>(address) + BYTES / PANELS;
     if (ahead >= end_) ahead += (PANELS - 1) * panel_bytes_;
     PAGEDATTN_UNROLL
-    for (int i = 0; i < PANELS; ++i) prefetch_once(ahead + i * panel_bytes_);
+    for (int i = 0; i < PANELS; ++i) {
+      prefetch_once(ahead + i * panel_bytes_);
+      if constexpr (NEAR_BYTES > 0) {
+        __builtin_prefetch(static_cast<const char*>(address) + NEAR_BYTES + i * panel_bytes_);
+      }
+    }
   }
 
  private:
