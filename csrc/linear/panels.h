@@ -47,8 +47,8 @@ PAGEDATTN_INLINE void dispatch_tiles(int64_t num_rows, int64_t begin, int64_t en
 }
 
 // Fetches ahead for what reads PANELS panels side by side: so many BYTES of all together, and at their end the first
-// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only. NEAR_BYTES
-// ahead in each panel, if any, lines go on from the second-level cache into the first.
+// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only. With
+// NEAR_BYTES, lines so far ahead in each panel go on from the second-level cache into the first.
 template <int PANELS, int BYTES, int NEAR_BYTES = 0>
 class FetchAhead {
  public:
