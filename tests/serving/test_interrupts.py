@@ -182,10 +182,11 @@ def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LLM, "_abort_all", interrupted)
     with Places() as places:
         generate(llm)
-    # In scheduling, in the middle of the appending of tokens, between two steps.
-    firsts = [places.seen.index(place) + 1 for place in set(places.seen) if place[0].endswith((
-        "Scheduler.add", "LLMEngine.add_request", "Scheduler.schedule", "Request.add_token", "LLMEngine._append_tokens"
-    ))]  # fmt: skip
+    # In queueing, in scheduling, and in the middle of the appending of tokens.
+    names = {"LLMEngine.queue_request", "Scheduler.add", "Scheduler.schedule", "LLMEngine._append_tokens"}
+    names |= {"Request.add_tokens", "Completion.add_token"}
+    assert names <= {name for name, _ in places.seen}
+    firsts = [places.seen.index(place) + 1 for place in set(places.seen) if place[0] in names]
     assert len(firsts) > 40
     for at in sorted(firsts)[::4]:
         second, num_in_clean_up = 1, 10**9
