@@ -47,12 +47,13 @@ def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
     arguments = ["serve", "some/models/name-7b/", "--host", "localhost", "--port", "0", "--api-key", "a"]
     arguments += ["--api-key", "b", "--prefix-cache-per-key", "--chat-template", str(template), "--max-waiting", "7"]
     arguments += ["--max-body-size", "1MiB", "--request-timeout", "8.5", "--shutdown-timeout", "0"]
-    arguments += ["--log-format", "json", "--log-level", "debug"]
+    arguments += ["--log-format", "json", "--log-level", "debug", "--allowed-hosts", "box.example,10.0.0.1"]
     assert main(arguments) == 0
     assert main([*arguments, "--served-model-name", "other"]) == 0
     expected = ServerConfig(
         host="localhost",
         port=0,
+        allowed_hosts=("box.example", "10.0.0.1"),
         api_keys=("a", "b"),
         served_model_name="name-7b",
         max_waiting=7,
@@ -142,6 +143,8 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
         (["--port", "65536"], "port: expected an int in [0, 65535], got 65536"),
         (["--api-key", "two words"], "api_keys: expected printable ASCII without spaces, got another character in key"),
         (["--api-key", ""], "api_keys: expected a text for key 1 of 1, got an empty one"),
+        (["--allowed-hosts", "a:80"], "allowed_hosts: expected names or addresses without scheme and port, or *, got"),
+        (["--allowed-hosts", "a,,b"], "allowed_hosts: expected names or addresses without scheme and port, or *, got"),
         (["--prefix-cache-per-key"], "salt_by_key: expected False without API keys"),
         (["--max-waiting", "0"], "max_waiting: expected an int >= 1, got 0"),
         (["--max-body-size", "0"], "max_body_bytes: expected an int >= 1, got 0"),

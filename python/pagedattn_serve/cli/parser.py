@@ -74,6 +74,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: %(default)s)"
     )
     server.add_argument(
+        "--allowed-hosts",
+        metavar="HOSTS",
+        help="names and addresses, with commas between them, by which requests may call the server in their header "
+        "Host, beside localhost and --host; * is any (default: no others, but any if other machines can connect)",
+    )
+    server.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",

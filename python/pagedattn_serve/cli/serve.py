@@ -21,6 +21,7 @@ def serve(args: argparse.Namespace) -> int:
     config = ServerConfig(
         host=args.host,
         port=args.port,
+        allowed_hosts=None if args.allowed_hosts is None else tuple(args.allowed_hosts.split(",")),
         api_keys=tuple(keys_in_environment() if args.api_key is None else args.api_key),
         served_model_name=Path(args.model).name if args.served_model_name is None else args.served_model_name,
         max_waiting=args.max_waiting,

@@ -1,11 +1,14 @@
 """What the server is told, checked once at construction. The engine has its own configs."""
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+ANY_HOST = "*"
 
 
 @dataclass(frozen=True)
@@ -13,6 +16,8 @@ class ServerConfig:
     """Defaults are those of `pagedattn serve`.
 
     host: name or address to listen on. port: 0 takes any that is free.
+    allowed_hosts: names and addresses, beside host and those of this machine's loopback, by which requests may call the
+        server in their header Host; "*": by any. None: any, unless the server listens to loopback addresses alone.
     api_keys: those that requests may bring, any of them; empty: none is asked for.
     served_model_name: what clients call the model.
     max_waiting: most requests that wait for the engine; more are refused with status 429.
@@ -29,6 +34,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str = "demo_model"
     max_waiting: int = 1024
@@ -61,11 +67,33 @@ class ServerConfig:
         if self.salt_by_key and not self.api_keys:
             raise ValueError("salt_by_key: expected False without API keys, by which prompts would be told apart")
         check_api_keys(self.api_keys)
+        if self.allowed_hosts is not None:
+            check_hosts(self.allowed_hosts)
 
 
 def check_not_empty(name: str, value: object) -> None:
     if not check_text(name, value):
         raise ValueError(f"{name}: expected a text, got an empty one")
+
+
+def check_hosts(hosts: object) -> None:
+    """Raise TypeError unless they are a tuple of strings, ValueError unless each can be the name in a header Host."""
+    if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
+        raise TypeError("allowed_hosts: expected a tuple of strings")
+    for host in hosts:
+        if host != ANY_HOST and not is_host(host):
+            raise ValueError(
+                f"allowed_hosts: expected names or addresses without scheme and port, or {ANY_HOST}, got {host!r}"
+            )
+
+
+def is_host(text: str) -> bool:
+    """Whether it is a name or an address; one of version 6 may have brackets around it."""
+    try:
+        ipaddress.ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
+    except ValueError:
+        return re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", text, re.IGNORECASE) is not None
+    return True
 
 
 def check_api_keys(keys: object) -> None:

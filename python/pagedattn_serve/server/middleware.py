@@ -1,15 +1,17 @@
 """What every request passes before the app and every answer after it, as plain ASGI: streams go through unbuffered, and
 the app sees its client go away.
 
-From the outside: `RequestLog` (id, log line, whatever goes wrong), `TimeLimit`, `KeyCheck`, `BodyLimit`. A request that
-is refused here is answered in OpenAI's shape, and its connection closed, so that nobody reads a body to its end for
-nothing.
+From the outside: `RequestLog` (id, log line, whatever goes wrong), `TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`,
+`HeadAsGet`. A request that is refused here is answered in OpenAI's shape, and its connection closed, so that nobody
+reads a body to its end for nothing.
 """
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
+import re
 import secrets
 import time
 import traceback
@@ -21,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.config import ANY_HOST, ServerConfig
 from pagedattn_serve.server.errors import ApiError, encode_json
 from pagedattn_serve.server.request_context import RequestContext, current_request
 
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 # What is served without a key; all else, known or not, asks for one.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
 OPEN_FOLDER = "/page/"
+# A header Host, with or without a port; of an address of version 6 in its brackets.
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@?#\s]+)(:[0-9]*)?", re.IGNORECASE)
 # What is asked all the time, and logged on the level "debug" alone unless it fails.
 POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
 
@@ -43,8 +47,11 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
     request_id: as in the header X-Request-Id, the server's own, unguessable. key_id: a name of the API key that does
     not tell the key, "" without one.
     """
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.read_timeout)
     app.add_middleware(KeyCheck, keys=config.api_keys)
+    if config.allowed_hosts is not None and ANY_HOST not in config.allowed_hosts:
+        app.add_middleware(HostCheck, names=(config.host, *config.allowed_hosts))
     app.add_middleware(TimeLimit, seconds=config.request_timeout)
     app.add_middleware(RequestLog)
 
@@ -140,6 +147,54 @@ class TimeLimit:
                         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+class HostCheck:
+    """Answers those alone who call the server by its name; 421 for others.
+
+    A web page can have its own name lead to an address of the server. A browser then takes the server for a part of the
+    page, and lets the page ask and read everything. But the browser tells the page's name in the header Host. Nobody
+    can have the names of loopback addresses lead elsewhere, so they are the server's wherever it listens.
+
+    names: the server's others, without ports. The address that a connection came to is one, too.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self.app = app
+        self.names = frozenset(map(bare_name, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            # Every browser sends one Host. HTTP/1.0 needs none: health checks of load balancers come without.
+            is_right = (
+                self._is_own(hosts[0], scope) if len(hosts) == 1 else not hosts and scope["http_version"] == "1.0"
+            )
+            if not is_right:
+                got = ", ".join(hosts)[:100] or "none"
+                text = f"Host: expected localhost, 127.0.0.1 or a name that --allowed-hosts adds, got {got}"
+                return await refuse(receive, send, 421, text, "host_not_allowed")
+        await self.app(scope, receive, send)
+
+    def _is_own(self, host: str, scope: Scope) -> bool:
+        match = HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = bare_name(match[1])
+        return name in self.names or is_loopback(name) or name == scope["server"][0]
+
+
+def bare_name(host: str) -> str:
+    """A name or an address as it is compared: without brackets, capitals and the dot at the end of a full name."""
+    return host.strip("[]").lower().removesuffix(".")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address means the machine itself; what ends in .localhost does so for every browser."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
 class KeyCheck:
     """Asks for one of the keys, as `Authorization: Bearer KEY`; 401 without it. How long it takes tells nothing."""
 
@@ -218,6 +273,18 @@ class BodyLimit:
             return await receive() if first is None else first
 
         await self.app(scope, receive_body, send)
+
+
+class HeadAsGet:
+    """A HEAD is answered as the GET of its path; the server sends no body for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes | None:

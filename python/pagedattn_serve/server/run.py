@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -89,7 +90,7 @@ def run_server(engine: LLMEngine, config: ServerConfig, sockets: list[socket.soc
 
 async def serve(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
     async with AsyncLLMEngine(engine, config.max_waiting, on_death=lambda: server.stop()) as async_engine:
-        server = Server(make_app(async_engine, config), async_engine, config)
+        server = Server(make_app(async_engine, with_hosts(config, sockets)), async_engine, config)
         listen(config.host, sockets)
         announce(engine, config, sockets)
         await server.serve(sockets)
@@ -97,6 +98,13 @@ async def serve(engine: LLMEngine, config: ServerConfig, sockets: list[socket.so
             return 0
         logger.error("the engine broke: %s", async_engine.error)
         return 1
+
+
+def with_hosts(config: ServerConfig, sockets: list[socket.socket]) -> ServerConfig:
+    """The config with its allowed hosts decided: a server for this machine alone answers no others than its own."""
+    if config.allowed_hosts is None and are_loopback(sockets):
+        return replace(config, allowed_hosts=())
+    return config
 
 
 class Server(uvicorn.Server):
@@ -174,9 +182,14 @@ def announce(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socke
         logger.info("serving", extra={"fields": facts})
     else:
         print("\n".join(f"{name:15}{value}" for name, value in facts.items()), flush=True)
-    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
-    if not config.api_keys and not all(address.is_loopback for address in addresses):
+    if not config.api_keys and not are_loopback(sockets):
         logger.warning("whoever can reach %s can use this server, as it asks for no API key (--api-key)", config.host)
+
+
+def are_loopback(sockets: list[socket.socket]) -> bool:
+    """Whether none of them can be reached from another machine."""
+    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
+    return all(address.is_loopback for address in addresses)
 
 
 def start_facts(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:

@@ -29,12 +29,22 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ("log_level", "all", ValueError, "log_level: expected debug or info or warning or error, got 'all'"),
         ("salt_by_key", True, ValueError, "salt_by_key: expected False without API keys, by which prompts would be"),
         ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings"),
+        ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings"),
     ],
 )
 def test_what_is_refused(field: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         ServerConfig(**{field: value})
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("host", ["", "http://box", "box:80", "box/", "*.example", "two words", "[box]", "a..b"])
+def test_a_host_that_no_header_would_name(host: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^allowed_hosts: expected names or addresses without scheme and port"
+    ) as raised:
+        ServerConfig(allowed_hosts=("box.example", "*", "10.0.0.1", "::1", "[::1]", host))
+    assert str(raised.value).endswith(f"got {host!r}")
 
 
 @pytest.mark.parametrize("key", ["", "two words", "line\n", "schlüssel", "tab\t", "\x7f"])

@@ -97,6 +97,54 @@ def test_refused_and_failed_requests_have_an_id() -> None:
     assert request(make_app(), "/v1/nothing").headers["x-request-id"]
 
 
+# --- names ---
+
+NAMES = ("Box.example", "FD00::1", "[fd00::2]")
+OWN_NAMES = """
+localhost LOCALHOST:8000 localhost. a.localhost:1 127.0.0.1 127.9.8.7:80 [::1] [::1]:8000 [0:0:0:0:0:0:0:1]
+own.example:8000 box.example BOX.example.:1 [fd00::1]:80 [fd00::2] server:8000
+"""  # the last is the connection's address here
+OTHER_NAMES = """
+evil.example evil.example:8000 box.example.evil.example localhost.evil.example evillocalhost 127.0.0.1.evil.example
+localhost:80:80 localhost:x localhost/ localhost@evil.example 10.0.0.1 2130706433 [::2] [::1].evil.example [::1 ::1 *
+"""
+
+
+@pytest.mark.parametrize("host", OWN_NAMES.split())
+def test_a_name_of_the_server(host: str) -> None:
+    app = make_app(host="own.example", allowed_hosts=NAMES)
+    assert request(app, "/v1/who", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", [*OTHER_NAMES.split(), "", "localhost evil.example"])
+def test_another_name(host: str) -> None:
+    """As of a page whose own name leads here: neither with a key nor without does it learn anything."""
+    app = make_app(host="own.example", allowed_hosts=NAMES, api_keys=KEYS)
+    for headers in ({}, {"Authorization": f"Bearer {KEYS[0]}"}):
+        response = request(app, "/health", headers={"Host": host, **headers})
+        message = assert_error(response, 421, "host_not_allowed")
+        assert message.endswith(f"a name that --allowed-hosts adds, got {host or 'none'}")
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.0", [], 200), ("1.1", [], 421), ("1.1", [b"localhost"], 200), ("1.0", [b"localhost", b"localhost"], 421)],
+)
+def test_one_host_or_in_http_1_0_none(version: str, hosts: list[bytes], status: int) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"http_version": version, "headers": [(b"host", host) for host in hosts], "server": ("127.0.0.1", 80)}
+    sent, _ = asgi_call(make_app(allowed_hosts=()), "/v1/who", receive, **scope)
+    assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize("allowed_hosts", [None, ("box.example", "*")])
+def test_any_name(allowed_hosts: tuple[str, ...] | None) -> None:
+    app = make_app(allowed_hosts=allowed_hosts)
+    assert request(app, "/v1/who", headers={"Host": "evil.example"}).status_code == 200
+
+
 # --- keys ---
 
 

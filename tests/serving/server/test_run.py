@@ -13,9 +13,11 @@ import pytest
 from server_process import SLOW_COMMAND, ServerProcess, running
 
 from pagedattn_serve.cli import main
-from pagedattn_serve.server.run import bind, listen, port_of
+from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.run import bind, listen, port_of, with_hosts
 
 # 500 tokens of the demo model, at SLOW_COMMAND: a second or more.
+HOSTS = ("localhost", "name-of-a-page.example")
 LONG = {"model": "demo_model", "prompt": "A class", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
 
@@ -49,7 +51,8 @@ def test_its_life() -> None:
     with running(python=sys.executable, program=SLOW_COMMAND) as server:
         names = [line[:15].rstrip() for line in server.stdout.splitlines()]
         assert names == ["model", "architecture", "device", "dtype", "cache", "limits", "API key", "URL"]
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == httpx.head(f"{server.url}/health").status_code == 200
+        assert [httpx.get(f"{server.url}/state", headers={"Host": host}).status_code for host in HOSTS] == [200, 421]
         streams = Streams(server, 4)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.TransportError):  # soon: it looks for signals ten times a second
@@ -174,6 +177,26 @@ def test_a_name_with_several_addresses_has_one_port() -> None:
     sockets = bind("localhost", 0)
     assert len({port_of(each) for each in sockets}) == 1
     assert all(each.family in (socket.AF_INET, socket.AF_INET6) for each in sockets)
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "decided"),
+    [
+        ("127.0.0.1", None, ()),
+        ("localhost", None, ()),
+        ("127.0.0.1", ("box.example",), ("box.example",)),
+        ("0.0.0.0", None, None),
+        ("0.0.0.0", ("box.example",), ("box.example",)),
+    ],
+)
+def test_which_names_a_server_answers(
+    host: str, given: tuple[str, ...] | None, decided: tuple[str, ...] | None
+) -> None:
+    """None: all of them. Whoever opens a server to other machines knows what they call it, and may not say."""
+    sockets = bind(host, 0)
+    assert with_hosts(ServerConfig(host=host, allowed_hosts=given), sockets).allowed_hosts == decided
     for each in sockets:
         each.close()
 

@@ -89,6 +89,31 @@ def test_a_wrong_method(client: Any) -> None:
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/page/page.js",
+        "/health",
+        "/version",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/metrics",
+        "/state",
+        "/openapi.json",
+    ],
+)
+def test_head_is_get_without_a_body(client: Any, path: str) -> None:
+    got, head = client.http.get(path), client.http.head(path)
+    assert head.status_code == got.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_head_of_what_cannot_be_got(client: Any) -> None:
+    assert client.http.head("/v1/nothing").status_code == 404
+    assert client.http.head("/v1/completions").status_code == 405
+
+
 def test_what_every_server_asks_for_is_on(speaker_path: str, serve: Any) -> None:
     with serve(LLMEngine(speaker_path), api_keys=("secret",), max_body_bytes=1000) as client:
         assert client.error("/v1/completions", prompt=BEGINNING)[0] == 401
