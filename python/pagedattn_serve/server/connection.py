@@ -1,13 +1,18 @@
-"""One client's connection: uvicorn's, with limits of its own on those who send headers, or read answers, too slowly."""
+"""One client's connection: uvicorn's, with limits of its own on those who send headers, or read answers, too slowly;
+and with answers for clients of HTTP/1.0, and for those that end their side once they have asked.
+"""
 
 import asyncio
 import sys
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 << 10  # of one request, with its line
+FIRST_PROBE_SECONDS = 1.0
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # says nothing, and may come any number of times before an answer
 
 
 class Connection(HttpToolsProtocol):
@@ -22,6 +27,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
         self._write_timer: asyncio.TimerHandle | None = None  # runs while a client does not read
+        self._probe_timer: asyncio.TimerHandle | None = None  # runs while a client that sends no more waits
         self._num_header_bytes = 0
         self._received = b""  # what the parser is at
 
@@ -31,8 +37,29 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self.resume_writing()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays, for the answers that a client waits for that will send no more.
+
+        A client that has gone away looks the same until something is written to it. Streams are; until an answer
+        begins, probes are, at longer and longer intervals: HTTP/1.0 does not know them.
+        """
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return False
+        self._stop_timer()
+        self.cycle.keep_alive = False
+        if self._probe_timer is None and self.scope["http_version"] != "1.0":
+            self._probe_timer = self.loop.call_later(FIRST_PROBE_SECONDS, self._probe, FIRST_PROBE_SECONDS)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        if not self.cycle.response_started:
+            self.transport.write(PROBE)
+            self._probe_timer = self.loop.call_later(seconds * 2, self._probe, seconds * 2)
 
     def data_received(self, data: bytes) -> None:
         self._received = data
@@ -55,6 +82,9 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_offer():
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _is_offer(self) -> bool:
         """Whether the request offers to go on in another protocol, as Java's client does with HTTP/2 in each."""
@@ -93,6 +123,30 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The app for a client of HTTP/1.0, which does not know chunks: what has no length ends with its connection.
+
+    uvicorn looks at the version for neither, but it sends no chunks where a length is known, as it is of each part.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_whole(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_whole)
+
+    return answer
 
 
 def connection_class(timeout: float) -> type[Connection]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pagedattn_serve.server import connection
 from pagedattn_serve.server.config import ServerConfig
 from pagedattn_serve.server.middleware import add_middleware
 from pagedattn_serve.server.run import Server, bind, listen, port_of
@@ -40,6 +42,27 @@ async def echo_length(request: Request) -> Response:
     return PlainTextResponse(str(len(await request.body())))
 
 
+async def two_parts(request: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"first "
+        yield b"second"
+
+    return StreamingResponse(parts())
+
+
+def unanswered(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
+    """No answer as long as the client is there; notes in `left` that it has gone."""
+
+    async def respond(request: Request) -> Response:
+        left.append("begun")
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        left.append("ended")
+        return Response()
+
+    return respond
+
+
 def endless(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
     """More than the buffers of a connection hold, for ever; notes in `left` that it was ended."""
 
@@ -61,8 +84,10 @@ def with_server(client: Client, left: list[str] | None = None, **config: Any) ->
     """Run `client` on the port of a server, then end it."""
 
     async def run() -> None:
-        routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"])]
-        app = Starlette(routes=[*routes, Route("/endless", endless(left if left is not None else []))])
+        routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"]), Route("/parts", two_parts)]
+        noted = left if left is not None else []
+        routes += [Route("/endless", endless(noted)), Route("/unanswered", unanswered(noted))]
+        app = Starlette(routes=routes)
         server_config = ServerConfig(port=0, **{"read_timeout": TIMEOUT} | config)
         add_middleware(app, server_config)
         engine = FakeEngine()
@@ -244,3 +269,81 @@ def test_what_is_not_http(sent: bytes) -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
     with_server(client, read_timeout=20)
+
+
+def answer_to(request: bytes, half_closes: bool = False) -> bytes:
+    """All that a server sends to one who asks, ends its side if it half-closes, and waits for the server's end."""
+    received = b""
+
+    async def client(port: int) -> None:
+        nonlocal received
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        if half_closes:
+            writer.write_eof()
+        received = await reader.read()
+        writer.close()
+
+    with_server(client, read_timeout=20)
+    return received
+
+
+@pytest.mark.parametrize("path", [b"/", b"/parts"])
+@pytest.mark.parametrize("half_closes", [False, True])
+def test_http_1_0_knows_no_chunks(path: bytes, half_closes: bool) -> None:
+    head, _, body = answer_to(b"GET " + path + b" HTTP/1.0\r\n\r\n", half_closes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"connection: close" in head
+    assert b"transfer-encoding" not in head and (b"content-length" in head) == (path == b"/")
+    assert body == (b"hello" if path == b"/" else b"first second")
+
+
+def test_who_ends_its_side_gets_all_that_it_asked_for() -> None:
+    """As `nc -N` does, here with two requests at once, the first of which has an answer in chunks."""
+    first, second = (REQUEST.replace(b"/", path, 1) for path in (b"/parts", b"/"))
+    answer = answer_to(first + second, half_closes=True)
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == 2
+    assert b"6\r\nfirst \r\n6\r\nsecond\r\n0\r\n\r\n" in answer and answer.endswith(b"\r\n\r\nhello")
+
+
+@pytest.mark.parametrize("request_", [b"", b"GET / HT", b"POST /length HTTP/1.1\r\nContent-Length: 5\r\n\r\nsome"])
+def test_who_ends_its_side_within_a_request_gets_nothing(request_: bytes) -> None:
+    assert answer_to(request_, half_closes=True) == b""
+
+
+@pytest.mark.parametrize("path", [b"/unanswered", b"/endless"])
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_a_client_that_goes_away_ends_its_request(monkeypatch: pytest.MonkeyPatch, path: bytes, how: str) -> None:
+    """Whether its answer has begun or not. A client that closes looks like one that ends its side alone."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05)
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            if how == "resets":
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.sendall(REQUEST.replace(b"/", path, 1))
+            while path == b"/unanswered" and not left:
+                await asyncio.sleep(0.01)
+        while "ended" not in left:
+            await asyncio.sleep(0.01)
+
+    with_server(client, left, read_timeout=20)
+
+
+def test_who_ends_its_side_and_waits_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to see whether it still is says nothing, and goes on until it is not."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05)
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"/", b"/unanswered", 1))
+        writer.write_eof()
+        for _ in range(3):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert left == ["begun"]
+        writer.transport.abort()
+        while "ended" not in left:
+            await asyncio.sleep(0.01)
+
+    with_server(client, left, read_timeout=20)
