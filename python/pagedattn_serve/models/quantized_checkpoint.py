@@ -22,12 +22,14 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features in the 4-bit p
 class CheckpointFormat:
     """How the tensors of a layer, named by what follows the layer's name, make up its weight.
 
-    MARKER: the tensor that a layer has if it is quantized. group_size: weights of a row with one scale; None: all.
+    MARKER: the tensor that a layer has if it is quantized. OPTIONAL: those that it may be without.
+    group_size: weights of a row with one scale; None: all.
     """
 
     METHOD: ClassVar[str]
     QUANTIZATION: ClassVar[str]
     MARKER: ClassVar[str]
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
 
     group_size: int | None
 
@@ -36,7 +38,7 @@ class CheckpointFormat:
         return f"{self.QUANTIZATION}, {scales}, as {self.METHOD} made it, rows quantized at run time"
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        """Of the tensors that a layer must have."""
+        """Of the tensors that a layer has."""
         raise NotImplementedError
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight | Int4Weight:
@@ -94,6 +96,7 @@ class Gptq(CheckpointFormat):
     METHOD: ClassVar = "gptq"
     QUANTIZATION: ClassVar = "int4"
     MARKER: ClassVar = "qweight"
+    OPTIONAL: ClassVar = frozenset({"g_idx"})  # groups are in order: desc_act, which would change it, is refused
 
     zero_offset: int  # what the first version of the format subtracts from its zeros
 
@@ -106,7 +109,8 @@ class Gptq(CheckpointFormat):
         codes = unpack_nibbles("qweight", tensors["qweight"].t())
         scales = tensors["scales"].t()
         group_size = codes.shape[1] // scales.shape[1]
-        if not torch.equal(tensors["g_idx"].long(), torch.arange(codes.shape[1]) // group_size):
+        in_order = torch.arange(codes.shape[1]) // group_size
+        if not torch.equal(tensors.get("g_idx", in_order).long(), in_order):
             raise ValueError("g_idx: expected groups in order, got a permutation of them")
         zeros = unpack_nibbles("qzeros", tensors["qzeros"]).add_(self.zero_offset).bitwise_and_(15).t()
         return Int4Weight(codes, scales, zeros)
@@ -248,7 +252,11 @@ def read_weight(
     weights = []
     for part, out_features in parts_of(layer, name).items():
         try:
-            shapes = format.shapes(out_features, layer.in_features)
+            shapes = {
+                suffix: shape
+                for suffix, shape in format.shapes(out_features, layer.in_features).items()
+                if suffix not in format.OPTIONAL or f"{part}.{suffix}" in tensors
+            }
             if layer.bias is None and f"{part}.bias" in tensors:  # of zeros, which the first GPTQ checkpoints have
                 shapes["bias"] = [out_features]
             found = read({f"{part}.{suffix}": shape for suffix, shape in shapes.items()})

@@ -103,6 +103,31 @@ def test_zeros_for_a_bias_that_the_layer_does_not_have(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_gptq_without_g_idx_has_its_groups_in_order(tmp_path: Path, name: str) -> None:
+    """Some programs write g_idx only where it says something."""
+    save_quantized(tmp_path, name, CONFIGS["gptq-zeros-64" if name == "gpt2" else "gptq"])
+    expected = load_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(tensor.endswith(".g_idx") for tensor in tensors)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    loaded = load_model(tmp_path)
+    held = {
+        f"{layer_name} {name}": value
+        for layer_name, layer in expected.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(layer, Int4Linear) and isinstance(value, Tensor)
+    }
+    assert len(held) > 1
+    for name, value in held.items():
+        layer_name, _, attribute = name.partition(" ")
+        assert torch.equal(getattr(loaded.get_submodule(layer_name), attribute), value), name
+
+
 def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama-gqa", GPTQ)
     model = build_model(tmp_path)
