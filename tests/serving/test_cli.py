@@ -153,14 +153,33 @@ def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert main(["generate", "--prompts-file", str(file), "--max-tokens", "8"]) == 0
     expected = [p + completion(p, max_tokens=8) for p in (PROMPT, "  indented é", "last")]
     assert capsys.readouterr().out == "\n\n".join(expected) + "\n"
-    file.write_bytes(b"caf\xe9")
-    assert main(["generate", "--prompts-file", str(file)]) == 1
-    assert f"prompts-file: expected UTF-8 in {file}, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("lines", [[b"A class", b"", b"caf\xe9 au lait", b"x"], [b"\xff"]], ids=["some", "all"])
+def test_a_line_that_is_not_utf8_costs_no_other_its_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, lines: list[bytes], as_json: bool
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\n".join(lines))
+    assert main(["generate", "--prompts-file", str(file), "--max-tokens", "8", *["--json"] * as_json]) == 1
+    captured = capsys.readouterr()
+    prompts = [line.decode(errors="replace") for line in lines if line]
+    texts = {p: "" if "\ufffd" in p else completion(p, max_tokens=8) for p in prompts}
+    place = "0xe9 as byte 4 of line 3" if len(prompts) == 3 else "0xff as byte 1 of line 1"
+    error = f"prompts-file: expected UTF-8 in {file}, got {place}"
+    assert captured.err.splitlines()[-1].endswith(f": {error}")
+    if as_json:
+        answers = [json.loads(line) for line in captured.out.splitlines()]
+        assert [(answer["prompt"], answer["text"]) for answer in answers] == list(texts.items())
+        assert [answer.get("error") for answer in answers] == [error if "\ufffd" in p else None for p in prompts]
+    else:
+        assert captured.out == "\n\n".join(p + text for p, text in texts.items()) + "\n"
 
 
 def test_lines_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the prompts, though the first of them ends last."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\nx"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\nx".encode())))
     stop = completion("x", max_tokens=8)[3:6]
     assert stop not in completion(PROMPT, max_tokens=8)
     options = ["--json", "--max-tokens", "8", "--stop", stop]

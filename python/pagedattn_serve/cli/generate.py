@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.cli.engine import make_engine
@@ -14,9 +15,9 @@ from pagedattn_serve.sampling_params import SamplingParams
 def generate(args: argparse.Namespace) -> int:
     """All prompts run together. Returns the exit status.
 
-    Raises ValueError if one ended in an error, once all that there is has been written.
+    Raises ValueError if one ended in an error, or was no text, once all that there is has been written.
     """
-    prompts = args.prompt or read_prompts(args.prompts_file)
+    prompts, errors = (args.prompt, {}) if args.prompt else read_prompts(args.prompts_file)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -29,69 +30,79 @@ def generate(args: argparse.Namespace) -> int:
     )
     engine = make_engine(args)
     for i, prompt in enumerate(prompts):
+        if i in errors:
+            continue
         try:
             engine.add_request(str(i), prompt, params)
         except (TypeError, ValueError) as error:
             raise type(error)(f"prompt {i + 1} of {len(prompts)}: {error}") from None
-    errors = write_json(engine) if args.json else write_text(engine, prompts)
+    errors |= (write_json if args.json else write_text)(engine, prompts, errors)
     if errors:
         first = min(errors)
         raise ValueError(f"prompt {first + 1} of {len(prompts)}: {errors[first]}")
     return 0
 
 
-def read_prompts(file: str) -> list[str]:
-    """The lines of a file, or of standard input for "-", but for empty ones. Raises ValueError if there are none."""
-    try:
-        if file == "-":
-            text = sys.stdin.read()
-        else:
-            with open(file, encoding="utf-8") as lines:
-                text = lines.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts-file: expected UTF-8 in {file}, got {error}") from None
-    prompts = [line for line in text.split("\n") if line.strip()]
+def read_prompts(file: str) -> tuple[list[str], dict[int, str]]:
+    """The lines of a file, or of standard input for "-", but for empty ones; and errors, by prompt.
+
+    A line that is not UTF-8 is a prompt with an error: it is only to be shown. Raises ValueError if there are no lines.
+    """
+    lines = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).splitlines()
+    prompts: list[str] = []
+    errors: dict[int, str] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.decode(errors="replace")
+        if not text.strip():
+            continue
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            place = f"byte {error.start + 1} of line {number}"
+            errors[len(prompts)] = f"prompts-file: expected UTF-8 in {file}, got {line[error.start]:#04x} as {place}"
+        prompts.append(text)
     if not prompts:
         raise ValueError(f"prompts-file: expected a prompt a line in {file}, got none")
-    return prompts
+    return prompts, errors
 
 
-def write_json(engine: LLMEngine) -> dict[int, str]:
-    """One object a request, in the order of the prompts, each as soon as it and those before it are done.
+def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:
+    """One object a prompt, in their order, each as soon as it and those before it are done.
 
-    Returns the errors that requests ended in, by prompt.
+    unread: the errors of prompts that the engine was not given. Returns those that requests ended in, by prompt.
     """
     errors: dict[int, str] = {}
     finished: dict[int, RequestOutput] = {}
-    num_written = 0
-    while engine.has_unfinished_requests():
-        finished |= {int(output.request_id): output for output in engine.step() if output.finished}
-        while num_written in finished:
-            output = finished.pop(num_written)
+    for i, prompt in enumerate(prompts):
+        fields: dict[str, Any] = {"prompt": prompt}
+        if i in unread:
+            fields |= {"text": "", "token_ids": [], "finish_reason": "error", "error": unread[i]}
+        else:
+            while i not in finished:
+                finished |= {int(output.request_id): output for output in engine.step() if output.finished}
+            output = finished.pop(i)
             completion = output.outputs[0]
-            fields: dict[str, Any] = {
-                "prompt": output.prompt,
+            fields |= {
                 "text": completion.text,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
             }
             if output.error is not None:
-                errors[num_written] = fields["error"] = output.error
-            print(json.dumps(fields, ensure_ascii=False), flush=True)
-            num_written += 1
+                errors[i] = fields["error"] = output.error
+        print(json.dumps(fields, ensure_ascii=False), flush=True)
     return errors
 
 
-def write_text(engine: LLMEngine, prompts: list[str]) -> dict[int, str]:
-    """The first prompt's text streams, and each other's follows when it is its turn. Returns as `write_json`."""
+def write_text(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:
+    """The first prompt's text streams, and each other's follows when it is its turn. As `write_json` otherwise."""
     errors: dict[int, str] = {}
     texts = [""] * len(prompts)
-    done = [False] * len(prompts)
+    done = [i in unread for i in range(len(prompts))]
     shown = 0  # the prompt whose text is on the screen
     num_printed = 0  # characters of it
     print(prompts[0], end="", flush=True)
     while shown < len(texts):
-        for output in engine.step():
+        for output in engine.step() if engine.has_unfinished_requests() else ():
             i = int(output.request_id)
             texts[i] = output.outputs[0].text
             done[i] = output.finished
