@@ -17,6 +17,7 @@ def run(program: str, *arguments: str, stdin: str = "") -> str:
     command = [sys.executable, str(ROOT / program), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, input=stdin)
     assert result.returncode == 0, result.stderr
+    assert not re.search("error|warning", result.stderr, re.IGNORECASE), result.stderr
     return result.stdout
 
 
@@ -82,8 +83,9 @@ def python_blocks(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", python_blocks(README), ids=lambda code: code.splitlines()[-1].strip()[:20])
-def test_readme_code(code):
+def test_readme_code(code, capsys):
     exec(compile(code, "README.md", "exec"), {})
+    assert "0" not in capsys.readouterr().out.splitlines()  # a count that shows what an option does shows something
 
 
 def test_readme_has_its_examples():
