@@ -1,13 +1,17 @@
 """The live page in a browser: Chromium without a window, driven by Playwright."""
 
+import json
 import re
 import shutil
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import combinations, count, pairwise
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from server_process import SLOW_COMMAND, ServerProcess
 
 PATIENCE = 60_000  # milliseconds: the machine may have other work
@@ -52,6 +56,19 @@ def page(browser: Browser, slow_server: ServerProcess, complaints: list[str]) ->
     page.close()
 
 
+@contextmanager
+def asking(server: ServerProcess, num_prompts: int, **fields: Any) -> Iterator[None]:
+    """So many requests at once, and their end."""
+    prompts = [[i + 5, i + 6, i + 7] for i in range(num_prompts)]
+    body = {"prompt": prompts, "temperature": 0, "ignore_eos": True, **fields}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+    thread = threading.Thread(target=lambda: urllib.request.urlopen(request, timeout=300).read())
+    thread.start()
+    yield
+    thread.join()
+
+
 def pixels(page: Page) -> str:
     return page.evaluate("document.getElementById('blocks').toDataURL()")
 
@@ -72,6 +89,87 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
     expect(page.locator("#running")).to_have_text("0", timeout=PATIENCE)
     assert int(page.locator("#num-cached").inner_text()) > 0
     assert complaints == []
+
+
+def test_colours_of_many_requests_differ(page: Page, slow_server: ServerProcess) -> None:
+    """In OKLab, where 0.02 is a difference that can just be seen side by side."""
+    with asking(slow_server, 50, max_tokens=100):
+        expect(page.locator("#requests tr")).to_have_count(50, timeout=PATIENCE)
+        colours = page.eval_on_selector_all(
+            "#requests .cell",
+            """cells => cells.map(cell => {
+                const context = new OffscreenCanvas(1, 1).getContext("2d");
+                context.fillStyle = getComputedStyle(cell).backgroundColor;
+                context.fillRect(0, 0, 1, 1);
+                return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+            })""",
+        )
+    assert len(colours) == 50
+    assert min(distance(oklab(a), oklab(b)) for a, b in combinations(colours, 2)) > 0.03
+
+
+def oklab(rgb: list[float]) -> tuple[float, ...]:
+    red, green, blue = map(linear, rgb)
+    long = (0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue) ** (1 / 3)
+    middle = (0.2119034982 * red + 0.6806995451 * green + 0.1073969566 * blue) ** (1 / 3)
+    short = (0.0883024619 * red + 0.2817188376 * green + 0.6299787005 * blue) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+def distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
+
+
+def test_the_line_has_an_axis_that_holds_it(page: Page, slow_server: ServerProcess) -> None:
+    with asking(slow_server, 1, max_tokens=300):
+        expect(page.locator("#rate")).not_to_have_text("0", timeout=PATIENCE)
+        most = float(page.locator("#most").inner_text().replace(",", ""))
+        assert most >= float(page.locator("#rate").inner_text().replace(",", ""))
+        assert float(page.locator("#half").inner_text().replace(",", "")) == most / 2
+        points = page.locator("#history polyline").get_attribute("points")
+    places = [tuple(map(float, point.split(","))) for point in points.split()]
+    assert places[-1][0] == 60 and all(0 <= x <= 60 and 0 <= y <= 2 for x, y in places)
+    assert all(earlier[0] < later[0] for earlier, later in pairwise(places))
+
+
+def test_times_are_what_clients_saw(page: Page) -> None:
+    """Means of what came since the last poll, of the server's own measures of each request."""
+    polls = count(1)
+
+    def metrics(route: Route) -> None:
+        poll = next(polls)
+        lines = [f"pagedattn:inter_token_latency_seconds_{kind}" for kind in ("count", "sum")]
+        lines += [f"pagedattn:time_to_first_token_seconds_{kind}" for kind in ("count", "sum")]
+        values = [10 * poll, 2 * poll, poll, 3 * poll]
+        route.fulfill(body="".join(f'{n}{{model_name="m"}} {v}.0\n' for n, v in zip(lines, values, strict=True)))
+
+    page.route("**/metrics", metrics)
+    expect(page.locator("#between")).to_have_text("200 ms", timeout=PATIENCE)
+    expect(page.locator("#first")).to_have_text("3,000 ms", timeout=PATIENCE)
+    page.unroute_all()
+
+
+def test_the_host_pool_takes_no_more_room_than_it_is_used(
+    browser: Browser, serve: Callable[..., AbstractContextManager[ServerProcess]]
+) -> None:
+    options = ("--num-blocks", "64", "--preemption-mode", "swap", "--swap-space", "0.25")
+    with serve(*options, program=SLOW_COMMAND) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        with asking(server, 8, n=4, max_tokens=200):
+            expect(page.locator("#host-blocks")).to_be_visible(timeout=PATIENCE)
+            height, title = page.evaluate(
+                "['host-blocks', 'host'].map(id => document.getElementById(id))"
+                ".map((element, i) => i ? element.innerText : element.clientHeight)"
+            )
+        page.close()
+    used, total = map(int, re.findall(r"\d+", title.replace(",", "")))
+    assert 0 < used <= 256 < total
+    assert 0 < height <= 16 * 4  # rows of 60 squares or more
 
 
 def test_stop_frees_the_blocks(page: Page, complaints: list[str]) -> None:
@@ -115,11 +213,13 @@ def contrast(page: Page, selector: str) -> float:
 
 
 def luminance(rgb: list[float]) -> float:
-    red, green, blue = (
-        value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (each / 255 for each in rgb[:3])
-    )
+    red, green, blue = map(linear, rgb[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def linear(value: float) -> float:
+    """Of a channel of sRGB, 0 to 255."""
+    return value / 255 / 12.92 if value / 255 <= 0.03928 else ((value / 255 + 0.055) / 1.055) ** 2.4
 
 
 def test_every_field_has_a_label_and_the_keyboard_reaches_all(page: Page) -> None:

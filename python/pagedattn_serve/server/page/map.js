@@ -5,8 +5,31 @@ export const FREE = -1, CACHED = -2, SHARED = -3; // what a block is, if it is n
 const MAX_HEIGHT = 320; // of a map, in pixels of the page
 const GAP = 1;
 
-// A colour that a request keeps as long as it lives: its name is six random digits.
-export const colourOf = (request) => `hsl(${parseInt(request.name, 16) % 360} 65% 52%)`;
+// The colours of requests: one that holds blocks has one of its own, and keeps it as long as it holds some.
+export class Palette {
+  #places = new Map(); // by the request's name
+
+  // By the request's index, as in the codes of blocks; undefined for one that waits.
+  colours(requests) {
+    const names = new Set(requests.filter(({ state }) => state !== "waiting").map(({ name }) => name));
+    for (const name of this.#places.keys()) if (!names.has(name)) this.#places.delete(name);
+    const taken = new Set(this.#places.values());
+    let free = 0;
+    for (const name of names) {
+      if (this.#places.has(name)) continue;
+      while (taken.has(free)) free++;
+      this.#places.set(name, free);
+      taken.add(free);
+    }
+    return requests.map(({ name }) => names.has(name) ? colourAt(this.#places.get(name)) : undefined);
+  }
+}
+
+// Hues a golden angle apart fill the circle evenly, however many there are. Among the first 64, those of the same
+// lightness are 20 degrees apart or more; with the first at 60 degrees, the two most alike on a screen differ most.
+function colourAt(place) {
+  return `oklch(${0.46 + 0.11 * (place % 4)} 0.14 ${(60 + place * 137.508) % 360})`;
+}
 
 // The blocks of [[what, how many], ...], one number a block.
 export function unpack(runs) {
@@ -23,7 +46,8 @@ export class BlockMap {
     canvas.addEventListener("pointerleave", () => onPoint(null));
   }
 
-  draw(blocks, requests, label) {
+  // colours: of the requests, as blocks name them.
+  draw(blocks, colours, label) {
     this.#blocks = blocks;
     this.#canvas.setAttribute("aria-label", label);
     const width = this.#canvas.clientWidth;
@@ -37,10 +61,10 @@ export class BlockMap {
     const context = this.#canvas.getContext("2d");
     context.scale(ratio, ratio);
     const style = getComputedStyle(document.documentElement);
-    const colours = { line: style.getPropertyValue("--line"), quiet: style.getPropertyValue("--quiet") };
+    const [line, quiet, accent] = ["--line", "--quiet", "--accent"].map((name) => style.getPropertyValue(name));
     blocks.forEach((what, i) => {
       const x = (i % this.#columns) * this.#cell, y = Math.floor(i / this.#columns) * this.#cell;
-      drawBlock(context, x, y, this.#cell - GAP, what, requests, colours, style.getPropertyValue("--accent"));
+      drawBlock(context, x, y, this.#cell - GAP, what, colours[what], { line, quiet, accent });
     });
   }
 
@@ -52,13 +76,13 @@ export class BlockMap {
 }
 
 // What a block is shows in its shape as well as in its colour.
-function drawBlock(context, x, y, size, what, requests, colours, accent) {
+function drawBlock(context, x, y, size, what, colour, { line, quiet, accent }) {
   if (what >= 0) {
-    context.fillStyle = colourOf(requests[what]);
+    context.fillStyle = colour;
     context.fillRect(x, y, size, size);
     return;
   }
-  context.strokeStyle = what === SHARED ? accent : colours.line;
+  context.strokeStyle = what === SHARED ? accent : line;
   context.lineWidth = 1;
   context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
   if (what === SHARED) {
@@ -69,7 +93,7 @@ function drawBlock(context, x, y, size, what, requests, colours, accent) {
     context.lineTo(x, y + size);
     context.fill();
   } else if (what === CACHED) {
-    context.fillStyle = colours.quiet;
+    context.fillStyle = quiet;
     context.fillRect(x + size / 3, y + size / 3, size / 3, size / 3);
   }
 }

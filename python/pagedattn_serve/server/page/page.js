@@ -1,10 +1,10 @@
 // The live page: asks the server for its state twice a second while somebody looks, and shows it.
 
 import { complete } from "./completion.js";
-import { BlockMap, CACHED, FREE, SHARED, colourOf, unpack } from "./map.js";
+import { BlockMap, CACHED, FREE, Palette, SHARED, unpack } from "./map.js";
 
 const POLL_MILLISECONDS = 500;
-const HISTORY = 120; // polls: a minute
+const HISTORY_SECONDS = 60; // as index.html has it on the axis of time
 const MAX_ROWS = 50; // of the table of requests
 const NAMES = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared" };
 
@@ -14,7 +14,8 @@ const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionD
 
 let state = null; // the server's last answer
 let pointed = null; // the block under the pointer
-const rates = []; // tokens a second, the latest last
+const rates = []; // of the last minute: {time, rate} in tokens a second, the latest last
+const palette = new Palette();
 const blocks = new BlockMap($("blocks"), (block) => { pointed = block; showPointed(); });
 const hostBlocks = new BlockMap($("host-blocks"), () => {});
 
@@ -41,21 +42,22 @@ async function poll() {
       return showStatus("needs an API key", true);
     }
     const answer = await response.json();
-    if (response.ok) show(answer, await fetchFirstTokens());
+    if (response.ok) show(answer, await fetchLatencies());
     else showStatus(answer.error.message, true);
   } catch (error) {
     showStatus(`no answer from the server (${error.message})`, true);
   }
 }
 
-// How many requests have had their first token, and the seconds that they waited for it, together.
-async function fetchFirstTokens() {
+// Of what clients wait for: how often so far, and how many seconds together.
+async function fetchLatencies() {
   const metrics = await (await fetch("metrics")).text();
-  const read = (what) => {
-    const line = metrics.match(new RegExp(`^pagedattn:time_to_first_token_seconds_${what}\\{.*\\} (.+)$`, "m"));
+  const read = (name) => {
+    const line = metrics.match(new RegExp(`^pagedattn:${name}\\{.*\\} (.+)$`, "m"));
     return line ? Number(line[1]) : 0;
   };
-  return { count: read("count"), seconds: read("sum") };
+  const latency = (name) => ({ count: read(`${name}_seconds_count`), seconds: read(`${name}_seconds_sum`) });
+  return { first: latency("time_to_first_token"), between: latency("inter_token_latency") };
 }
 
 async function pollForEver() {
@@ -65,9 +67,12 @@ async function pollForEver() {
   }
 }
 
-function show(next, firstTokens) {
-  showFigures({ ...next, firstTokens }, state);
-  state = { ...next, firstTokens, blocks: unpack(next.blocks), host_blocks: unpack(next.host_blocks) };
+function show(next, latencies) {
+  showFigures({ ...next, latencies }, state);
+  state = {
+    ...next, latencies, blocks: unpack(next.blocks), host_blocks: unpack(next.host_blocks),
+    colours: palette.colours(next.requests),
+  };
   $("model").textContent = state.model;
   showStatus(`on ${state.device}, blocks of ${state.block_size} tokens`, false);
   showBlocks();
@@ -79,7 +84,7 @@ function showStatus(text, bad) {
   $("status").classList.toggle("bad", bad);
 }
 
-function showFigures({ stats, time, firstTokens }, last) {
+function showFigures({ stats, time, latencies }, last) {
   const set = (id, text) => { $(id).textContent = text; };
   const milliseconds = (seconds) => `${number.format(seconds * 1000)} ms`;
   set("running", stats.num_running);
@@ -89,17 +94,26 @@ function showFigures({ stats, time, firstTokens }, last) {
   set("preemptions", stats.num_recomputes + stats.num_swaps);
   if (stats.num_looked_up_tokens) set("hits", percent.format(stats.num_found_tokens / stats.num_looked_up_tokens));
   if (last === null) return;
-  const seconds = time - last.time, steps = stats.num_steps - last.stats.num_steps;
+  for (const [id, { count, seconds }] of Object.entries(latencies)) { // means since the last poll
+    const before = last.latencies[id];
+    if (count > before.count) set(id, milliseconds((seconds - before.seconds) / (count - before.count)));
+  }
+  const seconds = time - last.time;
   if (seconds <= 0) return;
-  rates.push((stats.num_output_tokens - last.stats.num_output_tokens) / seconds);
-  rates.splice(0, rates.length - HISTORY);
-  set("rate", number.format(rates.at(-1)));
-  if (steps > 0) set("step", milliseconds((stats.step_seconds - last.stats.step_seconds) / steps));
-  const numFirst = firstTokens.count - last.firstTokens.count;
-  if (numFirst > 0) set("first", milliseconds((firstTokens.seconds - last.firstTokens.seconds) / numFirst));
-  const most = Math.max(...rates, 1);
-  const points = rates.map((rate, i) => `${HISTORY - rates.length + i},${23 - (rate / most) * 22}`);
-  $("history").firstElementChild.setAttribute("points", points.join(" "));
+  rates.push({ time, rate: (stats.num_output_tokens - last.stats.num_output_tokens) / seconds });
+  while (rates[0].time < time - HISTORY_SECONDS) rates.shift();
+  set("rate", number.format(rates.at(-1).rate));
+  const most = roundUp(Math.max(...rates.map(({ rate }) => rate)));
+  set("most", number.format(most));
+  set("half", number.format(most / 2));
+  const points = rates.map(({ time: then, rate }) => `${HISTORY_SECONDS - (time - then)},${2 - (rate / most) * 2}`);
+  document.querySelector("#history polyline").setAttribute("points", points.join(" "));
+}
+
+// To 1, 2 or 5 times a power of ten, at least 1: the end of an axis.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= value);
 }
 
 function showBlocks() {
@@ -107,12 +121,13 @@ function showBlocks() {
   for (const what of state.blocks) counts[NAMES[what] ?? "used"]++;
   for (const [name, value] of Object.entries(counts)) $(`num-${name}`).textContent = number.format(value);
   const told = Object.entries(counts).map(([name, value]) => `${value} ${name}`).join(", ");
-  blocks.draw(state.blocks, state.requests, `${state.blocks.length} blocks: ${told}`);
-  const host = state.host_blocks;
-  const numSwapped = host.filter((what) => what !== FREE).length;
-  $("host").hidden = numSwapped === 0;
-  $("num-swapped").textContent = number.format(numSwapped);
-  if (numSwapped) hostBlocks.draw(host, state.requests, `${host.length} blocks of host memory, ${numSwapped} in use`);
+  blocks.draw(state.blocks, state.colours, `${state.blocks.length} blocks: ${told}`);
+  const numHost = state.host_blocks.length;
+  const swapped = state.host_blocks.filter((what) => what !== FREE); // the free ones, mostly thousands, tell nothing
+  $("host").hidden = swapped.length === 0;
+  $("num-swapped").textContent = number.format(swapped.length);
+  $("num-host").textContent = number.format(numHost);
+  if (swapped.length) hostBlocks.draw(swapped, state.colours, `${swapped.length} of ${numHost} blocks of host memory`);
   showPointed();
 }
 
@@ -131,7 +146,7 @@ function showRequests() {
     for (const text of texts) row.insertCell().textContent = text;
     const chip = document.createElement("i");
     chip.className = "cell";
-    chip.style.background = chip.style.borderColor = colourOf(request);
+    if (state.colours[i]) chip.style.background = chip.style.borderColor = state.colours[i];
     row.cells[0].prepend(chip);
     return row;
   });
