@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from checkpoints import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
@@ -103,6 +106,18 @@ def test_any_stop_strings(speaker: LLMEngine, spans: list[tuple[int, int, str]])
         possible = [s[:n] for s in strings for n in range(1, len(s)) if text.endswith(s[:n])]
         if not step.finished:
             assert step.outputs[0].text == text[: len(text) - max(map(len, possible), default=0)]
+
+
+def test_a_thousand_long_stop_strings_cost_next_to_nothing() -> None:
+    """To compare each with the end of the text took 20 ms a step and more, the longer the text."""
+    engine = LLMEngine(DEMO_MODEL, dtype="float32", num_blocks=32)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    seconds = []
+    for stop in ([], [f"x{'y' * 995}{i:04}" for i in range(1000)]):
+        started = time.thread_time()
+        run(engine, ["The with statement"], replace(params, stop=stop))
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < 2 * seconds[0] + 0.2
 
 
 def test_stop_strings_are_not_looked_for_in_the_prompt(speaker: LLMEngine) -> None:

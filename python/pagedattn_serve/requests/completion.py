@@ -8,7 +8,7 @@ from pagedattn_serve.outputs import CompletionOutput, Logprob, completion_output
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
-from pagedattn_serve.text.stop_strings import first_stop, longest_stop_prefix
+from pagedattn_serve.text.stop_strings import StopState, StopStrings
 
 # A token, its log probability, the most likely ones in its place if they are asked for, and for beam search all that
 # might come there.
@@ -22,6 +22,7 @@ class OutputRules:
     tokenizer: None where there is none, or no text is asked for.
     eos_token_ids: those that end an output; none if they are ignored.
     max_tokens: most tokens of an output.
+    stop_strings: None if there are none.
     """
 
     params: SamplingParams
@@ -29,12 +30,13 @@ class OutputRules:
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
     max_tokens: int
+    stop_strings: StopStrings | None
 
 
 class Completion:
     """The tokens of a sequence, as they come, and their text."""
 
-    __slots__ = ("_before", "_detokenizer", "_num_searched", "_rules", "_stop_reason", "sequence")
+    __slots__ = ("_before", "_detokenizer", "_num_searched", "_rules", "_stop_reason", "_stop_state", "sequence")
 
     def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
         self.sequence = sequence
@@ -42,13 +44,14 @@ class Completion:
         self._stop_reason: int | str | None = None
         self._detokenizer = self._new_detokenizer()
         self._num_searched = 0  # characters of the text in which no stop string is looked for any more
+        self._stop_state: StopState | None = None  # after these; None for none, or without stop strings
 
     def fork(self, sequence: Sequence) -> Self:
         """The same output so far, of a fork of the sequence."""
         other = type(self)(sequence, self._rules)
         if self._detokenizer is not None:
             other._detokenizer = self._detokenizer.fork()
-            other._num_searched = self._num_searched
+            other._num_searched, other._stop_state = self._num_searched, self._stop_state
         return other
 
     def mark(self) -> None:
@@ -71,6 +74,8 @@ class Completion:
             for token_id in sequence.output_token_ids:
                 self._detokenizer.add(token_id)
             self._num_searched = len(self._detokenizer.text)
+            stops = self._rules.stop_strings
+            self._stop_state = None if stops is None else stops.state_of(self._detokenizer.text)
 
     def require_number(self, logprob: float) -> None:
         """Raises FloatingPointError if the logits were no numbers, which their log-softmax shows."""
@@ -109,14 +114,16 @@ class Completion:
             self._detokenizer.add(token_id)
         if status is not None:
             self._detokenizer.finish()
-        if not rules.params.stop:
+        stops = rules.stop_strings
+        if stops is None:
             return status
-        stop = first_stop(self._detokenizer.text, rules.params.stop_strings, self._num_searched)
-        self._num_searched = len(self._detokenizer.text)
+        text = self._detokenizer.text
+        stop, self._stop_state = stops.search(text, self._num_searched, self._stop_state or stops.start)
+        self._num_searched = len(text)
         if stop is not None and len(token_ids) >= rules.params.min_tokens:
             stop_at, self._stop_reason = stop
             end = stop_at + len(self._stop_reason) if with_stop else stop_at
-            self._detokenizer.text = self._detokenizer.text[:end]
+            self._detokenizer.text = text[:end]
             status = SequenceStatus.FINISHED_STOPPED
         return status
 
@@ -125,8 +132,10 @@ class Completion:
         sequence, params = self.sequence, self._rules.params
         finish_reason = sequence.status.finish_reason
         text = "" if self._detokenizer is None else self._detokenizer.text
-        if finish_reason is None and params.stop and not params.include_stop_str_in_output:
-            text = text[: len(text) - longest_stop_prefix(text, params.stop_strings)]
+        if finish_reason is None and self._stop_state is not None and not params.include_stop_str_in_output:
+            stops = self._rules.stop_strings
+            assert stops is not None
+            text = text[: len(text) - stops.num_held_back(self._stop_state)]
         logprobs = None if params.logprobs is None else sequence.logprobs
         return completion_output(
             index,

@@ -13,6 +13,7 @@ from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.text.stop_strings import StopStrings
 from pagedattn_serve.text.tokenizer import bad_word_ids
 
 
@@ -149,4 +150,5 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
             stop_token_ids=frozenset(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_strings=StopStrings(params.stop_strings) if params.stop else None,
         )
