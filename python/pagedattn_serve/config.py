@@ -23,7 +23,11 @@ def check_float(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # an int beyond what a float holds
+        is_finite = False
+    if not is_finite:
         raise ValueError(f"{name}: expected a finite number, got {value}")
 
 

@@ -72,6 +72,8 @@ def _schema(schema: object) -> str:
     """As text, which is the user's own where it came as such. Whether it is a schema, llguidance says."""
     if not isinstance(schema, str | Mapping):
         raise TypeError(f"json: expected a JSON schema as a dict or a string, got {type(schema).__name__}")
+    if isinstance(schema, str):
+        _check_text("json", schema)  # before it is read
     try:
         if isinstance(schema, Mapping):
             return json.dumps(dict(schema), allow_nan=False)
@@ -84,6 +86,8 @@ def _schema(schema: object) -> str:
 def _choices(choices: object) -> tuple[str, ...]:
     if not isinstance(choices, list | tuple):
         raise TypeError(f"choice: expected a list of strings, got {type(choices).__name__}")
+    if len(choices) > MAX_CHARACTERS:
+        raise ValueError(f"choice: expected at most {MAX_CHARACTERS:,} characters together, got {len(choices):,} texts")
     if not choices or "" in choices:
         raise ValueError(f"choice: expected one string at least, and no empty one, got {list(choices)}")
     for each in choices:

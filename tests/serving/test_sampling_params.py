@@ -87,6 +87,8 @@ def test_a_copy_with_a_change_is_checked_as_well() -> None:
         {"presence_penalty": -2},
         {"frequency_penalty": 2.0},
         {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e3},
+        {"temperature": 1e9},
         {"min_tokens": 16},
         {"min_tokens": 99, "max_tokens": None},
         {"prompt_logprobs": 0},
@@ -113,6 +115,8 @@ def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e39),  # more than fp32 has
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),
@@ -138,12 +142,15 @@ def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
         ("repetition_penalty", 0),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e39),
+        ("repetition_penalty", 1e-39),
         ("min_tokens", -1),
         ("min_tokens", 17),  # max_tokens is 16
         ("prompt_logprobs", -1),
         ("prompt_logprobs", MAX_LOGPROBS + 1),
         ("logit_bias", {3: 100.5}),
         ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: 10**400}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {"-1": 1.0}),
         ("logit_bias", {"three": 1.0}),
@@ -289,6 +296,8 @@ def test_token_ids_that_the_model_does_not_have() -> None:
     for name, value in (("logit_bias", {10: 1}), ("allowed_token_ids", [0, 10])):
         with pytest.raises(ValueError, match=rf"^{name}: expected an int in \[0, 9\], got 10"):
             SamplingParams(**{name: value}).check_token_ids(10)
+    with pytest.raises(ValueError, match=r"^allowed_token_ids: expected at most 10 token ids, the vocabulary, got 11"):
+        SamplingParams(allowed_token_ids=[3] * 11).check_token_ids(10)
 
 
 def test_the_forms_of_a_logits_processor() -> None:

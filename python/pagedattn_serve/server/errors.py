@@ -2,6 +2,8 @@
 
 import json
 import re
+import reprlib
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +20,7 @@ _ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
 # Names in messages of the engine, and those that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _FORM = "structured_output: "
+_TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
 # Fields with several forms, of which pydantic would name one alone.
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
@@ -100,7 +103,7 @@ def error_response(error: ApiError) -> JSONResponse:
 def validation_error(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, as `name: expected X, got Y`."""
     errors = error.errors()
-    first = next((each for each in errors if each["type"] == "too_long"), errors[0])  # of a list that is right else
+    first = next((each for each in errors if each["type"] in _TOO_LONG), errors[0])  # else, of a field with two forms
     location = [str(part) for part in first["loc"][1:]]
     given = first.get("input")
     if first["type"] == "json_invalid":
@@ -115,6 +118,10 @@ def validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{location[-1]}: expected none, as it is not supported{where}", param=".".join(location))
     if first["type"] == "missing":
         return ApiError(400, f"{location[-1]}: expected a value, got none", param=".".join(location))
+    if first["type"] in _TOO_LONG:
+        what = _TOO_LONG[first["type"]]
+        expected = f"at most {first['ctx']['max_length']:,} {what}"
+        return ApiError(400, f"{name}: expected {expected}, got {len(given or ()):,}", param=name)
     if first["type"] == "value_error":
         return ApiError(400, str(first["ctx"]["error"]), param=name)
     return ApiError(400, f"{name}: expected {_expected(name, first)}, got {_short(given)}", param=name)
@@ -160,12 +167,22 @@ def _expected(name: str, error: dict[str, Any]) -> str:
             return f"a number {sign} {context[bound]:g}"
     if "min_length" in context:
         return f"a length of {context['min_length']} at least"
-    if "max_length" in context:
-        return f"a length of {context['max_length']} at most"
     text: str = error["msg"].removeprefix("Input should be ")
     return text
 
 
+class _Repr(reprlib.Repr):
+    """The beginning of a value, for which the rest of it is not looked at."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them all
+
+
+_REPR = _Repr()
+_REPR.maxlist = _REPR.maxdict = 10
+_REPR.maxstring = _REPR.maxlong = 100
+
+
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

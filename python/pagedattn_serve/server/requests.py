@@ -1,19 +1,34 @@
 """The bodies of requests. Types are strict ("5" is no number, true is not 1), and None is as good as nothing sent.
 
-What a value may be is said here where OpenAI's API says it; the rest `SamplingParams` and the engine check.
+What a value may be is said here where OpenAI's API says it; the rest `SamplingParams` and the engine check. So is how
+much of it there may be, where that costs the event loop or the engine's steps, which all requests share.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from pagedattn_serve.sampling_params import MAX_LOGPROBS
+from pagedattn_serve.sampling_params import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from pagedattn_serve.structured_output import MAX_CHARACTERS
+
+MAX_OUTPUTS = 128  # n and best_of, whose sequences take their places all at once; OpenAI's
+MAX_TEXTS = 1000  # of stop and bad_words; OpenAI takes 4
+MAX_STOP_CHARACTERS = 1000  # of each
+MAX_BAD_WORD_CHARACTERS = 100  # of each: all of them are tokenized, twice
+MAX_BIASES = 1024  # vLLM's, as is the next
+MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have; the engine knows the model's
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 
 # One error for a list is enough, which may have a million wrong items.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-MAX_TEXTS = 1000  # of stop and bad_words, which are looked for after each token; OpenAI takes 4
 Texts = Annotated[list[str], Field(fail_fast=True)]
-FewTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
+NumOutputs = Annotated[int, Field(ge=1, le=MAX_OUTPUTS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_TEXTS)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
+MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
     *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "suffix"),
@@ -56,20 +71,20 @@ class SamplingBody(Body):
     """What completions and chat completions share. What it says of sampling is as in `SamplingParams`."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: NumOutputs | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: str | FewTexts | None = None
+    stop: StopString | StopStrings | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # of OpenAI's, without effect
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
@@ -78,31 +93,31 @@ class SamplingBody(Body):
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: FewTexts | None = None
-    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_TEXTS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Texts | None = None
+    guided_choice: Annotated[Texts, Field(max_length=MAX_CHARACTERS)] | None = None
     guided_grammar: str | None = None
 
 
 class CompletionRequest(SamplingBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="16 if not given; 0 with echo alone")
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: NumOutputs | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -141,7 +156,7 @@ class ChatCompletionRequest(SamplingBody):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: NumOutputs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None

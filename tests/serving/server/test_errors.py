@@ -150,11 +150,37 @@ def test_more_than_the_model_has_positions_for(client: Any, fields: dict[str, An
     assert "128 tokens" in error["message"]
 
 
+TOO_MUCH: list[tuple[str, Any, str]] = [
+    ("n", 129, "a number <= 128, got 129"),
+    ("best_of", 129, "a number <= 128, got 129"),
+    ("stop", ["a"] * 1001, "at most 1,000 items, got 1,001"),
+    ("stop", "a" * 1001, "at most 1,000 characters in each, got 1,001"),
+    ("stop", ["a", "a" * 1001], "at most 1,000 characters in each, got 1,001"),
+    ("bad_words", ["a"] * 1001, "at most 1,000 items, got 1,001"),
+    ("bad_words", ["a" * 101], "at most 100 characters in each, got 101"),
+    ("logit_bias", {str(i): 0 for i in range(1025)}, "at most 1,024 items, got 1,025"),
+    ("stop_token_ids", [5] * 129, "at most 128 items, got 129"),
+    ("allowed_token_ids", [5] * 2**19, "at most 262,144 items, got 524,288"),
+    ("allowed_token_ids", [5] * 2**18, "at most {vocab_size} token ids, the vocabulary, got 262144"),
+    ("metadata", {str(i): "" for i in range(17)}, "at most 16 items, got 17"),
+    ("metadata", {"a" * 65: ""}, "at most 64 characters in each, got 65"),
+    ("metadata", {"a": "b" * 513}, "at most 512 characters in each, got 513"),
+    ("guided_choice", ["a"] * 100_001, "at most 100,000 items, got 100,001"),
+    ("repetition_penalty", 1e39, "a number <= 1000, got 1e+39"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), TOO_MUCH, ids=lambda value: str(value)[:40])
+def test_more_than_is_taken(client: Any, name: str, value: Any, expected: str) -> None:
+    """What all of it would cost the event loop, or each step, others would wait for."""
+    status, blamed, message = client.error(COMPLETIONS, prompt=BEGINNING, **{name: value})
+    assert (status, blamed) == (400, name), message
+    vocab_size = client.engine.engine.model_runner.model.vocab_size
+    assert message == f"{name}: expected {expected.format(vocab_size=vocab_size)}"
+
+
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
-def test_more_texts_than_are_looked_for(client: Any, name: str) -> None:
-    status, blamed, message = client.error(COMPLETIONS, prompt=BEGINNING, **{name: ["a"] * 1001})
-    assert (status, blamed) == (400, name)
-    assert message.startswith(f"{name}: expected a length of 1000 at most, got ['a', ")
+def test_as_many_texts_as_are_looked_for(client: Any, name: str) -> None:
     assert client.post(COMPLETIONS, prompt=BEGINNING, **{name: ["Z"] * 1000}).status_code == 200
 
 

@@ -220,6 +220,22 @@ def test_a_body_beyond_the_limit(is_chunked: bool) -> None:
     assert message == "body: expected at most 1000 bytes, got " + ("more" if is_chunked else "1001")
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"[" + b"5," * 2**20 + b"5,5]", "at most 1,048,576 of ',', got 1,048,577"),
+        (b"{" + b'"5":5,' * 2**17 + b'"5":5}', "at most 131,072 of ':', got 131,073"),
+        (b"[" + b"{}" * 2**18, "at most 131,072 of '{', got 262,144"),
+        (b"[" * (2**17 + 1), "at most 131,072 of '[', got 131,073"),
+    ],
+    ids=["values", "fields", "objects", "lists"],
+)
+def test_a_body_that_would_take_the_parser_long(content: bytes, expected: str) -> None:
+    """Of 16 MiB it took two seconds, in which nobody else was served."""
+    response = request(make_app(), "/v1/echo", "POST", content=content)
+    assert assert_error(response, 413, "request_too_large") == f"body: expected {expected}"
+
+
 def test_a_body_without_a_right_key_is_not_kept() -> None:
     """It is refused before a byte of it is asked for."""
     received: list[str] = []
