@@ -67,6 +67,7 @@ class SchedulerConfig:
         to host memory as long as there is room, "auto" swaps where a request has several sequences.
     speculation: "ngram", what followed the last time that a sequence said the same is verified in one step; or None.
     num_speculative_tokens: of a sequence and step, at most.
+    max_beam_width: widest beam of a request; each step sorts more than the square of its width.
     """
 
     max_model_len: int
@@ -76,6 +77,7 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     speculation: str | None = None
     num_speculative_tokens: int = 5
+    max_beam_width: int = 32
 
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2)
@@ -86,6 +88,7 @@ class SchedulerConfig:
         if self.speculation is not None and self.speculation != "ngram":
             raise ValueError(f'speculation: expected None or "ngram", got {self.speculation!r}')
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_int("max_beam_width", self.max_beam_width, 1)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -77,6 +77,8 @@ class LLMEngine:
         num_speculative_tokens: most tokens guessed for a sequence in a step.
         quantization: "int8" or "int4" quantizes the weights of linear layers when they are loaded, on the CPU alone.
             None: they are as in the checkpoint, which may come quantized.
+        max_beam_width: widest beam (`SamplingParams.use_beam_search`). What a step does for a beam grows with the
+            square of its width, and other requests wait for it.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
     `tokenize`, `detokenize` and `make_request`.
@@ -111,6 +113,7 @@ class LLMEngine:
         speculation: str | None = None,
         num_speculative_tokens: int = 5,
         quantization: str | None = None,
+        max_beam_width: int = 32,
     ) -> None:
         if seed is None:
             seed = secrets.randbits(64)
@@ -128,6 +131,7 @@ class LLMEngine:
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype,
             quantization=quantization,
+            max_beam_width=max_beam_width,
         )
         device = choose_device(device)
         directory = model_directory(model)
@@ -144,6 +148,7 @@ class LLMEngine:
             preemption_mode=preemption_mode,
             speculation=speculation,
             num_speculative_tokens=num_speculative_tokens,
+            max_beam_width=max_beam_width,
         )
         cache_config = choose_cache_config(
             causal_lm,

@@ -38,6 +38,7 @@ def check_options(
     tensor_parallel_size: int,
     kv_cache_dtype: str,
     quantization: str | None,
+    max_beam_width: int,
 ) -> None:
     """Raises ValueError or TypeError for what is wrong whatever the model, before anything of it is read."""
     check_int("block_size", block_size, 8, 256)
@@ -60,6 +61,7 @@ def check_options(
         raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
     choose_cache_dtype(kv_cache_dtype, torch.float32)
     check_quantization(quantization)
+    check_int("max_beam_width", max_beam_width, 1)
 
 
 def choose_device(name: str) -> str:

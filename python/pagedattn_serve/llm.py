@@ -43,6 +43,7 @@ class LLM:
         speculation: str | None = None,
         num_speculative_tokens: int = 5,
         quantization: str | None = None,
+        max_beam_width: int = 32,
     ) -> None:
         self.llm_engine = LLMEngine(
             model,
@@ -69,6 +70,7 @@ class LLM:
             speculation=speculation,
             num_speculative_tokens=num_speculative_tokens,
             quantization=quantization,
+            max_beam_width=max_beam_width,
         )
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call

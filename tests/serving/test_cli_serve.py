@@ -112,6 +112,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
     arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
     arguments += ["--no-prefix-caching", "--scheduling-policy", "priority", "--kv-cache-dtype", "fp8"]
     arguments += ["--kv-scales", "s", "--speculation", "ngram", "--quantization", "int4"]
+    arguments += ["--max-beam-width", "7"]
     args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
     pagedattn_serve.cli.serve.make_engine(args)
     assert given == {
@@ -134,6 +135,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
         "kv_scales": "s",
         "speculation": "ngram",
         "quantization": "int4",
+        "max_beam_width": 7,
     }
 
 

@@ -105,6 +105,11 @@ def test_a_request_that_outgrows_the_cache_ends_alone(llama: Checkpoint, mode: s
             dict(best_of=4),
             "best_of: expected at most 3 (max_num_batched_tokens), got 4",
         ),
+        (
+            dict(max_beam_width=3),
+            dict(best_of=4, use_beam_search=True, temperature=0),
+            "best_of: expected at most 3 (max_beam_width), got 4",
+        ),
         (dict(num_blocks=8), dict(n=9), "n: expected at most 8 (blocks of the cache beside the prompt's), got 9"),
     ],
 )
@@ -113,6 +118,17 @@ def test_too_many_sequences(llama: Checkpoint, options: dict[str, Any], params: 
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         engine.add_request("a", sampling_params=SamplingParams(**params), prompt_token_ids=[1, 2])
     assert not engine.has_unfinished_requests()
+
+
+def test_a_beam_is_narrower_than_all_places(llama: Checkpoint) -> None:
+    engine = make_engine(llama, num_blocks=64)
+    beams: dict[str, Any] = dict(use_beam_search=True, temperature=0, max_tokens=1)
+    with pytest.raises(ValueError, match=r"^n: expected at most 32 \(max_beam_width\), got 33$"):
+        engine.add_request("a", sampling_params=SamplingParams(n=33, **beams), prompt_token_ids=[1, 2])
+    engine.add_request("b", sampling_params=SamplingParams(n=32, **beams), prompt_token_ids=[1, 2])
+    engine.add_request("c", sampling_params=SamplingParams(n=33, max_tokens=1), prompt_token_ids=[1, 2])  # no beam
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 # --- prefixes ---

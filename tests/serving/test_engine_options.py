@@ -197,6 +197,8 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         (dict(block_size="16"), TypeError, "block_size"),
         (dict(max_num_seqs=0), ValueError, "max_num_seqs"),
         (dict(max_num_seqs="4"), TypeError, "max_num_seqs"),
+        (dict(max_beam_width=0), ValueError, "max_beam_width: expected an int >= 1, got 0"),
+        (dict(max_beam_width="4"), TypeError, "max_beam_width: expected an int, got '4'"),
         (dict(max_num_batched_tokens=0), ValueError, "max_num_batched_tokens"),
         (dict(max_model_len=129), ValueError, "max_model_len: expected an int in .2, 128., got 129"),
         (dict(max_model_len=1), ValueError, "max_model_len"),

@@ -262,6 +262,7 @@ def test_arguments_of_the_constructor() -> None:
         ("speculation", None),
         ("num_speculative_tokens", 5),
         ("quantization", None),
+        ("max_beam_width", 32),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert LLMEngine.__doc__ is not None

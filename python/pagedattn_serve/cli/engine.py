@@ -27,4 +27,5 @@ def make_engine(args: argparse.Namespace) -> LLMEngine:
         kv_scales=args.kv_scales,
         speculation=args.speculation,
         quantization=args.quantization,
+        max_beam_width=args.max_beam_width,
     )

@@ -60,6 +60,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--speculation", metavar="METHOD", help="ngram: guess from repetitions and verify (default: no guesses)"
     )
+    engine.add_argument(
+        "--max-beam-width", type=int, default=32, metavar="N", help="widest beam of a request (default: %(default)s)"
+    )
     add_cache(parser.add_argument_group("cache"))
 
 

@@ -404,6 +404,8 @@ class Scheduler:
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
             "blocks of the cache beside the prompt's": self.block_manager.num_blocks - num_shared,
         }
+        if group.sampling_params.use_beam_search:
+            limits["max_beam_width"] = self.config.max_beam_width
         for limit, value in limits.items():
             if num_sequences > value:
                 raise ValueError(f"{name}: expected at most {value} ({limit}), got {num_sequences}")
