@@ -1,5 +1,7 @@
 """What the engine gives back: each output is the caller's own, who may write to all of it."""
 
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -13,8 +15,40 @@ class Logprob:
     decoded_token: str | None = None
 
 
-def copy_logprobs(entries: dict[int, Logprob]) -> dict[int, Logprob]:
-    return {token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in entries.items()}
+class PackedLogprobs:
+    """The entries of one place, whose logprobs are fp32, in a tenth of the memory that they take as objects.
+
+    texts: those of the tokens, or of more; None: they have none.
+    """
+
+    __slots__ = ("_numbers", "texts")
+
+    def __init__(self, entries: dict[int, Logprob]) -> None:
+        ranks = (entry.rank for entry in entries.values())
+        logprobs = (entry.logprob for entry in entries.values())
+        self._numbers = struct.pack(_format_of(len(entries)), *entries, *ranks, *logprobs)
+        self.texts: Mapping[int, str] | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return struct.unpack_from(f"{len(self._numbers) // 12}i", self._numbers)
+
+    def unpack(self) -> dict[int, Logprob]:
+        """The entries, which are the caller's own."""
+        count = len(self._numbers) // 12
+        numbers = struct.unpack(_format_of(count), self._numbers)
+        texts = self.texts
+        return {
+            token_id: Logprob(logprob, rank, None if texts is None else texts[token_id])
+            for token_id, rank, logprob in zip(
+                numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True
+            )
+        }
+
+
+def _format_of(num_entries: int) -> str:
+    """Token ids, then ranks, then logprobs."""
+    return f"{2 * num_entries}i{num_entries}f"
 
 
 class _CopiedWhenRead:
@@ -90,14 +124,14 @@ class CompletionOutput(_CopiedWhenRead):
         if not hasattr(self, "_num_tokens"):
             return self.token_ids[start:], None if self.logprobs is None else self.logprobs[start:]
         logprobs = self._logprobs and self._logprobs[start : self._num_tokens]
-        return self._token_ids[start : self._num_tokens], logprobs and list(map(copy_logprobs, logprobs))
+        return self._token_ids[start : self._num_tokens], logprobs and [packed.unpack() for packed in logprobs]
 
     def _copy(self, name: str) -> Any:
         if name == "token_ids":
             return self._token_ids[: self._num_tokens]
         if self._logprobs is None:
             return None
-        return [copy_logprobs(entries) for entries in self._logprobs[: self._num_tokens]]
+        return [packed.unpack() for packed in self._logprobs[: self._num_tokens]]
 
 
 @dataclass(slots=True)
@@ -141,7 +175,7 @@ class RequestOutput(_CopiedWhenRead):
         if self._logprobs is None:
             return None
         logprobs = self._logprobs[: self._num_logprobs]
-        return [None if entries is None else copy_logprobs(entries) for entries in logprobs]
+        return [None if packed is None else packed.unpack() for packed in logprobs]
 
 
 # The engine's way to make outputs: the lists stay its own, and it may append to them. Functions that fill a bare object
@@ -154,7 +188,7 @@ def completion_output(
     text: str,
     token_ids: list[int],
     cumulative_logprob: float,
-    logprobs: list[dict[int, Logprob]] | None,
+    logprobs: list[PackedLogprobs] | None,
     finish_reason: str | None,
     stop_reason: int | str | None,
 ) -> CompletionOutput:
@@ -178,7 +212,7 @@ def request_output(
     finished: bool,
     metrics: RequestMetrics,
     error: str | None,
-    prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    prompt_logprobs: list[PackedLogprobs | None] | None,
 ) -> RequestOutput:
     """The metrics may not be written to from here on."""
     output: RequestOutput = _new(RequestOutput)

@@ -13,6 +13,7 @@ from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.execution.sampling_row import Row, SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
+from pagedattn_serve.outputs import PackedLogprobs
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.sequence import Sequence
 
@@ -125,7 +126,7 @@ class ModelRunner:
             entries = self.sampler.prompt_logprobs(logits[: end - begin], token_ids, num_top or 0)
             logits = logits[end - begin :]
             # By position, so that a step that is interrupted and comes again writes them once.
-            sequence.prompt_logprobs[begin + 1 : end + 1] = entries
+            sequence.prompt_logprobs[begin + 1 : end + 1] = map(PackedLogprobs, entries)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -115,12 +115,12 @@ class Sampler:
             output.logprobs[i] = math.nan
         return output
 
-    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[dict[int, Logprob] | None]:
+    def prompt_logprobs(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[dict[int, Logprob]]:
         """Of tokens of a prompt, what `SamplerOutput.top_logprobs` is of sampled ones.
 
         logits: [num_tokens, vocab_size], each row from the token before.
         """
-        entries: list[dict[int, Logprob] | None] = []
+        entries: list[dict[int, Logprob]] = []
         num_rows = max(_PROMPT_BYTES // (4 * logits.shape[1]), 1)
         for begin in range(0, len(token_ids), num_rows):
             given = _to_device(token_ids[begin : begin + num_rows], torch.int64, logits.device)[:, None]

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pagedattn_serve.outputs import CompletionOutput, Logprob, completion_output
+from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, completion_output
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from pagedattn_serve.text.stop_strings import StopState, StopStrings
 
 # A token, its log probability, the most likely ones in its place if they are asked for, and for beam search all that
@@ -23,6 +23,7 @@ class OutputRules:
     eos_token_ids: those that end an output; none if they are ignored.
     max_tokens: most tokens of an output.
     stop_strings: None if there are none.
+    token_texts: the tokenizer's; None as that is.
     """
 
     params: SamplingParams
@@ -31,6 +32,7 @@ class OutputRules:
     stop_token_ids: frozenset[int]
     max_tokens: int
     stop_strings: StopStrings | None
+    token_texts: TokenTexts | None
 
 
 class Completion:
@@ -98,9 +100,10 @@ class Completion:
         token_ids.append(token_id)
         sequence.cumulative_logprob += logprob
         if top_logprobs is not None:
-            sequence.logprobs.append(top_logprobs)
-            if rules.tokenizer is not None:
-                decode_tokens(top_logprobs, rules.tokenizer)
+            packed = PackedLogprobs(top_logprobs)
+            sequence.logprobs.append(packed)
+            if rules.token_texts is not None:
+                decode_tokens(packed, rules.token_texts)
         status = None
         if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
             status = SequenceStatus.FINISHED_STOPPED
@@ -157,7 +160,8 @@ class Completion:
         )
 
 
-def decode_tokens(logprobs: dict[int, Logprob], tokenizer: Any) -> None:
-    """Fill in the text of each token."""
-    for token_id, each in logprobs.items():
-        each.decoded_token = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+def decode_tokens(logprobs: PackedLogprobs, texts: TokenTexts) -> None:
+    """Fill in the text of each token: decoded here, as whoever reads the logprobs is another thread."""
+    for token_id in logprobs.token_ids:
+        texts[token_id]
+    logprobs.texts = texts

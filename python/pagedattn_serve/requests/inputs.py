@@ -13,6 +13,7 @@ from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.text.detokenizer import TokenTexts
 from pagedattn_serve.text.stop_strings import StopStrings
 from pagedattn_serve.text.tokenizer import bad_word_ids
 
@@ -40,6 +41,7 @@ class InputProcessor:
         self._num_token_ids = max(vocab_size, 0 if tokenizer is None else len(tokenizer))
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)  # filled by the engine's steps alone
         self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
 
     @property
@@ -151,4 +153,5 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_strings=StopStrings(params.stop_strings) if params.stop else None,
+            token_texts=self._token_texts if params.detokenize else None,
         )

@@ -16,7 +16,7 @@ class Request:
         "_params",
         "_prompt",
         "_prompt_logprobs",
-        "_tokenizer",
+        "_token_texts",
         "completions",
         "error",
         "group",
@@ -30,7 +30,7 @@ class Request:
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         self._prompt = prompt
         self._params = rules.params
-        self._tokenizer = rules.tokenizer
+        self._token_texts = rules.token_texts
         self._prompt_logprobs = None if rules.params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
 
     @property
@@ -122,6 +122,7 @@ class Request:
 
     def _decode_prompt(self) -> None:
         """Fill in the texts of prompt_logprobs, at the first token."""
-        if self._tokenizer is not None and not self.completions[0].sequence.output_token_ids:
-            for entries in self._prompt_logprobs or ():
-                decode_tokens(entries or {}, self._tokenizer)
+        if self._token_texts is not None and not self.completions[0].sequence.output_token_ids:
+            for packed in self._prompt_logprobs or ():
+                if packed is not None:
+                    decode_tokens(packed, self._token_texts)

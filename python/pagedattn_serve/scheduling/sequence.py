@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Self
 
 from pagedattn_serve.grammar import TokenMatcher
-from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.outputs import PackedLogprobs
 from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
@@ -53,7 +53,7 @@ class Sequence:
     index: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[PackedLogprobs] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Sequence:
     token_rules: TokenRules = NO_RULES
     cache_salt: str = ""
     matcher: TokenMatcher | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[PackedLogprobs | None] = field(default_factory=lambda: [None])
 
     def fork(self, index: int) -> Self:
         """Another sequence with the same tokens so far."""

@@ -19,6 +19,19 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
+class TokenTexts(dict[int, str]):
+    """The text of each token alone, decoded when it is first asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        self[token_id] = text
+        return text
+
+
 class IncrementalDetokenizer:
     """The text of one output.
 
