@@ -1,12 +1,14 @@
 """POST /v1/chat/completions: a chat in, the assistant's next message out."""
 
+import asyncio
+import itertools
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
-from pagedattn_serve.server.errors import JSONResponse, encode_json
+from pagedattn_serve.server.errors import encode_json, response_of
 from pagedattn_serve.server.generation import Job, PromptTokens, finished_outputs, while_connected
 from pagedattn_serve.server.logprobs import ChatLogprobsFormat, prompt_logprobs
 from pagedattn_serve.server.requests import ChatCompletionRequest
@@ -35,7 +37,9 @@ async def create_chat_completion(
         writer = ChunkWriter(job, "chat.completion.chunk", body.stream_options)
         return EventStream(chunks(service.start, job, writer, answer.opening, _render))
     [output] = await while_connected(request.receive, finished_outputs(service.start, job))
-    return JSONResponse(answer.whole(output))
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return answer.whole(output)
+    return await asyncio.to_thread(answer.whole, output)
 
 
 class _Answer:
@@ -46,7 +50,7 @@ class _Answer:
         self._job = job
         self._logprobs = ChatLogprobsFormat(body.top_logprobs or 0) if body.logprobs else None
 
-    def whole(self, output: RequestOutput) -> ChatCompletionResponse:
+    def whole(self, output: RequestOutput) -> Response:
         """output: the last one."""
         num_tokens = sum(completion.num_tokens for completion in output.outputs)
         response: ChatCompletionResponse = {
@@ -54,12 +58,12 @@ class _Answer:
             "object": "chat.completion",
             "created": self._job.created,
             "model": self._job.model,
-            "choices": [self._choice(index, completion) for index, completion in enumerate(output.outputs)],
+            "choices": [],
             "usage": make_usage(self._job.num_prompt_tokens, num_tokens),
         }
         if self._body.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
-        return response
+        return response_of(response, itertools.starmap(self._choice, enumerate(output.outputs)))
 
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[StreamedChoice]]:
         """The first chunk of each choice, which says who speaks, and what tells the rest."""

@@ -1,5 +1,7 @@
 """POST /v1/completions: prompts in, choices out, numbered prompt by prompt."""
 
+import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -7,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
-from pagedattn_serve.server.errors import ApiError, JSONResponse, encode_json
+from pagedattn_serve.server.errors import ApiError, encode_json, response_of
 from pagedattn_serve.server.generation import Job, PromptTokens, finished_outputs, while_connected
 from pagedattn_serve.server.logprobs import CompletionLogprobsFormat, joined, prompt_logprobs
 from pagedattn_serve.server.requests import CompletionRequest
@@ -35,7 +37,9 @@ async def create_completion(
         writer = ChunkWriter(job, "text_completion", body.stream_options)
         return EventStream(chunks(service.start, job, writer, answer.opening, _render))
     outputs = await while_connected(request.receive, finished_outputs(service.start, job))
-    return JSONResponse(answer.whole(outputs))
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return answer.whole(outputs)
+    return await asyncio.to_thread(answer.whole, outputs)
 
 
 async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTokens]:
@@ -76,23 +80,26 @@ class _Answer:
         self._tokenizer = service.tokenizer
         self._shows_output = body.max_tokens != 0  # the engine makes one token at least
 
-    def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
+    def whole(self, outputs: list[RequestOutput]) -> Response:
         """outputs: the last one of each prompt."""
-        choices: list[CompletionChoice] = []
-        for place, output in enumerate(outputs):
-            beginning = self._begin(place, output)
-            choices += [self._choice(beginning, output, completion) for completion in output.outputs]
-        for index, choice in enumerate(choices):
-            choice["index"] = index
         num_tokens = sum(completion.num_tokens for output in outputs for completion in output.outputs)
-        return {
+        answer: CompletionResponse = {
             "id": self._job.request_id,
             "object": "text_completion",
             "created": self._job.created,
             "model": self._job.model,
-            "choices": choices,
+            "choices": [],
             "usage": make_usage(self._job.num_prompt_tokens, num_tokens if self._shows_output else 0),
         }
+        return response_of(answer, self._choices(outputs))
+
+    def _choices(self, outputs: list[RequestOutput]) -> Iterator[CompletionChoice]:
+        index = 0
+        for place, output in enumerate(outputs):
+            beginning = self._begin(place, output)
+            for completion in output.outputs:
+                yield self._choice(index, beginning, output, completion)
+                index += 1
 
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[StreamedChoice]]:
         """The first chunks of a prompt's choices, and what tells the rest of them."""
@@ -118,14 +125,16 @@ class _Answer:
         logprobs = form.add(prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
         return _Beginning(text, logprobs, form)
 
-    def _choice(self, beginning: _Beginning, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    def _choice(
+        self, index: int, beginning: _Beginning, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
         logprobs = beginning.logprobs
         if beginning.format is not None and self._shows_output:
             token_ids, entries = completion.tail(0)
             of_output = beginning.format.fork().add(token_ids, entries or [])
             logprobs = of_output if logprobs is None else joined(logprobs, of_output)
         choice: CompletionChoice = {
-            "index": 0,
+            "index": index,
             "text": beginning.text + completion.text if self._shows_output else beginning.text,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason if self._shows_output else "length",

@@ -3,6 +3,7 @@
 import json
 import re
 import reprlib
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -73,6 +74,17 @@ class JSONResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return encode_json(content).encode("utf-8", "backslashreplace")
+
+
+def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]]) -> Response:
+    """An answer with its `choices`, of which one after the other is made and written: those with logprobs are large, and
+    in another thread each lets the event loop on."""
+    texts = ",".join(encode_json(choice) for choice in choices)
+    before, after = encode_json({**answer, "choices": []}).split(
+        '"choices":[]'
+    )  # which no text has: quotes are escaped
+    content = f'{before}"choices":[{texts}]{after}'
+    return Response(content.encode("utf-8", "backslashreplace"), media_type=JSONResponse.media_type)
 
 
 encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

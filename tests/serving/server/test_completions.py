@@ -1,5 +1,6 @@
 """/v1/completions: the forms of a prompt, what the fields of a request do, OpenAI's form of the answer."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from checkpoints import BEGINNING, SPEECH
 from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server import logprobs
+from pagedattn_serve.server.errors import JSONResponse, response_of
 from pagedattn_serve.server.responses import CompletionResponse
 
 PATH = "/v1/completions"
@@ -222,3 +225,36 @@ def test_a_short_prompt_waits_for_no_other_thread(client: Any, monkeypatch: pyte
     monkeypatch.setattr("anyio.to_thread.run_sync", refuse)
     response = client.post("/v1/completions", prompt=BEGINNING, max_tokens=2, stream=stream)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATH, {"prompt": "A class", "logprobs": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A class"}], "logprobs": True}),
+    ],
+)
+def test_logprobs_are_written_beside_the_event_loop(
+    demo: Any, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 256 outputs of 430 tokens take seconds."""
+    in_loop: list[bool] = []
+
+    def watched(entry: Any) -> Any:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return real(entry)
+
+    real = logprobs._finite
+    monkeypatch.setattr(logprobs, "_finite", watched)
+    answer = demo.answer(path, **fields, n=2, max_tokens=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert in_loop and not any(in_loop)
+
+
+def test_an_answer_written_choice_by_choice() -> None:
+    """Is that which is written at once, whatever its texts hold."""
+    text = 'a "choices":[] \ud800 é'
+    answer, choices = {"model": text, "choices": [], "usage": {"n": 1}}, [{"text": text, "index": i} for i in range(3)]
+    written = response_of(answer, iter(choices))
+    assert written.body == JSONResponse({**answer, "choices": choices}).body
+    assert written.headers["content-type"] == "application/json"
