@@ -77,12 +77,13 @@ class JSONResponse(Response):
 
 
 def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]]) -> Response:
-    """An answer with its `choices`, of which one after the other is made and written: those with logprobs are large, and
-    in another thread each lets the event loop on."""
+    """An answer with its `choices`, each of which is made and written before the next.
+
+    Those with logprobs are large: so memory holds one of them, and between them another thread lets the event loop on.
+    """
     texts = ",".join(encode_json(choice) for choice in choices)
-    before, after = encode_json({**answer, "choices": []}).split(
-        '"choices":[]'
-    )  # which no text has: quotes are escaped
+    # No text has this: its quotes are escaped.
+    before, after = encode_json({**answer, "choices": []}).split('"choices":[]')
     content = f'{before}"choices":[{texts}]{after}'
     return Response(content.encode("utf-8", "backslashreplace"), media_type=JSONResponse.media_type)
 
