@@ -5,8 +5,9 @@ Usage: python bench/attn.py [--device cuda] [--quick] [--dtype float32] [--threa
 Decode: GB/s counts the bytes of the sequences' keys and values, and the share is of torch.sum. Prefill: GFLOP/s counts
 the pairs of tokens that causality leaves, and the share is of a matrix product. Physical blocks are in random order.
 Caches, SDPA's keys and values, and what torch.sum reads lie in huge pages where the system grants them.
-Peers: SDPA on contiguous keys and values (a call for each sequence where lengths differ); gathering these from
-the cache for it; a loop over the sequences in plain torch; for an fp8 cache, the same tokens in a bf16 cache.
+Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
+sequence where lengths differ); gathering these from the cache for it; a loop over the sequences in plain torch; for an
+fp8 cache, the same tokens in a bf16 cache.
 Shared: sequences with a common prefix, beside as long ones without; GFLOP/s counts every row's pairs, and the share is
 of a matrix product in float32. Then the time that it takes to find out what is shared, beside the least that the call
 could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.

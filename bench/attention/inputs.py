@@ -81,6 +81,19 @@ def random_kv(model: Model, seq_lens: list[int], dtype: torch.dtype) -> tuple[Te
     return key.view(shape).normal_(), value.view(shape).normal_()
 
 
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """torch's own attention in its fastest form; [num_seqs, heads, tokens, head_size] each.
+
+    A single row sees all keys, so the query heads of a KV head can be rows of one head: torch then reads its keys and
+    values once. With `enable_gqa` torch reads them once for each query head: 1.5 times the time in fp32 and 8 times in
+    bf16 (GQA 32/8x128, one thread of a Zen 4). Prompts are as fast with `enable_gqa` as with repeated keys and values.
+    """
+    if query.shape[2] > 1:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
+    rows = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+    return scaled_dot_product_attention(rows, key, value).flatten(1, 2).unsqueeze(2)
+
+
 class Attention:
     """The last num_queries tokens of each sequence over all of its tokens, in our layout and in torch's."""
 
@@ -110,12 +123,10 @@ class Attention:
     def attend(self, key: Tensor, value: Tensor) -> Tensor:
         query = self.query.unflatten(0, (-1, self.num_queries)).transpose(1, 2)
         outs = [
-            scaled_dot_product_attention(
-                query[part], key[part, :, :seq_len], value[part, :, :seq_len],
-                attn_mask=self.mask, is_causal=self.is_causal, enable_gqa=True,
-            ).transpose(1, 2).flatten(0, 1)
+            sdpa(query[part], key[part, :, :seq_len], value[part, :, :seq_len], self.mask, self.is_causal)
             for part, seq_len in self.parts
-        ]  # fmt: skip
+        ]
+        outs = [out.transpose(1, 2).flatten(0, 1) for out in outs]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def sdpa(self) -> Tensor:
@@ -184,10 +195,6 @@ class Mixed:
         """Two calls."""
         n, rows = self.num_prompt_tokens, slice(None, self.decode_len)
         prompt, decodes = self.paged.query[:n].transpose(0, 1)[None], self.paged.query[n:, :, None]
-        prompt_out = scaled_dot_product_attention(
-            prompt, self.key[:1, :, :n], self.value[:1, :, :n], is_causal=True, enable_gqa=True
-        )
-        decode_out = scaled_dot_product_attention(
-            decodes, self.key[1:, :, rows], self.value[1:, :, rows], enable_gqa=True
-        )
+        prompt_out = sdpa(prompt, self.key[:1, :, :n], self.value[:1, :, :n], is_causal=True)
+        decode_out = sdpa(decodes, self.key[1:, :, rows], self.value[1:, :, rows])
         return torch.cat((prompt_out[0].transpose(0, 1), decode_out[:, :, 0]))
