@@ -2,7 +2,9 @@
 
 The batches are those of llama.cpp's own server: a step decodes one token of each sequence whose prompt is computed, and
 then as much of the waiting prompts as has room. The most likely token is found by numpy's argmax, faster than its own
-sampler. It compiles for the machine that it is installed on: `pip install llama-cpp-python gguf`.
+sampler. The requests share one cache (`kv_unified`, not the default of its library): with a part of its own for each,
+32 requests of ShareGPT's lengths make 12% fewer tokens of a CPU-second, few long prompts some per cent more (bf16, one
+thread of a Zen 4). It compiles for the machine that it is installed on: `pip install llama-cpp-python gguf`.
 """
 
 import ctypes
@@ -101,7 +103,6 @@ class LlamaCpp:
             llama_cpp.llama_free(context)
 
     def make_context(self, requests: list[Request]) -> object:
-        """With a cache of its own for each request."""
         longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = len(requests) * -(-longest // 256) * 256
@@ -109,7 +110,7 @@ class LlamaCpp:
         params.n_batch = MAX_BATCH_TOKENS
         params.n_threads = params.n_threads_batch = self.threads
         params.type_k = params.type_v = self.cache_type
-        params.kv_unified = False
+        params.kv_unified = True
         context = llama_cpp.llama_init_from_model(self.model, params)
         if not context:
             raise RuntimeError(f"no context of {params.n_ctx} tokens")

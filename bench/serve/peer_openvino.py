@@ -4,6 +4,10 @@ The graph is written out here, in the forms that OpenVINO knows: it finds attent
 and fuses norms, rotary embedding and decompression of weights. Optimum, which else makes such graphs, wants another
 transformers than we do. 8 bits have a scale for each output; 4 bits one for each 128 inputs or 64, with 8 bits for the
 embedding and the last layer, as its own compression does by default.
+
+OpenVINO chooses its arithmetic: bf16 on a CPU with instructions for it, where ours computes in bf16 as well. With fp32
+weights it is held to fp32, as all give the same tokens there. Its cache has 8 bits by default, or the format of the
+arithmetic: which of the two is faster depends on the workload, so each is a peer of its own.
 """
 
 import json
@@ -26,19 +30,25 @@ MAX_BATCH_TOKENS, MAX_SEQUENCES = 2048, 256
 END = 2**62
 
 
-def load(model: str, weight_format: str, threads: int, made: str) -> System:
-    """model: directory of a LLaMA; made: one to write to."""
+def load(model: str, weight_format: str, threads: int, made: str, quantized_cache: bool) -> System:
+    """model: directory of a LLaMA; made: one to write to, which may have its graph already."""
     directory = Path(made) / "openvino"
-    directory.mkdir()
-    shutil.copy(Path(model) / "config.json", directory)
-    openvino.save_model(Llama(Path(model), weight_format).graph(), directory / "openvino_model.xml", False)
+    if not directory.exists():
+        directory.mkdir()
+        shutil.copy(Path(model) / "config.json", directory)
+        openvino.save_model(Llama(Path(model), weight_format).graph(), directory / "openvino_model.xml", False)
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = CACHE_GIB
     scheduling.max_num_batched_tokens = MAX_BATCH_TOKENS
     scheduling.max_num_seqs = MAX_SEQUENCES
     scheduling.dynamic_split_fuse = True
     scheduling.enable_prefix_caching = False
-    properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    properties: dict[str, object] = {"INFERENCE_NUM_THREADS": threads}
+    if weight_format == "float32":
+        properties["INFERENCE_PRECISION_HINT"] = openvino.Type.f32
+    if not quantized_cache:
+        arithmetic = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT")
+        properties["KV_CACHE_PRECISION"] = properties.get("INFERENCE_PRECISION_HINT", arithmetic)
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), scheduling, "CPU", properties)
 
     def serve(requests: list[Request]) -> Run:
