@@ -17,8 +17,8 @@ class CacheEngine:
     blocks on the host, where swapped-out sequences wait.
 
     On CUDA, blocks are swapped on a stream of their own, layer after layer, while the model computes the layers before:
-    whoever takes a layer's caches from `kv_caches` lets the current stream wait for the copies of that layer. On the
-    CPU a swap has happened when the call returns.
+    whoever takes a layer's caches from `kv_caches` lets the current stream wait for the copies of that layer (this has
+    not run on a GPU yet). On the CPU a swap has happened when the call returns.
 
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
 

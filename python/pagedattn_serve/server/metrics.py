@@ -1,4 +1,5 @@
-"""What Prometheus scrapes at /metrics. Names and labels are vLLM's, with `pagedattn:` in place of `vllm:`.
+"""What Prometheus scrapes at /metrics. Names are vLLM's, with `pagedattn:` in place of `vllm:`; docs/operations.md says
+which are our own.
 
 What the engine counts is read from its last step when somebody scrapes; times of requests are observed as outputs pass
 to the clients, once a request but for the time between outputs.

@@ -1,7 +1,8 @@
 """Documented functions for the ops in `torch.ops.pagedattn_ext`.
 
 They allocate outputs and fill in what follows from the arguments; the ops themselves, with the argument order that the
-field uses (outputs first), are in `torch.ops.pagedattn_ext`. All work under `torch.compile(fullgraph=True)`.
+field uses (outputs first), are in `torch.ops.pagedattn_ext`. All work under `torch.compile(fullgraph=True)`, but its
+default backend can lose where a view begins that an op writes to (docs/ops.md has the cases and ways around them).
 
 Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
     key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
@@ -18,9 +19,10 @@ by default 1. With a cache that is not fp8 nothing is scaled, and their values a
 Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
 grad raises RuntimeError, and so does one that carries a tangent of forward mode (the raw ops let both pass).
 
-Devices: CPU, and CUDA where the build has CUDA kernels. An op runs where its tensors are, on the current stream, and
-does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on the CPU, and block_mapping
-anywhere. What index tensors on a GPU hold is checked with PAGEDATTN_CHECK=1 in the environment, which does wait for it.
+Devices: CPU, and CUDA where the build has CUDA kernels, which have not run on a GPU yet. An op runs where its tensors
+are, on the current stream, and does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on
+the CPU, and block_mapping anywhere. What index tensors on a GPU hold is checked with PAGEDATTN_CHECK=1 in the
+environment, which does wait for it.
 
 Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or a wrong type, both before
 any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise

@@ -75,11 +75,12 @@ def paged_attention_v2(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention_v1` with its arguments and its result, bit for bit, and scratch from the caller.
+    """`paged_attention_v1` with its arguments and its result, bit for bit, for callers of vLLM's v2.
 
-    The raw op takes exp_sums, max_logits (fp32 [num_seqs, num_heads, max_num_partitions]) and tmp_out ([num_seqs,
-    num_heads, max_num_partitions, head_size]) after out, for partitions of 512 tokens; this function allocates them.
-    What they hold afterwards is unspecified. Both split long sequences.
+    The raw op takes the scratch that they bring after out: exp_sums, max_logits (fp32 [num_seqs, num_heads,
+    max_num_partitions]) and tmp_out ([num_seqs, num_heads, max_num_partitions, head_size]), for partitions of 512
+    tokens. It checks the scratch and neither reads nor writes it: both ops split long sequences, and allocate what they
+    need. This function makes scratch of the right shapes.
     """
     out, arguments = _decode_arguments(
         "paged_attention_v2",
