@@ -77,7 +77,8 @@ def make_arguments(case: Case, device: torch.device) -> dict:
     all_slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
     key_cache, value_cache = reference.reshape_and_cache(key, value, *caches, all_slots, **quantisation)
     query = torch.randn(sum(rows), num_heads, case.head_size, generator=generator).to(case.dtype)
-    slopes, sinks = torch.rand(num_heads, generator=generator) / 4, torch.randn(num_heads, generator=generator)
+    slopes = torch.rand(num_heads, generator=generator) / 2 - 0.25  # of both signs
+    sinks = torch.randn(num_heads, generator=generator)
     arguments = {
         "query": with_row_gap(query.to(device), case.row_gap),
         "key_cache": with_row_gap(key_cache.to(device), case.block_gap),

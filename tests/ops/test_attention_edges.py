@@ -53,6 +53,22 @@ def test_a_row_that_sees_no_token_is_zero(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_of_minus_infinity_is_none(device, dtype):
+    """Alone it gives the zeros of an empty row, as for the second head; the first head's sink is finite."""
+    case = Case(((1, 0), (5, 2), (1, 20), (10, 3)), dtype, num_kv_heads=1, sinks=True)
+    arguments = make_arguments(case, device)
+    arguments["sinks"][1] = -torch.inf
+    out, lse = OPS.paged_attention(**arguments)
+    empty = [0, 1, 2, 3, *range(7, 14)]
+    assert_same_bits(out[empty], torch.zeros_like(out[empty]))
+    assert_same_bits(lse[empty, 0], arguments["sinks"][0].expand(len(empty)).contiguous())
+    assert lse[empty, 1].isneginf().all()
+    assert_attention(arguments, out, lse)
+    without, _ = OPS.paged_attention(**arguments | {"sinks": None})
+    assert_same_bits(out[:, 1], without[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seq_len", [20, 700])
 def test_nan_in_what_a_row_sees_comes_out(device, dtype, seq_len):
     """A query of NaN, or one visible key or value: NaN in that row's out (and lse), not the zeros of an empty row."""
@@ -165,6 +181,14 @@ def test_sliding_window_may_begin_anywhere(device, dtype, block_size, rows):
         out_freed, lse_freed = OPS.paged_attention(**arguments | {"block_tables": freed})
         assert_same_bits(out_freed, out)
         assert_same_bits(lse_freed, lse)
+
+
+def test_windows_of_rows_that_begin_in_two_partitions(device):
+    """Of decode and of prefill: the window of their middle row begins at token 512, so what the first row sees begins
+    in the partition before."""
+    lens = ((8, 1100), (40, 1116))
+    arguments = make_arguments(Case(lens, num_kv_heads=1, sliding_window=1096 - 511), device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
 
 
 PREFILLS = {

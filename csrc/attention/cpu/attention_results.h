@@ -60,7 +60,7 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
   float weight = 1.0f;  // of the values, which are relative to `max`
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head];
-    base = sink > max ? sink : max;
+    base = softmax_base(sink > max ? sink : max);  // both may be -inf
     weight = exp(max - base);
     sum = sum * weight + exp(sink - base);
   }
