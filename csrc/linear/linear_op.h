@@ -55,6 +55,7 @@ using LinearKernel = void (*)(const Params& params, int64_t begin, int64_t end);
 template <typename Params>
 void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<Params> multiply) {
   constexpr int64_t PANELS_PER_ITEM = 4;  // as many as a kernel takes at once
+  if (params.out_features == 0) return;   // of any number of rows, as an expanded input may have
   const int64_t num_rows = params.num_rows, num_panels = num_panels_of(params.out_features);
   const int64_t num_items = ceil_div(num_panels, PANELS_PER_ITEM);
   const int64_t row_bytes = params.input_stride * element_size(params.dtype);

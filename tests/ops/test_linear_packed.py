@@ -146,3 +146,15 @@ def test_wrong_arguments():
         ops.pack_linear_weight(torch.zeros(2, 2, dtype=torch.int8))
     with pytest.raises(ValueError, match="pack_linear_weight: weight: expected 2 dimensions, got 1"):
         ops.pack_linear_weight(torch.zeros(2))
+
+
+def test_no_output_features():
+    """Of more rows than anybody could go through, as an expanded tensor has."""
+    input = torch.ones(64).expand(2**40, -1)
+    scales, codes = torch.empty(0, 2), torch.empty(0, 64, dtype=torch.uint8)
+    for out in (
+        ops.linear_packed(input, ops.pack_linear_weight(torch.empty(0, 64)), 0),
+        ops.linear_int8(input, ops.pack_linear_weight_int8(codes.view(torch.int8)), torch.empty(0)),
+        ops.linear_int4(input, ops.pack_linear_weight_int4(codes, scales, scales.byte()), 32, 0),
+    ):
+        assert out.shape == (2**40, 0)

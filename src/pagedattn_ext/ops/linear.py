@@ -156,7 +156,7 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
         (first | second << 4)
         .permute(0, 2, 3, 1, 4)
         .reshape(num_panels, num_groups, in_features // num_groups * PANEL // 2),
-        in_panels(stored_scales).transpose(1, 2).contiguous().view(torch.uint8),
+        in_panels(stored_scales).transpose(1, 2).clone(memory_format=torch.contiguous_format).view(torch.uint8),
         in_panels(zeros).transpose(1, 2),
     ]
     packed = empty_huge_pages((num_panels, num_groups, sum(part.shape[2] for part in parts)), torch.uint8)
