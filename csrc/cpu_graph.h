@@ -3,10 +3,16 @@
 
 #include <functional>
 #include <stdexcept>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 namespace pagedattn {
+
+// A copy of `Params` is all that a call takes which is made when the op has long returned. An aggregate is no closure;
+// one that can be assigned has neither a reference in it nor a closure that captured something. What is left are
+// values, tensors, and pointers to the memory of tensors that the op was given: who captures keeps that memory.
+template <typename Params>
+concept KeptByValue = std::is_aggregate_v<Params> && std::is_copy_assignable_v<Params>;
 
 class CpuGraph {
  public:
@@ -24,18 +30,21 @@ class CpuGraph {
   void end_capture() {
     if (capturing_ == this) capturing_ = nullptr;
   }
+  // Whether this thread captures.
+  static bool is_capturing() { return capturing_ != nullptr; }
 
   void replay() const {
     for (const auto& node : nodes_) node();
   }
 
-  // Calls node(), unless this thread captures. A copy of `node` outlives the op and the tensors that it has seen.
-  template <typename Node>
-  static void run_or_capture(Node&& node) {
+  // Calls function(params); if this thread captures, the graph keeps a copy of `params` for that. A plain function has
+  // nothing but its parameters.
+  template <KeptByValue Params>
+  static void run_or_capture(std::type_identity_t<void (*)(const Params& params)> function, const Params& params) {
     if (capturing_ == nullptr) {
-      node();
+      function(params);
     } else {
-      capturing_->nodes_.emplace_back(std::forward<Node>(node));
+      capturing_->nodes_.emplace_back([function, params] { function(params); });
     }
   }
 

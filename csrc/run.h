@@ -14,10 +14,10 @@
 
 namespace pagedattn {
 
-// Calls on_cpu(), or on_cuda(stream) with the door's device made the current one. on_cpu holds copies of all that it
-// needs: a CPU graph calls it later.
-template <typename OnCpu, typename OnCuda>
-void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const OnCpu& on_cpu,
+// Calls ON_CPU(params), now or when a CPU graph is replayed; or on_cuda(stream), with the door's device made the
+// current one. ON_CPU is void (*)(const Params& params): a plain function has nothing but its parameters.
+template <auto ON_CPU, KeptByValue Params, typename OnCuda>
+void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const Params& params,
             [[maybe_unused]] const OnCuda& on_cuda) {
 #if defined(PAGEDATTN_SIMT)
   on_cuda(nullptr);
@@ -29,7 +29,7 @@ void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const OnCpu& on_
     return;
   }
 #endif
-  CpuGraph::run_or_capture(on_cpu);
+  CpuGraph::run_or_capture(ON_CPU, params);
 #endif
 }
 
@@ -40,17 +40,27 @@ struct RowKernels {
   void (*cuda)(const Params& params, cudaStream_t stream);
 };
 
+// Every row by a kernel of the CPU.
+template <typename Params>
+struct RowLoop {
+  void (*kernel)(const Params& params, int64_t begin, int64_t end);
+  Params params;
+  int64_t num_rows;
+  int64_t elements_per_row;
+};
+
+template <typename Params>
+void run_loop(const RowLoop<Params>& loop) {
+  parallel_for_rows(loop.num_rows, loop.elements_per_row,
+                    [&](int64_t begin, int64_t end) { loop.kernel(loop.params, begin, end); });
+}
+
 template <typename Params>
 void run_rows(const Door& door, const RowKernels<Params>& kernels, const Params& params, int64_t num_rows,
               int64_t elements_per_row) {
   if (num_rows == 0 || elements_per_row == 0) return;
-  run_on(
-      door,
-      [=] {
-        parallel_for_rows(num_rows, elements_per_row,
-                          [&](int64_t begin, int64_t end) { kernels.cpu(params, begin, end); });
-      },
-      [&](cudaStream_t stream) { kernels.cuda(params, stream); });
+  run_on<run_loop<Params>>(door, RowLoop<Params>{kernels.cpu, params, num_rows, elements_per_row},
+                           [&](cudaStream_t stream) { kernels.cuda(params, stream); });
 }
 
 }  // namespace pagedattn

@@ -175,13 +175,11 @@ void attend_on_cpu(const PagedAttentionParams& params) {
 
 void run(const Door& door, const Tensor& query, const PagedAttentionParams& params) {
   if (params.num_tokens == 0) return;
-  run_on(
-      door, [params] { attend_on_cpu(params); },
-      [&](cudaStream_t stream) {
-        const int64_t scratch_bytes = cuda::paged_attention_scratch_bytes(params);
-        const Tensor scratch = torch::stable::new_empty(query, {&scratch_bytes, 1}, ScalarType::Byte);
-        cuda::paged_attention(params, scratch.mutable_data_ptr(), stream);
-      });
+  run_on<attend_on_cpu>(door, params, [&](cudaStream_t stream) {
+    const int64_t scratch_bytes = cuda::paged_attention_scratch_bytes(params);
+    const Tensor scratch = torch::stable::new_empty(query, {&scratch_bytes, 1}, ScalarType::Byte);
+    cuda::paged_attention(params, scratch.mutable_data_ptr(), stream);
+  });
 }
 
 // One row a sequence, into `out`: what v1 and v2 are.

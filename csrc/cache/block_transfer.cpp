@@ -1,6 +1,9 @@
 #include "cache/block_transfer.h"
 
+#include <algorithm>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "ops.h"
 #include "run.h"
@@ -44,24 +47,46 @@ void check_disjoint(const Door& door, const Tensor& mapping, const std::unordere
 // The mapping comes from any device, and is checked wherever that takes no wait for a GPU.
 bool checks_pairs(const Door& door, const Tensor& mapping) { return !is_on_cuda(mapping) || door.checks_values(); }
 
-// `src` is not empty, and `mapping` is where the kernel that gets this reads it.
-BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst, const Tensor& mapping) {
+// `src` is not empty. What it lacks is the mapping.
+BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst) {
   const auto element_bytes = static_cast<int64_t>(src.element_size());
   BlockTransferParams params{};
-  params.num_pairs = mapping.size(0);
   params.block_bytes = src.numel() / src.size(0) * element_bytes;
   params.src = static_cast<const char*>(src.const_data_ptr());
   params.src_stride = src.stride(0) * element_bytes;
   params.dst = static_cast<char*>(dst.mutable_data_ptr());
   params.dst_stride = dst.stride(0) * element_bytes;
-  params.mapping = mapping.const_data_ptr<int64_t>();
   return params;
 }
 
-void transfer_on_cpu(const BlockTransferParams& params) {
+struct Transfers {
+  std::vector<BlockTransferParams> all;
+  Tensor mapping;  // of all of them
+};
+
+// `mapping` is where the kernel that gets these reads it.
+Transfers with_mapping(std::vector<BlockTransferParams> transfers, const Tensor& mapping) {
+  for (BlockTransferParams& transfer : transfers) {
+    transfer.num_pairs = mapping.size(0);
+    transfer.mapping = mapping.const_data_ptr<int64_t>();
+  }
+  return {std::move(transfers), mapping};
+}
+
+void transfer_on_cpu(const Transfers& transfers) {
   const auto kernel = PAGEDATTN_CPU_KERNEL(transfer_blocks);
-  parallel_for_rows(params.num_pairs, params.block_bytes,
-                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  for (const BlockTransferParams& params : transfers.all) {
+    parallel_for_rows(params.num_pairs, params.block_bytes,
+                      [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+  }
+}
+
+// On the CPU, and by `on_cuda` on a GPU, which brings the mapping there by itself.
+template <typename OnCuda>
+void transfer(const Door& door, const std::vector<BlockTransferParams>& transfers, const Tensor& mapping,
+              const OnCuda& on_cuda) {
+  const Tensor on_cpu = door.runs_on_cuda() ? mapping : on_host(mapping);
+  run_on<transfer_on_cpu>(door, with_mapping(transfers, on_cpu), on_cuda);
 }
 
 // The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
@@ -73,26 +98,54 @@ Tensor on_gpu(const Door& door, const Tensor& mapping, cudaStream_t stream) {
   return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
-// Of all layers; caches without elements have none.
-std::vector<BlockTransferParams> make_transfers(const std::vector<Tensor>& key_caches,
-                                                const std::vector<Tensor>& value_caches, const Tensor& mapping) {
-  std::vector<BlockTransferParams> transfers;
-  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
-    for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
-      if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache, mapping));
-    }
-  }
-  return transfers;
+// The memory of a pool: blocks of `width` bytes, `stride` bytes apart.
+struct Span {
+  const char* begin;
+  const char* end;
+  int64_t stride;
+  int64_t width;
+};
+
+Span span_of(const Tensor& pool) {
+  const auto element_bytes = static_cast<int64_t>(pool.element_size());
+  const auto* begin = static_cast<const char*>(pool.const_data_ptr());
+  if (pool.numel() == 0) return {begin, begin, 0, 0};
+  const int64_t width = pool.numel() / pool.size(0) * element_bytes;
+  const int64_t stride = pool.size(0) == 1 ? width : pool.stride(0) * element_bytes;
+  return {begin, begin + (pool.size(0) - 1) * stride + width, stride, width};
 }
 
-bool overlap(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  const auto end = [&](const Tensor& t) {
-    const int64_t last_block = (t.size(0) - 1) * t.stride(0) + t.numel() / t.size(0);
-    return begin(t) + last_block * static_cast<int64_t>(t.element_size());
+// Pools may lie in each other's gaps, as keys and values that are views of one tensor do. Where strides differ, that is
+// not looked at.
+bool overlap(const Span& a, const Span& b) {
+  if (a.width == 0 || b.width == 0 || a.begin >= b.end || b.begin >= a.end) return false;
+  if (a.stride != b.stride) return true;
+  const int64_t distance =
+      ((b.begin - a.begin) % a.stride + a.stride) % a.stride;  // from a block of a to the next of b
+  return distance < a.width || a.stride - distance < b.width;
+}
+
+// Caches of all layers are written in any order.
+void check_apart(const Door& door, const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches) {
+  struct Cache {
+    Span span;
+    const char* argument;
+    size_t layer;
   };
-  return begin(a) < end(b) && begin(b) < end(a);
+  std::vector<Cache> caches;
+  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
+    caches.push_back({span_of(key_caches[layer]), "key_caches", layer});
+    caches.push_back({span_of(value_caches[layer]), "value_caches", layer});
+  }
+  std::stable_sort(caches.begin(), caches.end(),
+                   [](const Cache& a, const Cache& b) { return a.span.begin < b.span.begin; });
+  for (size_t i = 0; i < caches.size(); ++i) {
+    for (size_t j = i + 1; j < caches.size() && caches[j].span.begin < caches[i].span.end; ++j) {
+      door.check(!overlap(caches[i].span, caches[j].span), caches[j].argument,
+                 "expected caches that do not overlap, got memory in layer ", caches[j].layer, " that ",
+                 caches[i].argument, " has in layer ", caches[i].layer);
+    }
+  }
 }
 
 }  // namespace
@@ -114,6 +167,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   };
   check_caches("key_caches", key_caches);
   check_caches("value_caches", value_caches);
+  check_apart(door, key_caches, value_caches);
   check_mapping(door, block_mapping);
   if (checks_pairs(door, block_mapping)) {
     const Tensor mapping = on_host(block_mapping);
@@ -121,18 +175,16 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   }
 
   if (block_mapping.size(0) == 0) return;
-  run_on(
-      door,
-      [key_caches, value_caches, block_mapping] {
-        const Tensor mapping = on_host(block_mapping);
-        for (const BlockTransferParams& transfer : make_transfers(key_caches, value_caches, mapping)) {
-          transfer_on_cpu(transfer);
-        }
-      },
-      [&](cudaStream_t stream) {
-        const Tensor mapping = on_gpu(door, block_mapping, stream);
-        cuda::transfer_blocks(make_transfers(key_caches, value_caches, mapping), /*over_the_bus=*/false, stream);
-      });
+  std::vector<BlockTransferParams> transfers;
+  for (size_t layer = 0; layer < key_caches.size(); ++layer) {
+    for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
+      if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache));
+    }
+  }
+  transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
+    const Transfers on_device = with_mapping(transfers, on_gpu(door, block_mapping, stream));
+    cuda::transfer_blocks(on_device.all, /*over_the_bus=*/false, stream);
+  });
 }
 
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
@@ -148,32 +200,26 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
                ", got ", dst.sizes());
   }
   door.written_from_1("dst", dst);
-  door.check(!overlap(src, dst), "dst",
+  door.check(!overlap(span_of(src), span_of(dst)), "dst",
              "expected another pool than src (copy_blocks copies within one), got memory that they share");
   check_mapping(door, block_mapping);
   if (checks_pairs(door, block_mapping)) check_pairs(door, on_host(block_mapping), src.size(0), dst.size(0));
 
   if (block_mapping.size(0) == 0 || src.numel() == 0) return;
-  run_on(
-      door,
-      [src, dst, block_mapping] {
-        const Tensor mapping = on_host(block_mapping);
-        transfer_on_cpu(make_transfer(src, dst, mapping));
-      },
-      [&](cudaStream_t stream) {
-        const auto is_reachable = [&](const Tensor& pool) {
-          return pool.is_cuda() ? pool.get_device_index() == door.device().index()
-                                : cuda::is_reachable(pool.const_data_ptr());
-        };
-        const bool in_a_kernel = is_reachable(src) && is_reachable(dst);
-        const Tensor mapping = in_a_kernel ? on_gpu(door, block_mapping, stream) : on_host(block_mapping);
-        const BlockTransferParams transfer = make_transfer(src, dst, mapping);
-        if (in_a_kernel) {
-          cuda::transfer_blocks({transfer}, /*over_the_bus=*/!src.is_cuda() || !dst.is_cuda(), stream);
-        } else {
-          cuda::copy_block_runs(transfer, stream);
-        }
-      });
+  const std::vector<BlockTransferParams> transfers = {make_transfer(src, dst)};
+  transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
+    const auto is_reachable = [&](const Tensor& pool) {
+      return pool.is_cuda() ? pool.get_device_index() == door.device().index()
+                            : cuda::is_reachable(pool.const_data_ptr());
+    };
+    if (is_reachable(src) && is_reachable(dst)) {
+      const Transfers in_a_kernel = with_mapping(transfers, on_gpu(door, block_mapping, stream));
+      cuda::transfer_blocks(in_a_kernel.all, /*over_the_bus=*/!src.is_cuda() || !dst.is_cuda(), stream);
+    } else {
+      const Transfers in_runs = with_mapping(transfers, on_host(block_mapping));
+      cuda::copy_block_runs(in_runs.all[0], stream);
+    }
+  });
 }
 
 }  // namespace pagedattn

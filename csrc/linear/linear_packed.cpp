@@ -8,7 +8,8 @@
 namespace pagedattn {
 namespace {
 
-void run(LinearPackedParams params) {
+void run(const LinearPackedParams& op_params) {
+  LinearPackedParams params = op_params;
   const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
   const int64_t row_size = ceil_div(params.in_features, MAX_PACKED_BLOCK) * MAX_PACKED_BLOCK;
   const auto rows = std::make_unique_for_overwrite<float[]>(chunk_rows * row_size);
@@ -31,7 +32,7 @@ Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t o
   params.packed_weight = packed_weight.const_data_ptr();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture([params] { run(params); });
+  CpuGraph::run_or_capture(run, params);
   return out;
 }
 

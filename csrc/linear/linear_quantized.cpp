@@ -8,7 +8,8 @@
 namespace pagedattn {
 namespace {
 
-void run(LinearInt8Params params) {
+void run(const LinearInt8Params& op_params) {
+  LinearInt8Params params = op_params;
   const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
   params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
@@ -23,7 +24,8 @@ void run(LinearInt8Params params) {
   run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
 }
 
-void run(LinearInt4Params params) {
+void run(const LinearInt4Params& op_params) {
+  LinearInt4Params params = op_params;
   const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
   params.code_stride = params.in_features;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
@@ -56,7 +58,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture([params] { run(params); });
+  CpuGraph::run_or_capture(run, params);
   return out;
 }
 
@@ -86,7 +88,7 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture([params] { run(params); });
+  CpuGraph::run_or_capture(run, params);
   return out;
 }
 

@@ -230,6 +230,16 @@ def test_copy_blocks_of_many_layers(device):
         assert_same_bits(cache, copy)
 
 
+def test_copy_blocks_of_caches_in_one_tensor(device):
+    """Keys and values of two layers block by block, so each cache lies in the gaps of the others."""
+    pool = random_bits(4, 2, 2, 24, dtype=torch.float16, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = pool.clone()
+    expected[[3, 1]] = pool[[0, 2]]
+    mapping = mapping_tensor([(0, 3), (2, 1)], device)
+    OPS.copy_blocks([pool[:, 0, 0], pool[:, 1, 0]], [pool[:, 0, 1], pool[:, 1, 1]], mapping)
+    assert_same_bits(pool, expected)
+
+
 @given(st.data())
 def test_swap_blocks(device, data):
     draw = data.draw
@@ -259,6 +269,18 @@ def test_large_blocks(device, several_threads):
     OPS.copy_blocks([caches[0]], [caches[1]], mapping_tensor(pairs, device))
     assert_same_bits(caches[0], expected[0][0])
     assert_same_bits(caches[1], expected[1][0])
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("block_bytes", [128, 320])
+def test_many_small_blocks(device, block_bytes):
+    """Enough for stores past the cache, which take 256 bytes at a time."""
+    num_blocks = (4 << 20) // block_bytes + 1
+    pool = torch.arange(num_blocks * block_bytes // 8, device=device).view(torch.uint8).view(num_blocks, block_bytes)
+    blocks = torch.arange(num_blocks, device=device)
+    swapped = torch.zeros_like(pool)
+    OPS.swap_blocks(pool, swapped, torch.stack([blocks, blocks.flip(0)], dim=1))
+    assert_same_bits(swapped, pool.flip(0))
 
 
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
@@ -421,11 +443,33 @@ def test_copy_and_swap_reject_mapping(device, what):
     assert_rejected("swap_blocks", swap, "block_mapping", error)
 
 
+@pytest.mark.parametrize("pairs", [[(1, 0), (2, 1)], [(2, 1), (1, 0)], [(0, 1), (2, 3), (1, 4)], [(1, 1)]], ids=str)
+def test_copy_blocks_rejects_a_block_that_is_source_and_target(device, pairs):
+    caches = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)
+    copy = {"key_caches": [caches[0]], "value_caches": [caches[1]], "block_mapping": mapping_tensor(pairs, device)}
+    assert_rejected("copy_blocks", copy, "block_mapping", ValueError)
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1), (2, 1)], [(0, 1), (2, 3), (0, 1)]], ids=str)
+def test_copy_and_swap_reject_a_target_twice(device, pairs):
+    caches = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)
+    mapping = mapping_tensor(pairs, device)
+    copy = {"key_caches": [caches[0]], "value_caches": [caches[1]], "block_mapping": mapping}
+    swap = {"src": caches[0], "dst": caches[0].clone(), "block_mapping": mapping}
+    assert_rejected("copy_blocks", copy, "block_mapping", ValueError)
+    assert_rejected("swap_blocks", swap, "block_mapping", ValueError)
+
+
 COPY_ERRORS = {
     "one list longer": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k, k], [v])),
     "blocks differ": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k], [v[:5]])),
     "not contiguous": ("key_caches", ValueError, lambda k, v: ([k.mT.contiguous().mT], [v])),
     "value not contiguous": ("value_caches", ValueError, lambda k, v: ([k], [v.mT.contiguous().mT])),
+    "one cache for keys and values": ("value_caches", ValueError, lambda k, v: ([k], [k])),
+    "one cache for two layers": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k, k], [v, v.clone()])),
+    "overlapping views": ("value_caches", ValueError, lambda k, v: ([k[:5]], [k[1:]])),
+    "overlapping blocks": ("value_caches", ValueError, lambda k, v: ([k.flatten(1)[:, :100]], [k.flatten(1)[:, 99:]])),
+    "strides that differ": ("value_caches", ValueError, lambda k, v: ([k[:3]], [k[::2]])),
 }
 
 
