@@ -9,8 +9,8 @@ namespace pagedattn {
 
 // A factor: 1 if the cache is not fp8. One of the two is 1, or nullptr, which stands for 1.
 struct CacheScale {
-  float on_host = 1.0f;
-  const float* on_device = nullptr;
+  float on_host = 1.0f;              // for a kernel on a GPU
+  const float* on_device = nullptr;  // where the kernel reads its own memory, when it runs
 };
 
 struct PagedCache {
@@ -50,13 +50,15 @@ inline float check_scale_value(const Door& door, const char* argument, float val
 }
 
 // None is 1. With a cache that is not fp8 nothing is scaled, whatever the value: frameworks pass the scales of a layer
-// always. An op on a GPU takes a scale from the host, and from its own memory, where kernels read it.
+// always. An op on a GPU takes a scale from the host, and from its own memory; on the CPU that is the same.
 inline CacheScale cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
   if (!scale.has_value()) return {};
   door.dtype_anywhere(argument, *scale, ScalarType::Float);
   door.check(scale->numel() == 1, argument, "expected one element, got shape ", scale->sizes());
   if (!is_float8(dtype)) return {};
-  if (!is_on_cuda(*scale)) return {check_scale_value(door, argument, *scale->const_data_ptr<float>()), nullptr};
+  if (door.runs_on_cuda() && !is_on_cuda(*scale)) {
+    return {check_scale_value(door, argument, *scale->const_data_ptr<float>()), nullptr};
+  }
   door.present(argument, *scale);
   if (door.checks_values()) check_scale_value(door, argument, *on_host(*scale).const_data_ptr<float>());
   return {1.0f, scale->const_data_ptr<float>()};

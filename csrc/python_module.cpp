@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
       .def(pybind11::init())
       .def("begin_capture", &pagedattn::CpuGraph::begin_capture)
       .def("end_capture", &pagedattn::CpuGraph::end_capture)
+      .def_static("is_capturing", &pagedattn::CpuGraph::is_capturing)
       .def("replay", &pagedattn::CpuGraph::replay, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
 }

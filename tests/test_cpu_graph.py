@@ -1,6 +1,10 @@
 """CPUGraph: replays give what the ops give, on what the inputs hold then; what cannot be replayed is refused."""
 
+import os
+import subprocess
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagedattn_ext import CPUGraph, ops
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 
 def make_layer() -> tuple[Tensor, Tensor]:
@@ -103,9 +109,45 @@ def test_one_capture_at_a_time() -> None:
         pass
     with graph.capture():
         out = ops.linear_packed(input, packed, 32)
-    with pytest.raises(RuntimeError, match="CPUGraph: expected a new graph, got one with a capture"), graph.capture():
+    with (
+        pytest.raises(RuntimeError, match="CPUGraph: expected a new graph, got one with a capture that is complete"),
+        graph.capture(),
+    ):
         pass
     graph.replay()
+    assert_same_bits(out, ops.linear_packed(input, packed, 32))
+
+
+def test_a_capture_within_its_own_capture() -> None:
+    """Is refused, and the one under way goes on."""
+    packed, input = make_layer()
+    graph = CPUGraph()
+    message = "CPUGraph: expected a new graph, got one with a capture that is under way"
+    context = graph.capture()
+    assert graph.capture() is context
+    with context:
+        out = ops.linear_packed(input, packed, 32)
+        with pytest.raises(RuntimeError, match=message):
+            graph.capture()
+        with pytest.raises(RuntimeError, match=message), context:
+            pass
+        doubled = ops.linear_packed(input * 2, packed, 32)
+    graph.replay()
+    assert_same_bits(out, ops.linear_packed(input, packed, 32))
+    assert_same_bits(doubled, ops.linear_packed(input * 2, packed, 32))
+
+
+def test_a_replay_within_a_capture() -> None:
+    """Of this graph or of another one: the capture would not see it."""
+    packed, input = make_layer()
+    first, second = CPUGraph(), CPUGraph()
+    with first.capture():
+        out = ops.linear_packed(input, packed, 32)
+    message = "CPUGraph: expected a replay outside of captures, got one within a capture"
+    for graph in (first, second):
+        with pytest.raises(RuntimeError, match=message), second.capture():
+            graph.replay()
+    first.replay()
     assert_same_bits(out, ops.linear_packed(input, packed, 32))
 
 
@@ -158,3 +200,168 @@ def test_a_graph_keeps_what_it_needs() -> None:
     graph.replay()
     assert_same_bits(out, expected)
     assert all(other.isnan().all() for other in others)
+
+
+# ---- values and shapes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_scales_of_a_cache_are_read_at_replay(kv_cache_dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    key, value, query = torch.randn(3, 4, 2, 32, generator=generator)
+    caches = torch.zeros(1, 2, 2, 8, 16, dtype=torch.uint8), torch.zeros(1, 2, 32, 8, dtype=torch.uint8)
+    k_scale, v_scale = torch.tensor(0.5), torch.tensor([2.0])
+    options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+    paged = *caches, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+
+    def step() -> tuple[Tensor, Tensor]:
+        ops.reshape_and_cache(key, value, *caches, torch.arange(4), **options)
+        return ops.paged_attention(query[:1], *paged, **options)
+
+    graph = CPUGraph()
+    with graph.capture():
+        results = step()
+    k_scale.fill_(0.125), v_scale.fill_(0.25)
+    graph.replay()
+    replayed = [tensor.clone() for tensor in (*results, *caches)]
+    for mine, eager in zip(replayed, (*step(), *caches), strict=True):
+        assert_same_bits(mine, eager)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x > 0],
+        lambda x: x[:, x[0] > 0],
+        torch.nonzero,
+        lambda x: torch.masked_select(x, x > 0),
+        torch.unique,
+        lambda x: torch.repeat_interleave(x, torch.tensor([1, 0, 2]), dim=0),
+    ],
+)
+def test_a_shape_that_depends_on_values_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    _, input = make_layer()
+    message = "CPUGraph: expected shapes that do not depend on values, got aten"
+    graph = CPUGraph()
+    with graph.capture():
+        out = input * 2
+        with pytest.raises(RuntimeError, match=message):
+            function(input)
+    out.fill_(1)
+    graph.replay()  # of nothing, though the error was caught within
+    assert (out == 1).all()
+
+
+def test_indices_and_masks_that_leave_the_shape_alone() -> None:
+    _, input = make_layer()
+    rows = torch.tensor([2, 0])
+
+    def function() -> Tensor:
+        out = input[rows] * 2
+        out[out > 0] = 1
+        return torch.where(out < -1, 0, out)
+
+    graph = CPUGraph()
+    with graph.capture():
+        out = function()
+    rows.copy_(torch.tensor([1, 2]))
+    input.neg_()
+    graph.replay()
+    assert_same_bits(out, function())
+
+
+def test_a_shape_that_changes_at_replay() -> None:
+    """Of an op that does not say that it may."""
+    library = torch.library.Library("cpu_graph_test", "FRAGMENT")
+    library.define("positive(Tensor x) -> Tensor")
+    library.impl("positive", lambda x: x[x > 0], "CPU")
+    x = torch.tensor([1.0, -1.0, 2.0])
+    graph = CPUGraph()
+    with graph.capture():
+        out = torch.ops.cpu_graph_test.positive(x)
+    graph.replay()
+    x.copy_(torch.tensor([-1.0, -1.0, 3.0]))
+    message = r"expected a result of shape \[2\] from cpu_graph_test.positive.default, as at the capture, got \[1\]"
+    with pytest.raises(RuntimeError, match=message):
+        graph.replay()
+    assert out.tolist() == [1, 2]
+
+
+def test_views_in_place() -> None:
+    """What changes the shape of a tensor and not its values is done once."""
+    _, input = make_layer()
+
+    def function() -> Tensor:
+        out = input + 1
+        out.unsqueeze_(0).transpose_(1, 2).squeeze_(0).t_().mul_(2)
+        return out
+
+    graph = CPUGraph()
+    with graph.capture():
+        out = function()
+    graph.replay()
+    graph.replay()
+    assert_same_bits(out, function())
+    message = r"CPUGraph: expected tensors that stay in their memory, got aten.resize_.default, which moves one"
+    with pytest.raises(RuntimeError, match=message), CPUGraph().capture():
+        (input + 1).resize_(100_000)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_are_given_other_memory() -> None:
+    """A replay has what they held before, for ops of this package and of torch, and writes nowhere else."""
+    size = 1 << 14
+    layer, norm, cache = torch.nn.Linear(size, 4), torch.nn.Parameter(torch.ones(size)), torch.ones(2, size)
+    values, mapping = torch.zeros(2, 4), torch.tensor([[0, 1]])
+    input = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+
+    def function() -> Tensor:
+        ops.copy_blocks([cache], [values], mapping)
+        return layer(ops.rms_norm(input, norm)) + cache[1, :4]
+
+    graph = CPUGraph()
+    with torch.inference_mode():
+        expected = function()
+        with graph.capture():
+            out = function()
+    layer.half()
+    norm.data = torch.empty(1)
+    cache.data = torch.empty(1)
+    others = [torch.full((n * size,), torch.nan) for n in (1, 2, 4) for _ in range(50)]  # where freed memory would be
+    graph.replay()
+    assert_same_bits(out, expected)
+    assert all(other.isnan().all() for other in others)
+
+
+KEPT_BY_VALUE = """
+#include "cpu_graph.h"
+
+template <typename Function, typename Params>
+constexpr bool IS_TAKEN = requires(Function function, Params params) {
+  pagedattn::CpuGraph::run_or_capture(function, params);
+};
+struct Values { const float* x; int n; };
+struct Reference { const int& n; };
+template <typename T> struct Struct { T member; };
+
+void op(int n) {
+  auto function = [](const auto&) {};
+  auto function_that_captures = [&](const Values&) { ++n; };
+  auto closure = [&] { ++n; };
+  static_assert(IS_TAKEN<decltype(function), Values>);
+  static_assert(!IS_TAKEN<decltype(function_that_captures), Values>);
+  static_assert(!IS_TAKEN<decltype(function), Reference>);
+  static_assert(!IS_TAKEN<decltype(function), Struct<Reference>>);
+  static_assert(!IS_TAKEN<decltype(function), decltype(closure)>);
+  static_assert(!IS_TAKEN<decltype(function), Struct<decltype(closure)>>);
+}
+"""
+
+
+def test_an_op_leaves_nothing_of_its_own_to_a_graph() -> None:
+    """What is gone when the op has returned does not compile."""
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", str(CSRC), "-"]
+    result = subprocess.run(command, input=KEPT_BY_VALUE, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr

@@ -22,7 +22,7 @@ struct PagedAttentionParams {
   int64_t block_size;
   float logit_scale;                 // times query . key as stored
   float value_scale;                 // times a value as stored
-  const float* key_scale_on_device;  // a factor of logit_scale that only CUDA kernels read; nullptr: 1
+  const float* key_scale_on_device;  // a factor of logit_scale that kernels read when they run; nullptr: 1
   const float* value_scale_on_device;
   float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
   int64_t sliding_window;  // a row sees this many tokens, its own included

@@ -23,7 +23,7 @@ struct ReshapeAndCacheParams {
   int64_t value_block_stride;
   float key_scale;  // stored key = key / key_scale; not for a cache of the same dtype
   float value_scale;
-  const float* key_scale_on_device;  // where CUDA kernels read the scale; nullptr: key_scale is it
+  const float* key_scale_on_device;  // where kernels read the scale when they run; nullptr: key_scale is it
   const float* value_scale_on_device;
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
 };

@@ -129,6 +129,8 @@ void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
   CacheT buffer[sizeof(CacheT) == 1 ? MAX_RUN_LENGTH * MAX_HEAD_SIZE : 1];
   const T* keys = static_cast<const T*>(p.key);
   const T* values = static_cast<const T*>(p.value);
+  const float key_scale = p.key_scale_on_device == nullptr ? p.key_scale : *p.key_scale_on_device;
+  const float value_scale = p.value_scale_on_device == nullptr ? p.value_scale : *p.value_scale_on_device;
   for (int64_t token = begin; token < end;) {
     if (p.slot_mapping[token] < 0) {
       ++token;
@@ -137,9 +139,9 @@ void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
     const Run run = find_run(p, token, end);
     for (int64_t head = 0; head < p.num_kv_heads; ++head) {
       const T* key = keys + token * p.key_stride + head * p.head_size;
-      store_key(p, run, head, rows_for_cache(key, p.key_stride, run, p.head_size, p.key_scale, buffer));
+      store_key(p, run, head, rows_for_cache(key, p.key_stride, run, p.head_size, key_scale, buffer));
       const T* value = values + token * p.value_stride + head * p.head_size;
-      store_value(p, run, head, rows_for_cache(value, p.value_stride, run, p.head_size, p.value_scale, buffer));
+      store_value(p, run, head, rows_for_cache(value, p.value_stride, run, p.head_size, value_scale, buffer));
     }
     token += run.length;
   }

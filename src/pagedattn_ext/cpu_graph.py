@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
+from torch.utils._pytree import tree_map_only
 
 from . import _C
 from .inference_mode import inference_mode
@@ -20,8 +23,12 @@ class CPUGraph:
     between its kernels, which is half of the time where a model is small, or its weights, and rows are few.
 
     What Python does on the way, such as a branch, happens once. Tensors stay where they are: a replay reads what the
-    inputs hold then, and writes its results into the tensors that the captured function returned. The graph keeps all
-    tensors that the function met; what it computed between them takes memory as long as the graph lives.
+    inputs hold then, and writes its results into the tensors that the captured function returned. The graph keeps the
+    memory of all tensors that the function met; what it computed between them takes memory as long as the graph lives.
+
+    That memory is what a replay reads and writes, whatever becomes of the tensors. One that is given other memory, as
+    weights are by `module.half()` or `parameter.data = ...`, is replayed with what it held before: capture anew. Memory
+    must not be resized (`Tensor.resize_`) while a graph has it.
 
     >>> graph = CPUGraph()
     >>> with torch.inference_mode(), graph.capture():
@@ -39,12 +46,14 @@ class CPUGraph:
         at each replay.
 
         Raises RuntimeError if there is a capture already, this graph's or another one on this thread; where a tensor
-        is not on the CPU; and for an op with a result that is no tensor, as `Tensor.item`: a replay could not take it
-        into account. After any error within it the graph is empty.
+        is not on the CPU; and for an op that a replay could not take into account: with a result that is no tensor, as
+        `Tensor.item`, or whose shape depends on values, as `torch.nonzero` or `x[mask]`, or one that resizes memory.
+        After any error within it the graph is empty.
         """
-        if self._capture is not None and self._capture.is_complete:
-            raise RuntimeError("CPUGraph: expected a new graph, got one with a capture")
-        self._capture = _Capture()
+        if self._capture is not None and self._capture.state in (_State.UNDER_WAY, _State.COMPLETE):
+            raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self._capture.state}")
+        if self._capture is None or self._capture.state is not _State.NEW:
+            self._capture = _Capture()
         return self._capture
 
     def reset(self) -> None:
@@ -57,10 +66,23 @@ class CPUGraph:
     @inference_mode()  # or what was made in that mode could not be written to outside of it
     def replay(self) -> None:
         """Run all that was captured. Values that an op checks at its door, such as block numbers, are not checked
-        again."""
-        if self._capture is not None and self._capture.is_complete:
+        again.
+
+        Raises RuntimeError within a capture, which could not see what is replayed; and if an op of torch gives a result
+        of another shape than at the capture.
+        """
+        if _C.CpuGraph.is_capturing():
+            raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
+        if self._capture is not None and self._capture.state is _State.COMPLETE:
             for step in self._capture.steps:
                 step()
+
+
+class _State(StrEnum):
+    NEW = "new"
+    UNDER_WAY = "under way"
+    COMPLETE = "complete"
+    FAILED = "failed"
 
 
 class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,19 +91,23 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], None]] = []
-        self.is_complete = False
-        self._kept: list[Tensor] = []
+        self.state = _State.NEW
+        self._kept: list[UntypedStorage] = []
         self._graph = _C.CpuGraph()
 
     def __enter__(self) -> "_Capture":
+        if self.state is not _State.NEW:
+            raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self.state}")
         self._begin()
+        self.state = _State.UNDER_WAY
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._graph.end_capture()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self.is_complete = exception[0] is None
+        is_whole = exception[0] is None and self.state is _State.UNDER_WAY
+        self.state = _State.COMPLETE if is_whole else _State.FAILED
 
     def end(self) -> None:
         """Undo what `__enter__` has done and `__exit__` has not."""
@@ -93,13 +119,21 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = tensors_in((args, kwargs))
         self._keep(op, inputs)
+        addresses = _addresses(inputs)
+        if _has_shape_by_values(op, args):
+            self._refuse(f"expected shapes that do not depend on values, got {op}, whose result's does")
         result = op(*args, **kwargs)
         results = tensors_in(result)
         self._keep(op, results)
+        if any(before not in (0, after) for before, after in zip(addresses, _addresses(inputs), strict=True)):
+            self._refuse(f"expected tensors that stay in their memory, got {op}, which moves one")
         is_captured = op.namespace == "pagedattn_ext" or op._opname in ALLOCATIONS
-        if not is_captured and not (op.is_view and _share_memory(results, inputs)):
+        is_view = torch.Tag.inplace_view in op.tags or (op.is_view and {*_addresses(results)} <= {*addresses})
+        if not is_captured and not is_view:
             if not results:
-                raise RuntimeError(f"CPUGraph: expected ops that return tensors, got {op}, which a replay would miss")
+                self._refuse(f"expected ops that return tensors, got {op}, which a replay would miss")
+            own = {id(tensor): tensor.detach() for tensor in inputs + results}  # which nobody gives other memory
+            args, kwargs, results = tree_map_only(Tensor, lambda tensor: own[id(tensor)], (args, kwargs, results))
             self._graph.end_capture()
             self.steps.append(partial(_run_again, op, args, kwargs, results))
             self._begin()
@@ -110,19 +144,33 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(self._graph.replay)
         self._graph.begin_capture()
 
+    def _refuse(self, message: str) -> NoReturn:
+        """Whoever catches the error does not get a graph without what was refused."""
+        self.state = _State.FAILED
+        raise RuntimeError(f"CPUGraph: {message}")
+
     def _keep(self, op: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_cpu:
-                raise RuntimeError(f"CPUGraph: expected tensors on the CPU, got one on {tensor.device} in {op}")
-            self._kept.append(tensor)
+                self._refuse(f"expected tensors on the CPU, got one on {tensor.device} in {op}")
+            self._kept.append(tensor.untyped_storage())
+
+
+def _has_shape_by_values(op: Any, args: Any) -> bool:
+    """Whether the values of the arguments decide which shape the result has."""
+    if op is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in op.tags
 
 
 def _run_again(op: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
     for old, new in zip(results, tensors_in(op(*args, **kwargs)), strict=True):
         if new is not old:
+            if new.shape != old.shape:
+                expected = f"expected a result of shape {list(old.shape)} from {op}, as at the capture"
+                raise RuntimeError(f"CPUGraph: {expected}, got {list(new.shape)}")
             old.copy_(new)
 
 
-def _share_memory(results: list[Tensor], inputs: list[Tensor]) -> bool:
-    memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    return all(tensor.untyped_storage().data_ptr() in memory for tensor in results)
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors]

@@ -231,8 +231,10 @@ void attend_item(const PagedAttentionParams& p, const AttentionRow* rows, const 
   });
 }
 
-// With scales for keys and values as the kernel reads them.
+// With scales for keys and values as the kernel reads them, and as they are now: a CPU graph calls it later.
 PagedAttentionParams in_loaded_units(PagedAttentionParams params) {
+  if (params.key_scale_on_device != nullptr) params.logit_scale *= *params.key_scale_on_device;
+  if (params.value_scale_on_device != nullptr) params.value_scale *= *params.value_scale_on_device;
   if (params.cache_dtype == DType::FLOAT8_E4M3) {
     params.logit_scale *= E4M3_UNIT;
     params.value_scale *= E4M3_UNIT;
