@@ -48,6 +48,20 @@ def num_simt_launches() -> int:
     return ctypes.CDLL(str(SIMT_LIBRARY)).pagedattn_simt_num_launches()
 
 
+class SimtUses(ctypes.Structure):
+    """As pagedattn::simt::Uses."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("dependent_launches", "clusters", "bulk_copies", "wgmma")]
+
+
+def simt_uses() -> dict[str, int]:
+    """What the kernels of this process have used, as often."""
+    ask = ctypes.CDLL(str(SIMT_LIBRARY)).pagedattn_simt_uses
+    ask.restype = SimtUses
+    uses = ask()
+    return {name: getattr(uses, name) for name, _ in SimtUses._fields_}
+
+
 def runs_cuda_kernels(device: torch.device) -> bool:
     """On a GPU or the simt device, whose results may differ from the CPU's in the last bits."""
     return device.type == "cuda" or OPS.namespace == "pagedattn_simt"

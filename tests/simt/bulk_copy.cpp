@@ -128,6 +128,7 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* poi
   std::memset(target, POISON, bytes);
   std::memset(as_seen(target), POISON, bytes);
   block->under_way.push_back({target, source, bytes, &barrier});
+  ++uses.bulk_copies;
   wake(pointer);
 }
 

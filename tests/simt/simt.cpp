@@ -39,6 +39,9 @@ alignas(128) unsigned char shared_memory[simt::MAX_SHARED_BYTES + MARGIN_BYTES];
 }  // namespace pagedattn::cuda
 
 namespace pagedattn::simt {
+
+Uses uses;
+
 namespace {
 
 using cuda::MARGIN_BYTES;
@@ -454,6 +457,7 @@ void run_cluster(uint3 first) {
   const dim3& size = device.launch->cluster;
   device.cluster = {};
   device.cluster.num_blocks = num_blocks_of(size);
+  uses.clusters += device.cluster.num_blocks > 1;
   device.in_block = true;
   for (unsigned rank = 0; rank < device.cluster.num_blocks; ++rank) {
     device.blocks[rank].index = {first.x + rank % size.x, first.y + rank / size.x % size.y,
@@ -531,6 +535,7 @@ void run(const Launch& launch) {
   device.architecture = environment_number("PAGEDATTN_SIMT_ARCH", 90);
   device.in_block = false;
   check_limits(launch);
+  uses.dependent_launches += launch.is_dependent;
   blockDim = launch.block;
   gridDim = launch.grid;
   ASAN_UNPOISON_MEMORY_REGION(shared_memory, sizeof(shared_memory));
@@ -797,4 +802,9 @@ void wait_for_copy_groups(unsigned num_pending) {
 // For a test with a wrong result, which wants to name the seeds of its launches: they were numbered through.
 extern "C" __attribute__((visibility("default"))) uint64_t pagedattn_simt_num_launches() {
   return pagedattn::simt::device.num_launches;
+}
+
+// For a test of which way a call takes.
+extern "C" __attribute__((visibility("default"))) pagedattn::simt::Uses pagedattn_simt_uses() {
+  return pagedattn::simt::uses;
 }

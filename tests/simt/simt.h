@@ -36,6 +36,12 @@ struct Launch {
 };
 
 void run(const Launch& launch);
+
+// What kernels have used, counted over all launches of the process: a test asks which way a call took.
+struct Uses {
+  uint64_t dependent_launches, clusters, bulk_copies, wgmma;
+};
+extern Uses uses;
 void allow_shared_bytes(const void* function, int64_t bytes);
 
 // A variable of the environment: 1 or more, or `otherwise` where it is not set.

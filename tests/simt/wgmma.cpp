@@ -198,6 +198,7 @@ void wgmma_warp(WgmmaLane* const* lanes, unsigned, Site site) {
     }
   }
   check_call({site, first.b});
+  ++uses.wgmma;
 
   const auto newest = std::find_if(warp.under_way.rbegin(), warp.under_way.rend(), [&](const Multiplication& other) {
     return other.is_last && other.lanes[0].d == first.d;

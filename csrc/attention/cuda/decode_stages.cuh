@@ -101,9 +101,7 @@ class BulkStages {
   using Slice = CacheSlice<CacheT, HEAD_SIZE, false>;
 
   // What no row of a work sees is loaded with a slice, and masked where it is used.
-  static __device__ bool fits(const AttentionArguments& a) {
-    return ptx::is_sm90() && has_adjacent_slices(a, HEAD_SIZE);
-  }
+  static __device__ bool fits(const AttentionArguments& a) { return ptx::is_sm90() && has_bulk_slices(a, HEAD_SIZE); }
 
   __device__ BulkStages()
       : stages_(shared_memory + Shape::team() * Shape::TEAM_BYTES),

@@ -46,8 +46,17 @@ struct Split {
   float* values;  // [..., head_size]
 };
 
+// What GPUs of sm_90 have beside those of sm_80. Whatever a GPU has is used, unless PAGEDATTN_CUDA_WITHOUT names it.
+struct Mechanisms {
+  bool wgmma = true;    // in prefill
+  bool cluster = true;  // in decode of small batches
+  bool bulk = true;     // copies of slices in decode; clusters have no other way
+  bool pdl = true;      // programmatic dependent launch: the kernel that merges begins early
+};
+
 struct AttentionArguments {
   PagedAttentionParams p;
+  Mechanisms may_use;
   Split decode;
   Split prefill;
   int group_size;
@@ -269,9 +278,9 @@ constexpr bool has_wide_tiles(int64_t head_size, int64_t cache_element_bytes) {
 // What kernels on tensor cores are compiled for: the smallest that holds the head.
 constexpr int head_size_of_kernel(int64_t head_size) { return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256; }
 
-// Whether all keys of a slice lie side by side in memory, and all values.
-constexpr bool has_adjacent_slices(const AttentionArguments& a, int kernel_head_size) {
-  return a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == kernel_head_size;
+// Whether bulk copies can bring the slices: all keys of a slice lie side by side in memory, and all values.
+constexpr bool has_bulk_slices(const AttentionArguments& a, int kernel_head_size) {
+  return a.may_use.bulk && a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == kernel_head_size;
 }
 
 // One instantiation file each. Runs decode and, where there may be any, prefill.

@@ -1,5 +1,7 @@
 // paged_attention on CUDA: scratch, the choice of the kernels, and the merge of partial results.
 #include <bit>
+#include <cstdlib>
+#include <string_view>
 
 #include "attention/cuda/merge_partitions.cuh"
 #include "dispatch.h"
@@ -52,7 +54,12 @@ void launch_merge(const AttentionArguments& a, bool prefill, cudaStream_t stream
   const int64_t num_rows = prefill ? a.p.num_tokens : a.p.num_seqs * a.max_decode_rows;
   const dim3 grid(grid_size(num_rows), grid_size(ceil_div<int64_t>(a.p.num_heads, MERGE_WARPS)));
   dispatch_dtype(a.p.dtype, [&]<typename Out>() {
-    launch_dependent(merge_kernel<Out>, grid, dim3(MERGE_WARPS * WARP_SIZE), 0, stream, a, prefill);
+    constexpr dim3 BLOCK(MERGE_WARPS * WARP_SIZE);
+    if (a.may_use.pdl) {
+      launch_dependent(merge_kernel<Out>, grid, BLOCK, 0, stream, a, prefill);
+    } else {
+      launch(merge_kernel<Out>, grid, BLOCK, 0, stream, a, prefill);
+    }
   });
 }
 
@@ -73,6 +80,31 @@ void attend(const AttentionArguments& a, cudaStream_t stream) {
   }
 }
 
+// All but those that PAGEDATTN_CUDA_WITHOUT names, as in "wgmma,bulk". It is looked up at each call.
+Mechanisms allowed_mechanisms() {
+  Mechanisms allowed;
+  const char* without = std::getenv("PAGEDATTN_CUDA_WITHOUT");
+  if (without == nullptr || *without == '\0') return allowed;
+  for (std::string_view rest = without;;) {
+    const size_t end = rest.find(',');
+    const std::string_view word = rest.substr(0, end);
+    bool* const mechanism = word == "wgmma"     ? &allowed.wgmma
+                            : word == "cluster" ? &allowed.cluster
+                            : word == "bulk"    ? &allowed.bulk
+                            : word == "pdl"     ? &allowed.pdl
+                                                : nullptr;
+    if (mechanism == nullptr) {
+      throw std::runtime_error(
+          "PAGEDATTN_CUDA_WITHOUT: expected wgmma, cluster, bulk or pdl, or several of these with "
+          "commas between them, got '" +
+          std::string(word) + "' in '" + without + "'");
+    }
+    *mechanism = false;
+    if (end == std::string_view::npos) return allowed;
+    rest.remove_prefix(end + 1);
+  }
+}
+
 // A split without its place in the scratch.
 Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
   const int64_t needed = ceil_div<int64_t>(p.max_seq_len, MIN_PARTITION_TOKENS);
@@ -83,9 +115,9 @@ Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
 // multiprocessor for each of them, though most kernels have two blocks there: a cluster lies within a part of the GPU,
 // and must find room. Two are to be tried on a GPU.
 bool fits_in_clusters(const AttentionArguments& a) {
-  return a.p.dtype != DType::FLOAT32 && a.decode.num_partitions > 1 && a.decode.num_partitions <= MAX_CLUSTER_BLOCKS &&
-         has_adjacent_slices(a, head_size_of_kernel(a.p.head_size)) && num_decode_works(a) <= num_multiprocessors() &&
-         runs_code_of_sm90(merge_kernel<float>);
+  return a.may_use.cluster && a.p.dtype != DType::FLOAT32 && a.decode.num_partitions > 1 &&
+         a.decode.num_partitions <= MAX_CLUSTER_BLOCKS && has_bulk_slices(a, head_size_of_kernel(a.p.head_size)) &&
+         num_decode_works(a) <= num_multiprocessors() && runs_code_of_sm90(merge_kernel<float>);
 }
 
 AttentionArguments make_arguments(const PagedAttentionParams& p) {
@@ -99,6 +131,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const int mma_decode_rows = has_wide_decode_tiles ? WIDE_TILES * MMA_ROWS : MMA_ROWS;
   AttentionArguments a{
       .p = p,
+      .may_use = allowed_mechanisms(),
       .decode = make_split(p, MAX_PARTITIONS),
       .prefill = make_split(p, std::clamp<int64_t>(ENOUGH_BLOCKS / prefill_blocks, 1, MAX_PARTITIONS)),
       .group_size = group_size,

@@ -196,7 +196,7 @@ void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
   if (!may_have_prefill(a)) return;
 #if defined(PAGEDATTN_SM90A)
   if constexpr (sizeof(CacheT) == 2 && HEAD_SIZE <= 128) {
-    if (compute_capability() == 90) return prefill_wgmma<T>(a, stream);
+    if (a.may_use.wgmma && compute_capability() == 90) return prefill_wgmma<T>(a, stream);
   }
 #endif
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
