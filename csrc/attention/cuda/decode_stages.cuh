@@ -13,6 +13,9 @@ namespace pagedattn::cuda {
 
 // What every GPU since sm_80 lets a block have.
 constexpr int MAX_SHARED_BYTES = 99 * 1024;
+// What the largest, since sm_90, have for all blocks of a multiprocessor; of which the system takes some for each.
+constexpr int MULTIPROCESSOR_SHARED_BYTES = 228 * 1024;
+constexpr int SYSTEM_SHARED_BYTES = 1024;
 
 template <typename CacheT, int HEAD_SIZE, int NUM_TILES>
 struct Decode {
@@ -28,8 +31,14 @@ struct Decode {
   static constexpr int BARRIERS_BEGIN = std::max<int>(NUM_TEAMS * TEAM_BYTES, sizeof(Results));  // of BulkStages
   static constexpr int SHARED_BYTES = BARRIERS_BEGIN + NUM_TEAMS * NUM_STAGES * sizeof(uint64_t);
   static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
-  // Of a multiprocessor, as far as registers go.
-  static constexpr int MIN_BLOCKS = (HEAD_SIZE <= 64 ? 4 : HEAD_SIZE <= 128 && sizeof(CacheT) == 1 ? 3 : 2) / NUM_TILES;
+  // Of a multiprocessor: as far as registers go, and no more than it has shared memory for, as a block has the more
+  // registers the fewer there are.
+  static constexpr int BLOCKS_BY_REGISTERS = (HEAD_SIZE <= 64                           ? 4
+                                              : HEAD_SIZE <= 128 && sizeof(CacheT) == 1 ? 3
+                                                                                        : 2) /
+                                             NUM_TILES;
+  static constexpr int MIN_BLOCKS =
+      std::min(BLOCKS_BY_REGISTERS, MULTIPROCESSOR_SHARED_BYTES / (SHARED_BYTES + SYSTEM_SHARED_BYTES));
 
   static __device__ int team() { return threadIdx.x / TEAM_THREADS; }
   static __device__ void sync_team() {
@@ -106,15 +115,16 @@ class BulkStages {
   __device__ BulkStages()
       : stages_(shared_memory + Shape::team() * Shape::TEAM_BYTES),
         barriers_(reinterpret_cast<uint64_t*>(shared_memory + Shape::BARRIERS_BEGIN) +
-                  Shape::team() * Shape::NUM_STAGES) {
-    if (is_loader()) {
+                  Shape::team() * Shape::NUM_STAGES),
+        is_first_warp_(NUM_TILES == 1 || __shfl_sync(ALL_LANES, tile_of_thread(), 0) == 0) {
+    as_loader([&] {
       for (int stage = 0; stage < Shape::NUM_STAGES; ++stage) ptx::mbarrier_init(barriers_ + stage, 1);
-    }
+    });
   }
 
   __device__ void begin(const AttentionArguments& a, const Work& work) {
     // The barriers are new, or threads have written results where slices come now.
-    if (is_loader()) ptx::fence_proxy_async();
+    as_loader([] { ptx::fence_proxy_async(); });
     Shape::sync_team();
     const int64_t head_offset = int64_t{work.kv_head} * HEAD_SIZE * SLICE_TOKENS;
     keys_ = static_cast<const CacheT*>(a.p.key_cache) + head_offset;
@@ -126,14 +136,14 @@ class BulkStages {
 
   __device__ void load_next(const AttentionArguments& a, const Work& work) {
     if (next_token_ < work.end) {
-      if (is_loader()) {
+      as_loader([&] {
         unsigned char* slice = stages_ + next_stage_ * Slice::BYTES;
         uint64_t* barrier = barriers_ + next_stage_;
         ptx::mbarrier_arrive_expect(barrier, Slice::BYTES);
         ptx::bulk_copy(slice, keys_ + int64_t{next_block_} * a.p.key_block_stride, Slice::BYTES / 2, barrier);
         ptx::bulk_copy(slice + Slice::BYTES / 2, values_ + int64_t{next_block_} * a.p.value_block_stride,
                        Slice::BYTES / 2, barrier);
-      }
+      });
       __syncwarp();  // ldmatrix and mma come next, and want the lanes together
       next_stage_ = Shape::stage_after(next_stage_);
       next_token_ += Shape::STEP;
@@ -156,7 +166,16 @@ class BulkStages {
  private:
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
 
-  static __device__ bool is_loader() { return threadIdx.x % Shape::TEAM_THREADS < WARP_SIZE && ptx::elect(); }
+  static __device__ int tile_of_thread() { return threadIdx.x % Shape::TEAM_THREADS / WARP_SIZE; }
+
+  // Calls it in one lane of the team's first warp. Two branches: of one, with a condition that is more than elect(),
+  // the compiler makes a loop over lanes around each bulk copy.
+  template <typename Function>
+  __device__ void as_loader(const Function& function) const {
+    if (is_first_warp_) {
+      if (ptx::elect()) function();
+    }
+  }
 
   __device__ void look_up(const Work& work) {
     if (next_token_ < work.end) next_block_ = *next_entry_;
@@ -164,6 +183,7 @@ class BulkStages {
 
   unsigned char* stages_;
   uint64_t* barriers_;
+  bool is_first_warp_;            // of the team: by a shuffle, which tells the compiler that lanes do not part
   const CacheT *keys_, *values_;  // of the work's head in block 0
   const int32_t* next_entry_;     // of the block table
   int32_t next_block_ = 0;

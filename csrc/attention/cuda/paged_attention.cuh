@@ -66,7 +66,8 @@ struct AttentionArguments {
   int prefill_tile_rows;
   int block_shift;             // log2 of block_size
   bool aligned;                // every block of both caches begins at 16 bytes
-  bool out_aligned;            // every row of out, too
+  bool query_in_pairs;         // every row of query begins at 4 bytes
+  bool out_aligned;            // every row of out at 16
   bool decode_slots_are_rows;  // a row's slot in decode.softmax: its own index, or seq * max_decode_rows + its index
                                // there
   bool decode_in_clusters;     // and without partial results in the scratch

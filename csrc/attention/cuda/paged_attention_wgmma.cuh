@@ -87,11 +87,7 @@ class WarpgroupRows : public WarpRows<T, T, HEAD_SIZE> {
   __device__ void exponentiate(const AttentionArguments& a, int token) {
     this->finish_logits(a, logits_, token);
     is_raised_ = this->raise_max(logits_, weight_);
-    const float base[2] = {this->exponent_base(0), this->exponent_base(1)};
-    this->for_each(logits_, token, [&](float& logit, int i, int) {
-      logit = ptx::exp2_approx((logit - base[i]) * LOG2_E);
-      this->sum_[i] += logit;
-    });
+    WarpRows<T, T, HEAD_SIZE>::exponentiate(logits_);
   }
 
   // After wait_for_values. The values' sums are taken to the new maxima, and the probabilities are an operand.

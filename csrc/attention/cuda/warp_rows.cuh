@@ -7,6 +7,18 @@
 
 namespace pagedattn::cuda {
 
+// From a row's logits to binary exponents beside its maximum: (logit - max) * factor.
+struct RowExponents {
+  float factor;
+  float max;  // or 0, where the row has seen nothing
+
+  // In one instruction, with the error that max * factor has once it is rounded: 2^-15 and less unless it is large.
+  __device__ float of_small(float logit) const { return fmaf(logit, factor, -(max * factor)); }
+  // Of a row with any maximum; where it is large, no error but that of the product.
+  __device__ float of_any(float logit) const { return is_large() ? (logit - max) * factor : of_small(logit); }
+  __device__ bool is_large() const { return fabsf(max * factor) > 1024.0f; }
+};
+
 // The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8: index 0
 // and 1 below.
 template <typename T, typename CacheT, int HEAD_SIZE, typename SliceT = CacheSlice<CacheT, HEAD_SIZE>>
@@ -17,6 +29,8 @@ class WarpRows {
   __device__ WarpRows(const AttentionArguments& a, const Work& work, int first_packed)
       : lane_(threadIdx.x % WARP_SIZE), first_packed_(first_packed) {
     const float scale = logit_scale(a);
+    scales_last_ =
+        !(a.p.softcap > 0.0f) && a.p.alibi_slopes == nullptr && scale >= MIN_LAST_SCALE && scale <= MAX_LAST_SCALE;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int packed = packed_row(work, i);
@@ -54,20 +68,21 @@ class WarpRows {
     finish_logits(a, logits, token);
     float weight[2] = {};
     if (raise_max(logits, weight)) scale_values(weight);
-    const float base[2] = {exponent_base(0), exponent_base(1)};
+    exponentiate(logits);
     if (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end) {
-      add_values<false>(work, slices, logits, base, token);
+      add_values<false>(work, slices, logits, token);
     } else {
-      add_values<true>(work, slices, logits, base, token);
+      add_values<true>(work, slices, logits, token);
     }
   }
 
-  // Once, after the last token: the sums of whole rows.
+  // Once, after the last token: the sums of whole rows, and maxima that are scaled.
   __device__ void finish() {
 #pragma unroll
-    for (float& sum : sum_) {
-      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    for (int i = 0; i < 2; ++i) {
+      sum_[i] += __shfl_xor_sync(ALL_LANES, sum_[i], 1);
+      sum_[i] += __shfl_xor_sync(ALL_LANES, sum_[i], 2);
+      if (scales_last_) max_[i] *= scale_of(i);
     }
   }
 
@@ -128,17 +143,20 @@ class WarpRows {
     }
   }
 
-  // From products of query and keys to logits: scaled, capped, biased; minus infinity for what a row does not see.
+  // From products of query and keys to logits: scaled unless they are last, capped, biased; minus infinity for what a
+  // row does not see.
   template <int NUM_TILES>
   __device__ void finish_logits(const AttentionArguments& a, float (&logits)[NUM_TILES][4], int token) const {
-    for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_[Slice::IS_FLOAT8 ? i : 0]; });
-    if (a.p.softcap > 0.0f) {
-      for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
-    }
-    if (a.p.alibi_slopes != nullptr) {
-      for_each(logits, token, [&](float& logit, int i, int key_token) {
-        logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
-      });
+    if (!scales_last_) {
+      for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_of(i); });
+      if (a.p.softcap > 0.0f) {
+        for_each(logits, token, [&](float& logit, int, int) { logit = cap_logit(a, logit); });
+      }
+      if (a.p.alibi_slopes != nullptr) {
+        for_each(logits, token, [&](float& logit, int i, int key_token) {
+          logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
+        });
+      }
     }
     if (!sees_all(a, token, NUM_TILES * 8)) {
       for_each(logits, token, [&](float& logit, int i, int key_token) {
@@ -168,6 +186,16 @@ class WarpRows {
       rows[i] = static_cast<const uint16_t*>(a.p.query) + row_of(a, work, packed) * a.p.query_stride +
                 head_of(a, work, packed) * a.p.head_size;
     }
+    if (a.query_in_pairs) {
+      load_rows<true>(a, rows);
+    } else {
+      load_rows<false>(a, rows);
+    }
+  }
+
+  // IN_PAIRS: two elements at a time.
+  template <bool IN_PAIRS>
+  __device__ void load_rows(const AttentionArguments& a, const uint16_t* const (&rows)[2]) {
     float largest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < HEAD_SIZE / 16; ++step) {
@@ -176,7 +204,8 @@ class WarpRows {
         const int element = Slice::element_of(lane_, step, r / 2);
         uint32_t bits = 0;
         if (element < a.p.head_size) {
-          bits = rows[r % 2][element] | static_cast<uint32_t>(rows[r % 2][element + 1]) << 16;
+          const uint16_t* pair = rows[r % 2] + element;
+          bits = IN_PAIRS ? *reinterpret_cast<const uint32_t*>(pair) : pair[0] | static_cast<uint32_t>(pair[1]) << 16;
         }
         query_[step][r] = bits;
         if constexpr (Slice::IS_FLOAT8) {
@@ -198,6 +227,8 @@ class WarpRows {
       // The power of two at or below it, within what has an inverse.
       const uint32_t exponent = min(max(__float_as_uint(largest[i]) >> 23, 1u), 253u);
       scale_[i] *= __uint_as_float(exponent << 23);
+      // Of a row so small that all its logits are 0 in float, give or take 2^-90.
+      if (scales_last_) scale_[i] = fmaxf(scale_[i], MIN_LAST_SCALE);
       inverse[i] = __uint_as_float((254 - exponent) << 23);
     }
 #pragma unroll
@@ -227,12 +258,16 @@ class WarpRows {
       larger = larger || max[i] > max_[i];
     }
     if (!__any_sync(ALL_LANES, larger)) return false;
+    bool is_large = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      weight[i] = exp_below(max_[i], max[i]);
+      const float old_max = max_[i];
       max_[i] = max[i];
+      weight[i] = ptx::exp2_approx(exponents(i).of_any(old_max));
       sum_[i] *= weight[i];
+      is_large = is_large || exponents(i).is_large();
     }
+    has_large_ = __any_sync(ALL_LANES, is_large);
     return true;
   }
 
@@ -244,28 +279,40 @@ class WarpRows {
     }
   }
 
-  // What is subtracted from a row's logits before they are exponents.
-  __device__ float exponent_base(int i) const { return max_[i] == -INFINITY ? 0.0f : max_[i]; }
+  __device__ float scale_of(int i) const { return scale_[Slice::IS_FLOAT8 ? i : 0]; }
 
-  // values += probabilities * V, probabilities = e^(logits - base). At an edge of what the work sees, the values of the
-  // other tokens are masked: they may be anything, and 0 * NaN is NaN.
+  __device__ RowExponents exponents(int i) const {
+    return {scales_last_ ? scale_of(i) * LOG2_E : LOG2_E, max_[i] == -INFINITY ? 0.0f : max_[i]};
+  }
+
+  // The logits become probabilities, e^(logit - max), and are added to the sums.
+  template <int NUM_TILES>
+  __device__ void exponentiate(float (&logits)[NUM_TILES][4]) {
+    const RowExponents rows[2] = {exponents(0), exponents(1)};
+    const auto add = [&](float& logit, int i, float exponent) {
+      logit = ptx::exp2_approx(exponent);
+      sum_[i] += logit;
+    };
+    if (has_large_) {
+      for_each(logits, 0, [&](float& logit, int i, int) { add(logit, i, rows[i].of_any(logit)); });
+    } else {
+      for_each(logits, 0, [&](float& logit, int i, int) { add(logit, i, rows[i].of_small(logit)); });
+    }
+  }
+
+  // values += probabilities * V. At an edge of what the work sees, the values of the other tokens are masked: they may
+  // be anything, and 0 * NaN is NaN.
   template <bool AT_EDGE, int NUM_TILES>
-  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&logits)[NUM_TILES][4],
-                             const float (&base)[2], int token) {
+  __device__ void add_values(const Work& work, const unsigned char* slices, const float (&p)[NUM_TILES][4], int token) {
 #pragma unroll
     for (int slice = 0; slice < NUM_TILES / 2; ++slice) {
       uint32_t probabilities[4];
       uint32_t mask[2] = {~0u, ~0u};
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        float p[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          p[i] = ptx::exp2_approx((logits[2 * slice + tile][i] - base[i / 2]) * LOG2_E);
-          sum_[i / 2] += p[i];
-        }
-        probabilities[2 * tile] = ptx::pack<T>(p[0], p[1]);
-        probabilities[2 * tile + 1] = ptx::pack<T>(p[2], p[3]);
+        const float (&four)[4] = p[2 * slice + tile];
+        probabilities[2 * tile] = ptx::pack<T>(four[0], four[1]);
+        probabilities[2 * tile + 1] = ptx::pack<T>(four[2], four[3]);
         if constexpr (AT_EDGE) {
           mask[tile] = visible_pair(work, token + slice * SLICE_TOKENS + Slice::token_of(lane_, tile));
         }
@@ -283,11 +330,18 @@ class WarpRows {
     }
   }
 
+  // Scales for which neither scale * log2(e) nor what it is multiplied with leaves float's range: with a power of two
+  // of convert_query as well.
+  static constexpr float MIN_LAST_SCALE = 0x1p-126f;
+  static constexpr float MAX_LAST_SCALE = 2.0f;
+
   int lane_;
   int first_packed_;
   int position_[2];
-  float slope_[2];  // of ALiBi
-  float scale_[2];  // one for both rows, unless convert_query scales them
+  float slope_[2];          // of ALiBi
+  float scale_[2];          // one for both rows, unless convert_query scales them
+  bool scales_last_;        // logits are products of query and keys as they are, and exponents are scaled
+  bool has_large_ = false;  // of the warp's rows, one has a large maximum
   float max_[2];
   float sum_[2];  // of this lane's logits
   uint32_t query_[HEAD_SIZE / 16][4];
