@@ -62,14 +62,14 @@ def test_two_ops_in_a_row():
     assert_same_results(compiled, results(block, same))
 
 
-def test_max_seq_len_does_not_recompile():
+@pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention"])
+def test_max_seq_len_does_not_recompile(name):
     """The int that changes at every step of a decode loop: once a constant, then a symbol, then never again."""
 
     def decode(arguments, max_seq_len):
-        return ops.paged_attention_v1(**arguments, max_seq_len=max_seq_len)
+        return getattr(ops, name)(**arguments, max_seq_len=max_seq_len)
 
-    v1 = make_arguments("paged_attention_v1")
-    arguments = {k: v for k, v in v1.items() if k not in INFERRED | {"max_seq_len"}}
+    arguments = {k: v for k, v in make_arguments(name).items() if k not in INFERRED | {"max_seq_len"}}
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     compiled = torch.compile(decode, fullgraph=True, backend=counter)

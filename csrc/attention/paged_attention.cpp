@@ -10,7 +10,7 @@
 namespace pagedattn {
 namespace {
 
-// The doors without such an argument bound a sequence by its row of block_tables alone.
+// Where none is given, a sequence is bound by its row of block_tables alone.
 constexpr int64_t NO_MAX_SEQ_LEN = INT64_MAX;
 
 const float* check_per_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
@@ -83,6 +83,7 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
                                      int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                                      int64_t sliding_window, const std::string& kv_cache_dtype,
                                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   PagedAttentionParams params{};
   params.cache_dtype = cache.dtype;
@@ -189,7 +190,6 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
                                   int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                                   const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                                   const std::optional<Tensor>& v_scale) {
-  door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, max_seq_len,
                       alibi_slopes, NO_SLIDING_WINDOW, kv_cache_dtype, k_scale, v_scale);
@@ -246,6 +246,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                                            const Tensor& block_tables, const Tensor& seq_lens,
                                            const std::optional<Tensor>& query_start_loc, double scale,
+                                           std::optional<int64_t> max_seq_len,
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
@@ -258,7 +259,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   door.check(float_softcap > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      NO_MAX_SEQ_LEN, alibi_slopes, window, cache_dtype, k_scale, v_scale);
+                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, window, cache_dtype, k_scale, v_scale);
   params.softcap = float_softcap;
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 

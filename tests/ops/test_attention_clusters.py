@@ -162,6 +162,15 @@ def test_which_batches_take_clusters(device):
     assert num_kernels(device, replace(case, lens=((1, 1000),) * 34)) == 2
     assert num_kernels(device, replace(case, lens=((1, 4080),))) == 1  # 8 partitions
     assert num_kernels(device, replace(case, lens=((1, 4081),))) == 2
+    wide = replace(case, lens=((1, 1000), (1, 5000)))  # whose table holds more than clusters may have
+    assert num_kernels(device, wide) == 2
+    short = make_arguments(replace(wide, dtype=torch.float16), device) | {"query_start_loc": None}
+    short |= {"query": short["query"][:1], "block_tables": short["block_tables"][:1], "seq_lens": short["seq_lens"][:1]}
+    out, lse, num_without = run(short, H100)
+    out_bounded, lse_bounded, num_bounded = run(short | {"max_seq_len": 1000}, H100)
+    assert (num_without, num_bounded) == (2, 1)
+    assert_same_bits(out_bounded, out)
+    assert_same_bits(lse_bounded, lse)
     for other in ({"block_size": 8}, {"block_size": 32}, {"block_gap": 1}, {"head_size": 112}):
         assert num_kernels(device, replace(case, **other)) == 2
     fp32 = make_arguments(case, device) | {"query_start_loc": None}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import OPS, Case, make_arguments, make_v1_arguments, make_v2_arguments
+from attention_cases import OPS, Case, assert_attention, make_arguments, make_v1_arguments, make_v2_arguments
 from checks import assert_raises_and_writes_nothing, assert_rejected
 
 # what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
@@ -158,6 +158,8 @@ RAGGED_ERRORS = {
     "softcap NaN": ("softcap", ValueError, lambda a: {"softcap": math.nan}),
     "softcap infinite as float32": ("softcap", ValueError, lambda a: {"softcap": 1e60}),
     "softcap 0 as float32": ("softcap", ValueError, lambda a: {"softcap": 1e-60}),
+    "max_seq_len": ("max_seq_len", ValueError, lambda a: {"max_seq_len": 11}),
+    "max_seq_len below 0": ("max_seq_len", ValueError, lambda a: {"max_seq_len": -1}),
     "sinks shape": ("sinks", ValueError, lambda a: {"sinks": torch.ones(2)}),
     "sinks dtype": ("sinks", TypeError, lambda a: {"sinks": torch.ones(4).half()}),
 }
@@ -205,6 +207,17 @@ def test_values_on_a_gpu_are_not_checked_unasked(device, monkeypatch, request_te
     else:
         monkeypatch.setenv("PAGEDATTN_CHECK", request_text)
     OPS.paged_attention_v1(**make_v1_arguments(SMALL, device) | {"max_seq_len": 11})
+
+
+@pytest.mark.devices("simt", "cuda")
+@pytest.mark.parametrize("lens", [((1, 1300), (1, 30)), ((1, 1300), (40, 600))], ids=["decode", "beside prefill"])
+def test_lengths_beyond_max_seq_len_on_a_gpu_are_attended_to_all_the_same(device, monkeypatch, lens):
+    """The tokens are parted otherwise, and none is left out, as long as they are in the table."""
+    monkeypatch.delenv("PAGEDATTN_CHECK", raising=False)
+    monkeypatch.setenv("PAGEDATTN_SIMT_MULTIPROCESSORS", "132")
+    arguments = make_arguments(Case(lens, torch.float16), device)
+    for max_seq_len in (0, 1, 513, 1025):
+        assert_attention(arguments, *OPS.paged_attention(**arguments, max_seq_len=max_seq_len))
 
 
 @pytest.mark.devices("simt", "cuda")

@@ -108,12 +108,14 @@ class ModelRunner:
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
         blocks = block_tables[seq_of_token, positions // self.block_size].astype(np.int64)
+        seq_lens = begins + counts
         metadata = AttentionMetadata(
             slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
             block_tables=self._tensor(block_tables),
-            seq_lens=self._tensor((begins + counts).astype(np.int32)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
             query_start_loc=None if (counts == 1).all() else self._tensor(query_start_loc),
             sampling_rows=self._tensor(np.concatenate([rows, *prompt_rows])),
+            max_seq_len=int(seq_lens.max()),
         )
         return self._tensor(_integers(token_ids)), self._tensor(positions), metadata
 

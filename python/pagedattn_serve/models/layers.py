@@ -44,6 +44,7 @@ def attention(
         metadata.seq_lens,
         query_start_loc=metadata.query_start_loc,
         scale=scale,
+        max_seq_len=metadata.max_seq_len,
         sliding_window=sliding_window,
         alibi_slopes=alibi_slopes,
         softcap=softcap,

@@ -27,6 +27,7 @@ class AttentionMetadata:
     seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
     query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens. None: one token each.
     sampling_rows: int64 [n], the rows whose logits are asked for; none where every sequence is amid its prompt.
+    max_seq_len: at least each of seq_lens. None, in a graph that is replayed with other lengths: as the tables say.
     """
 
     slot_mapping: Tensor
@@ -34,3 +35,4 @@ class AttentionMetadata:
     seq_lens: Tensor
     query_start_loc: Tensor | None
     sampling_rows: Tensor
+    max_seq_len: int | None = None

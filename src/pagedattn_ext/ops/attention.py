@@ -123,14 +123,18 @@ def _decode_arguments(
     if scale is None:
         scale = _default_scale(query)
     num_kv_heads, block_size = (value_cache.shape[1], value_cache.shape[3]) if value_cache.dim() == 4 else (0, 0)
-    num_slots = block_tables.shape[1] * block_size
-    max_seq_len = num_slots if max_seq_len is None else min(to_int(op, "max_seq_len", max_seq_len), num_slots)
+    max_seq_len = _bound_of_lengths(op, max_seq_len, block_tables.shape[1] * block_size)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, (
         query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
         alibi_slopes,
     )  # fmt: skip
+
+
+def _bound_of_lengths(op: str, max_seq_len: int | None, num_slots: int) -> int:
+    """max_seq_len, if it is given and less than the slots of a row of block_tables."""
+    return num_slots if max_seq_len is None else min(to_int(op, "max_seq_len", max_seq_len), num_slots)
 
 
 def _default_scale(query: Tensor) -> float:
@@ -146,6 +150,7 @@ def paged_attention(
     *,
     query_start_loc: Tensor | None = None,
     scale: float | None = None,
+    max_seq_len: int | None = None,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float = 0.0,
@@ -169,6 +174,8 @@ def paged_attention(
             sliding window) may have any id.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
         scale: default head_size ** -0.5.
+        max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result; where tables are wider
+            than sequences are long, CUDA kernels choose by it.
         alibi_slopes: fp32 [num_heads].
         sliding_window: tokens that a row sees, its own included; default all.
         softcap: default 0, none.
@@ -183,10 +190,17 @@ def paged_attention(
         check_tensors("paged_attention", query=query)
         check_rank("paged_attention", "query", query, 3)
         scale = _default_scale(query)
+    if max_seq_len is not None:
+        check_tensors("paged_attention", value_cache=value_cache, block_tables=block_tables)
+        check_rank("paged_attention", "value_cache", value_cache, 4)
+        check_rank("paged_attention", "block_tables", block_tables, 2)
+        num_slots = block_tables.shape[1] * value_cache.shape[3]
+        max_seq_len = _bound_of_lengths("paged_attention", max_seq_len, num_slots)
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        query_start_loc=query_start_loc, scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        query_start_loc=query_start_loc, scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window, softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype,
+        k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, runner.block_size)
     for name, tensor in tensors.items():
         assert tensor.dtype == (torch.int32 if name in ("seq_lens", "query_start_loc") else torch.int64)
+    assert metadata.max_seq_len == max(tensors["seq_lens"].tolist())
     assert metadata.block_tables.dtype == torch.int32
     lengths = [len(scheduled.block_table) for scheduled in batch.sequences]
     assert metadata.block_tables.shape == (len(lengths), max(lengths))
