@@ -273,6 +273,17 @@ def test_large_logits_keep_their_differences(device, dtype, sign, seq_len):
     assert_close_to_reference(lse, expected_lse)
 
 
+@pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=str)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0, 1e-30, 1e-42])
+def test_scales_of_any_size_and_sign(device, scale, cache):
+    """Over a row of zeros, too, which the kernels for an 8-bit cache divide by the smallest power of two. Rows of a
+    prompt: in each but the last some of the tokens are masked."""
+    for dtype in (torch.float16, torch.bfloat16):
+        arguments = make_arguments(Case(((20, 40), (1, 30)), dtype, cache), device) | {"scale": scale}
+        arguments["query"][3] = 0
+        assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
 # ---- the wrappers --------------------------------------------------------------------------------------------------
 
 
