@@ -7,10 +7,14 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "ptx.cuh"
 #include "types.h"
@@ -34,15 +38,48 @@ extern __shared__ __align__(128) unsigned char shared_memory[];
 
 namespace detail {
 
+inline int current_device() {
+  int device = 0;
+  PAGEDATTN_CUDA_CHECK(cudaGetDevice(&device));
+  return device;
+}
+
+// What was asked of the runtime, or told to it, about a kernel on a device: once, as it takes a microsecond each time.
+struct KnownKernel {
+  size_t allowed_shared_bytes = 0;
+  int ptx_version = 0;  // 0: not asked yet
+};
+
+struct KnownKernels {
+  std::mutex mutex;
+  std::map<std::pair<int, const void*>, KnownKernel> of_device;
+};
+
+// use(known) for a kernel on the current device, for one thread at a time.
+template <typename Use>
+auto use_known(const void* kernel, const Use& use) {
+  static auto& all = *new KnownKernels;  // never destroyed: threads may launch kernels to the end of the process
+  const int device = current_device();
+  const std::lock_guard lock(all.mutex);
+  return use(all.of_device[{device, kernel}]);
+}
+
+inline void allow_shared_bytes(const void* kernel, size_t bytes) {
+  use_known(kernel, [&](KnownKernel& known) {
+    if (known.allowed_shared_bytes >= bytes) return;
+    PAGEDATTN_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    known.allowed_shared_bytes = bytes;
+  });
+}
+
 template <typename... Params, typename... Args>
 void launch(cudaLaunchAttribute* attributes, unsigned num_attributes, void (*kernel)(Params...), dim3 grid, dim3 block,
             size_t shared_bytes, cudaStream_t stream, const Args&... args) {
   constexpr size_t SHARED_BYTES_WITHOUT_ASKING = 48 * 1024;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   if (shared_bytes > SHARED_BYTES_WITHOUT_ASKING) {
-    PAGEDATTN_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(shared_bytes)));
+    allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
@@ -67,17 +104,32 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 template <typename... Params>
 bool runs_code_of_sm90(void (*kernel)(Params...)) {
   constexpr int SM_90 = 90;
-  cudaFuncAttributes code{};
-  PAGEDATTN_CUDA_CHECK(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
-  return code.ptxVersion >= SM_90;
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  return detail::use_known(function, [&](detail::KnownKernel& known) {
+    if (known.ptx_version == 0) {
+      cudaFuncAttributes code{};
+      PAGEDATTN_CUDA_CHECK(cudaFuncGetAttributes(&code, function));
+      known.ptx_version = code.ptxVersion;
+    }
+    return known.ptx_version >= SM_90;
+  });
 }
+
+struct Memory {
+  void* begin;
+  size_t bytes;
+};
 
 // The same for a kernel in which every thread calls ptx::griddepcontrol_wait before it ends, and before it looks at
 // what the kernel before it in the stream writes: since sm_90 its blocks may begin once all of that one's have called
-// griddepcontrol_launch_dependents or ended. It is captured in a graph like any other.
+// griddepcontrol_launch_dependents or ended. It is captured in a graph like any other. `awaited` is what it waits for:
+// the simt device hides it until then.
 template <typename... Params, typename... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                      const Args&... args) {
+                      [[maybe_unused]] const Memory& awaited, const Args&... args) {
+#if defined(PAGEDATTN_SIMT)
+  simt::hide_until_wait(awaited.begin, awaited.bytes);
+#endif
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -99,19 +151,27 @@ void launch_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3
   detail::launch(&attribute, 1, kernel, grid, block, shared_bytes, stream, args...);
 }
 
-// Of the current device.
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  PAGEDATTN_CUDA_CHECK(cudaGetDevice(&device));
-  PAGEDATTN_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+// Of the current device; asked once for each.
+template <cudaDeviceAttr ATTRIBUTE>
+int device_attribute() {
+  constexpr int MAX_DEVICES = 64;                      // any further one is asked each time
+  static std::atomic<int> one_more_than[MAX_DEVICES];  // 0: not asked yet
+  const int device = detail::current_device();
+  if (device < MAX_DEVICES) {
+    if (const int known = one_more_than[device].load(std::memory_order_relaxed)) return known - 1;
+  }
+  int value = 0;
+  PAGEDATTN_CUDA_CHECK(cudaDeviceGetAttribute(&value, ATTRIBUTE, device));
+  if (device < MAX_DEVICES) one_more_than[device].store(value + 1, std::memory_order_relaxed);
   return value;
 }
 
-inline int num_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+inline int num_multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 // 80 for 8.0.
 inline int compute_capability() {
-  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+  return 10 * device_attribute<cudaDevAttrComputeCapabilityMajor>() +
+         device_attribute<cudaDevAttrComputeCapabilityMinor>();
 }
 
 template <typename Integer>

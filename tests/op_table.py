@@ -51,7 +51,9 @@ def num_simt_launches() -> int:
 class SimtUses(ctypes.Structure):
     """As pagedattn::simt::Uses."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("dependent_launches", "clusters", "bulk_copies", "wgmma")]
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("dependent_launches", "clusters", "bulk_copies", "wgmma", "questions")
+    ]
 
 
 def simt_uses() -> dict[str, int]:

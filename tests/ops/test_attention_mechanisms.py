@@ -32,7 +32,7 @@ def run(arguments: dict) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
     before = simt_uses() if OPS.namespace == "pagedattn_simt" else {}
     out, lse = OPS.paged_attention(**arguments)
     after = simt_uses() if OPS.namespace == "pagedattn_simt" else {}
-    return out, lse, {name for name in before if after[name] > before[name]}
+    return out, lse, {name for name in before if after[name] > before[name]} - {"questions"}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -62,3 +62,17 @@ def test_switch_is_looked_up_at_each_call_and_checked(device, monkeypatch):
             OPS.paged_attention(**arguments)
     monkeypatch.setenv(SWITCH, "")
     assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.devices("simt")
+def test_each_gpu_is_asked_once(device, monkeypatch):
+    """About its size and the kernels: a call after the first asks nothing, and another GPU is asked for itself."""
+    arguments = make_arguments(BATCHES["large"], device)
+    num_questions = []
+    for num_multiprocessors in ("131", "131", "133", "131", "133"):  # which no other test has
+        monkeypatch.setenv("PAGEDATTN_SIMT_MULTIPROCESSORS", num_multiprocessors)
+        before = simt_uses()["questions"]
+        OPS.paged_attention(**arguments)
+        num_questions.append(simt_uses()["questions"] - before)
+    assert num_questions == [num_questions[0], 0, num_questions[0], 0, 0]
+    assert num_questions[0] > 0

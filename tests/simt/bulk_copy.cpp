@@ -2,10 +2,13 @@
 //
 // An mbarrier is 64 bits of shared memory, here as there: nobody else may write to them. Bulk copies read and write
 // shared memory through the "async proxy", which sees what threads have written only after a fence.proxy.async. So
-// there is a second array, what that proxy sees: brought up to date by fences, and compared before a copy begins.
+// there is a second array, what that proxy sees: brought up to date by fences, and compared before a copy begins. A
+// fence counts for the thread that calls it: one that starts a copy has an array of its own.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -39,19 +42,36 @@ struct BulkCopy {
   Mbarrier* barrier;
 };
 
+// The thread that made an mbarrier may call the fence as well as the one that starts a copy.
+struct Maker {
+  unsigned thread;
+  bool has_fenced;
+};
+
+using Memory = std::vector<unsigned char>;  // as shared memory
+
 struct BlockCopies {
   std::vector<BulkCopy> under_way;
-  unsigned char seen[MAX_SHARED_BYTES];
-  size_t seen_bytes = 0;
-  bool has_barriers = false;
-  bool seen_is_set = false;  // nothing was written before the first fence or copy of most blocks
+  std::map<const void*, Maker> barriers;
+  Memory brought;                   // by bulk copies, and nothing else
+  std::map<unsigned, Memory> seen;  // of a thread: the same, and all there was at its last fence
+  size_t shared_bytes = 0;
 } copies_of[MAX_CLUSTER_BLOCKS];
 BlockCopies* block = copies_of;  // the running one
 
-unsigned char* as_seen(const void* pointer) {
-  if (!block->seen_is_set) std::memset(block->seen, POISON, block->seen_bytes);
-  block->seen_is_set = true;
-  return block->seen + (static_cast<const unsigned char*>(pointer) - cuda::shared_memory);
+size_t offset_of(const void* pointer) { return static_cast<const unsigned char*>(pointer) - cuda::shared_memory; }
+
+Memory& seen_by_thread() {
+  if (block->brought.empty()) block->brought.assign(block->shared_bytes, POISON);
+  return block->seen.try_emplace(thread_idx(), block->brought).first->second;
+}
+
+// change(bytes that a copy has as its target) in all arrays, and in memory.
+template <typename Change>
+void change_all(void* target, const Change& change) {
+  change(static_cast<unsigned char*>(target));
+  change(block->brought.data() + offset_of(target));
+  for (auto& [thread, memory] : block->seen) change(memory.data() + offset_of(target));
 }
 
 Mbarrier& find_barrier(const char* name, void* pointer, Site site) {
@@ -75,8 +95,7 @@ void finish_copies(Mbarrier& barrier) {
   const auto of_barrier = [&](const BulkCopy& copy) { return copy.barrier == &barrier; };
   for (const BulkCopy& copy : block->under_way) {
     if (!of_barrier(copy)) continue;
-    std::memcpy(copy.target, copy.source, copy.bytes);
-    std::memcpy(as_seen(copy.target), copy.source, copy.bytes);
+    change_all(copy.target, [&](unsigned char* bytes) { std::memcpy(bytes, copy.source, copy.bytes); });
     barrier.missing_bytes -= copy.bytes;
   }
   if (std::erase_if(block->under_way, of_barrier) > 0) end_phase_if_complete(barrier);
@@ -89,7 +108,7 @@ void mbarrier_init(void* pointer, unsigned num_arrivals, Site site) {
   auto& barrier = *static_cast<Mbarrier*>(pointer);
   if (barrier.magic == Mbarrier::MAGIC) fail("mbarrier_init: there is an mbarrier already", site);
   barrier = {Mbarrier::MAGIC, 0, num_arrivals, num_arrivals, 0};
-  block->has_barriers = true;
+  block->barriers[pointer] = {thread_idx(), false};
 }
 
 void mbarrier_arrive_expect(void* pointer, unsigned bytes, Site site) {
@@ -119,14 +138,18 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* poi
   }
   check_shared(NAME, target, UNIT, site);
   check_shared(NAME, static_cast<unsigned char*>(target) + bytes - UNIT, UNIT, site);
-  if (reinterpret_cast<const Mbarrier*>(as_seen(pointer))->magic != Mbarrier::MAGIC) {
-    fail(std::string(NAME) + ": a fence_proxy_async is missing after mbarrier_init", site);
+  const Memory& seen = seen_by_thread();
+  if (!block->barriers[pointer].has_fenced &&
+      reinterpret_cast<const Mbarrier*>(seen.data() + offset_of(pointer))->magic != Mbarrier::MAGIC) {
+    fail(std::string(NAME) + ": a fence_proxy_async is missing after mbarrier_init, of its thread or of this one",
+         site);
   }
-  if (std::memcmp(target, as_seen(target), bytes)) {
-    fail(std::string(NAME) + ": threads have written to the target, and no fence_proxy_async came after it", site);
+  if (std::memcmp(target, seen.data() + offset_of(target), bytes)) {
+    fail(std::string(NAME) +
+             ": threads have written to the target, and this one has not called fence_proxy_async after it",
+         site);
   }
-  std::memset(target, POISON, bytes);
-  std::memset(as_seen(target), POISON, bytes);
+  change_all(target, [&](unsigned char* all) { std::memset(all, POISON, bytes); });
   block->under_way.push_back({target, source, bytes, &barrier});
   ++uses.bulk_copies;
   wake(pointer);
@@ -134,17 +157,19 @@ void start_bulk_copy(void* target, const void* source, unsigned bytes, void* poi
 
 void fence_proxy_async() {
   count_fence();
-  if (!block->has_barriers) return;  // no bulk copies yet
-  block->seen_is_set = true;
-  std::memcpy(block->seen, cuda::shared_memory, block->seen_bytes);
+  if (block->barriers.empty()) return;  // no bulk copies yet
+  for (auto& [barrier, maker] : block->barriers) maker.has_fenced = maker.has_fenced || maker.thread == thread_idx();
+  std::copy_n(cuda::shared_memory, block->shared_bytes, seen_by_thread().data());
 }
 
 void select_bulk_copies(unsigned rank) { block = &copies_of[rank]; }
 
 void begin_bulk_copies(size_t shared_bytes) {
   block->under_way.clear();
-  block->seen_bytes = shared_bytes;
-  block->seen_is_set = block->has_barriers = false;
+  block->barriers.clear();
+  block->brought.clear();
+  block->seen.clear();
+  block->shared_bytes = shared_bytes;
 }
 
 bool has_bulk_copies_under_way() { return !block->under_way.empty(); }

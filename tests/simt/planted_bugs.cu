@@ -227,7 +227,19 @@ __global__ void copy_alignment_kernel(Arguments a) {
 
 // ---- bulk copies: a stage of 32 floats, filled four times by the first thread, in phases of one barrier
 
-enum class BulkBug { NONE, INIT, INIT_FENCE, PHASE, WAIT, BYTES, REUSE, FENCE, ALIGNMENT };
+enum class BulkBug {
+  NONE,
+  INIT,
+  INIT_FENCE,
+  INIT_FENCE_THREAD,
+  PHASE,
+  WAIT,
+  BYTES,
+  REUSE,
+  FENCE,
+  FENCE_THREAD,
+  ALIGNMENT
+};
 
 template <BulkBug BUG>
 __global__ void bulk_kernel(Arguments a) {
@@ -237,13 +249,17 @@ __global__ void bulk_kernel(Arguments a) {
   auto* barrier = reinterpret_cast<uint64_t*>(stage + STAGE);
   if (threadIdx.x == 0) {
     if (BUG != BulkBug::INIT) ptx::mbarrier_init(barrier, 1);
-    if (BUG != BulkBug::INIT_FENCE) ptx::fence_proxy_async();
+    if (BUG != BulkBug::INIT_FENCE && BUG != BulkBug::INIT_FENCE_THREAD) ptx::fence_proxy_async();
   }
   __syncthreads();
+  if (BUG == BulkBug::INIT_FENCE_THREAD) {
+    if (threadIdx.x == 1) ptx::fence_proxy_async();
+    __syncthreads();
+  }
   constexpr unsigned NUM_ROUNDS = NUM_THREADS / STAGE;
   for (unsigned round = 0; round < NUM_ROUNDS; ++round) {
     if (threadIdx.x == 0) {
-      if (BUG != BulkBug::FENCE && round > 0) ptx::fence_proxy_async();
+      if (BUG != BulkBug::FENCE && BUG != BulkBug::FENCE_THREAD && round > 0) ptx::fence_proxy_async();
       ptx::mbarrier_arrive_expect(barrier, BYTES + (BUG == BulkBug::BYTES ? 16 : 0));
       ptx::bulk_copy(stage, a.in + round * STAGE + (BUG == BulkBug::ALIGNMENT ? 1 : 0), BYTES, barrier);
     }
@@ -254,6 +270,10 @@ __global__ void bulk_kernel(Arguments a) {
     __syncthreads();
     if (threadIdx.x < STAGE) stage[threadIdx.x] = 0.0f;  // used for something else
     __syncthreads();
+    if (BUG == BulkBug::FENCE_THREAD) {  // which has not written, and starts no copy
+      if (threadIdx.x == STAGE) ptx::fence_proxy_async();
+      __syncthreads();
+    }
   }
 }
 
@@ -291,9 +311,10 @@ __global__ void cluster_kernel(Arguments a) {
 
 template <ClusterBug BUG>
 void launch_cluster_kernel(unsigned cluster_blocks, Arguments a) {
-  launch_in_clusters(cluster_kernel<BUG>, dim3(CLUSTER_BLOCKS), dim3(cluster_blocks), dim3(NUM_THREADS), SHARED_BYTES,
-                     nullptr, a);
-  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+  run_to_end([&] {
+    launch_in_clusters(cluster_kernel<BUG>, dim3(CLUSTER_BLOCKS), dim3(cluster_blocks), dim3(NUM_THREADS), SHARED_BYTES,
+                       nullptr, a);
+  });
 }
 
 template <ClusterBug BUG>
@@ -307,7 +328,10 @@ enum class WgmmaBug {
   NONE,
   FENCE,
   PROXY_FENCE,
+  PROXY_FENCE_THREAD,
+  WRITE_AFTER_FENCE,
   WAIT,
+  D_READ,
   PENDING,
   STRIDES,
   DESCRIPTOR,
@@ -329,10 +353,14 @@ __global__ void wgmma_kernel(Arguments a) {
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   const int column = thread % COLUMNS, k = column / 4;
+  if (BUG == WgmmaBug::WRITE_AFTER_FENCE) ptx::fence_proxy_async();
   if (column % 4 == 0 && thread / COLUMNS == k / 8) {
     reinterpret_cast<uint16_t*>(unit)[k % 8] = static_cast<uint16_t>(ptx::pack<float16>(1.0f, 0.0f));
   }
-  if (BUG != WgmmaBug::PROXY_FENCE) ptx::fence_proxy_async();
+  // A fence for all: of the first thread, after a barrier.
+  if (BUG == WgmmaBug::PROXY_FENCE_THREAD) __syncthreads();
+  const bool has_fence = BUG != WgmmaBug::PROXY_FENCE && BUG != WgmmaBug::WRITE_AFTER_FENCE;
+  if (has_fence && (BUG != WgmmaBug::PROXY_FENCE_THREAD || thread == 0)) ptx::fence_proxy_async();
   __syncthreads();
 
   uint32_t operand[1][4];
@@ -352,7 +380,9 @@ __global__ void wgmma_kernel(Arguments a) {
   if (BUG == WgmmaBug::SHARED_WRITE && thread == 0) shared_memory[0] = 1;
   if (BUG == WgmmaBug::A_WRITE) operand[0][0] = 0;
   if (BUG == WgmmaBug::D_WRITE) d[0][0] = 0.0f;
+  const float moved = d[0][0];  // to another register, where it stays what it was
   if (BUG != WgmmaBug::WAIT) ptx::wgmma_wait<BUG == WgmmaBug::PENDING>(d, operand);
+  if (BUG == WgmmaBug::D_READ) d[0][0] = moved;
 
   for (int i = 0; i < 2; ++i) {
     float sum = 0.0f;
@@ -424,8 +454,36 @@ __global__ void dependent_kernel(Arguments a) {
 }
 
 void run_dependent(bool bug, Arguments a) {
-  launch_dependent(bug ? dependent_kernel<true> : dependent_kernel<false>, dim3(1), dim3(NUM_THREADS), 0, nullptr, a);
-  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+  const Memory nothing{};
+  run_to_end([&] {
+    launch_dependent(bug ? dependent_kernel<true> : dependent_kernel<false>, dim3(1), dim3(NUM_THREADS), 0, nullptr,
+                     nothing, a);
+  });
+}
+
+__global__ void first_kernel(Arguments a) {
+  ptx::griddepcontrol_launch_dependents();
+  a.out[threadIdx.x] = a.in[threadIdx.x];
+}
+
+// Turns around what the kernel before it has written; with the bug, it reads too early.
+template <bool BUG>
+__global__ void second_kernel(Arguments a) {
+  const float* other = a.out + NUM_THREADS - 1 - threadIdx.x;
+  float number = BUG ? *other : 0.0f;
+  ptx::griddepcontrol_wait();
+  if (!BUG) number = *other;
+  __syncthreads();
+  a.out[threadIdx.x] = number;
+}
+
+void run_two_kernels(bool bug, Arguments a) {
+  const Memory awaited{a.out, NUM_THREADS * sizeof(float)};
+  run_to_end([&] {
+    launch(first_kernel, dim3(1), dim3(NUM_THREADS), 0, nullptr, a);
+    launch_dependent(bug ? second_kernel<true> : second_kernel<false>, dim3(1), dim3(NUM_THREADS), 0, nullptr, awaited,
+                     a);
+  });
 }
 
 // ---- limits
@@ -444,8 +502,7 @@ void launch_not_asking(size_t shared_bytes, Arguments a) {
   config.gridDim = dim3(1);
   config.blockDim = dim3(NUM_THREADS);
   config.dynamicSmemBytes = shared_bytes;
-  PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, not_asking_kernel, a));
-  PAGEDATTN_CUDA_CHECK(cudaDeviceSynchronize());
+  run_to_end([&] { PAGEDATTN_CUDA_CHECK(cudaLaunchKernelEx(&config, not_asking_kernel, a)); });
 }
 
 // ---- the cases
@@ -520,11 +577,13 @@ const std::vector<Case>& cases() {
       CASE(copy_alignment, same),
       make_bulk_case("bulk_init", bulk_kernel<BulkBug::INIT>),
       make_bulk_case("bulk_init_fence", bulk_kernel<BulkBug::INIT_FENCE>),
+      make_bulk_case("bulk_init_fence_thread", bulk_kernel<BulkBug::INIT_FENCE_THREAD>),
       make_bulk_case("bulk_phase", bulk_kernel<BulkBug::PHASE>),
       make_bulk_case("bulk_wait", bulk_kernel<BulkBug::WAIT>),
       make_bulk_case("bulk_bytes", bulk_kernel<BulkBug::BYTES>),
       make_bulk_case("bulk_reuse", bulk_kernel<BulkBug::REUSE>),
       make_bulk_case("bulk_fence", bulk_kernel<BulkBug::FENCE>),
+      make_bulk_case("bulk_fence_thread", bulk_kernel<BulkBug::FENCE_THREAD>),
       make_bulk_case("bulk_alignment", bulk_kernel<BulkBug::ALIGNMENT>),
       {"cluster_first_sync", run_cluster<ClusterBug::FIRST_SYNC>, same},
       {"cluster_sync", run_cluster<ClusterBug::SYNC>, same},
@@ -539,6 +598,9 @@ const std::vector<Case>& cases() {
        same},
       make_wgmma_case("wgmma_fence", wgmma_kernel<WgmmaBug::FENCE>),
       make_wgmma_case("wgmma_proxy_fence", wgmma_kernel<WgmmaBug::PROXY_FENCE>),
+      make_wgmma_case("wgmma_proxy_fence_thread", wgmma_kernel<WgmmaBug::PROXY_FENCE_THREAD>),
+      make_wgmma_case("wgmma_write_after_fence", wgmma_kernel<WgmmaBug::WRITE_AFTER_FENCE>),
+      make_wgmma_case("wgmma_d_read", wgmma_kernel<WgmmaBug::D_READ>),
       make_wgmma_case("wgmma_wait", wgmma_kernel<WgmmaBug::WAIT>),
       make_wgmma_case("wgmma_pending", wgmma_kernel<WgmmaBug::PENDING>),
       make_wgmma_case("wgmma_strides", wgmma_kernel<WgmmaBug::STRIDES>),
@@ -554,6 +616,7 @@ const std::vector<Case>& cases() {
       CASE(copy_source, same),
       CASE(vector_alignment, same),
       {"dependent", run_dependent, same},
+      {"dependent_read", run_two_kernels, [](const float* in, int i) { return in[NUM_THREADS - 1 - i]; }},
       {"threads", [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(1024 + bug), 0, a); }, same},
       {"shared_bytes",
        [](bool bug, Arguments a) { run_kernel(copy_kernel, dim3(1), dim3(NUM_THREADS), 227 * 1024 + bug, a); }, same},
@@ -574,8 +637,8 @@ int run_case(const Case& c, bool bug) {
     return ERROR;
   }
   for (int i = 0; i < NUM_THREADS; ++i) {
-    if (out[i] == c.expected(in.data(), i)) continue;
-    std::fprintf(stderr, "%s: element %d: expected %g, got %g\n", c.name, i, c.expected(in.data(), i), out[i]);
+    if (out[i] == c.expected(in.host(), i)) continue;
+    std::fprintf(stderr, "%s: element %d: expected %g, got %g\n", c.name, i, c.expected(in.host(), i), out[i]);
     return WRONG;
   }
   return RIGHT;

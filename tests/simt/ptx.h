@@ -94,7 +94,7 @@ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
 
 inline void griddepcontrol_launch_dependents() {}
 
-inline void griddepcontrol_wait() { simt::wait_for_previous_kernel(); }
+inline void griddepcontrol_wait(simt::Site site = simt::Site::current()) { simt::wait_for_previous_kernel(site); }
 
 // ---- matrices
 

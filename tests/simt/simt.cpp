@@ -16,11 +16,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -70,7 +70,8 @@ struct Thread {
   unsigned open_group = 0;   // its number; older ones are closed
   bool has_waited = false;   // for the kernel before this one
   const void* waits_at = nullptr;
-  uint64_t num_fences = 0;  // fence_proxy_async, of all blocks
+  uint64_t num_fences = 0;        // fence_proxy_async, of all blocks
+  std::vector<unsigned> written;  // to shared memory by cp.async, in units of 8 bytes
 };
 
 // By cp.async, of 8 bytes of shared memory.
@@ -78,6 +79,7 @@ struct Write {
   uint64_t block;  // its number
   unsigned thread;
   uint64_t num_fences;  // of the thread, before
+  uint64_t fenced;      // what was there at the thread's last fence
 };
 
 // Lanes that wait for one operation.
@@ -136,9 +138,21 @@ struct Cluster {
   Site site;
 };
 
+// Memory that the kernel before a dependent one has written. Blocks of this one can run before that has happened: here
+// each begins with the memory poisoned, and gets it back when no thread can go on but those that have waited for it.
+struct Hidden {
+  static constexpr size_t MAX_BYTES_OF_LAUNCH = 16 << 20;  // copied: then the rest of the blocks see all
+  unsigned char* memory = nullptr;
+  size_t bytes = 0;
+  size_t bytes_left = 0;
+  std::vector<unsigned char> content;
+  bool is_hidden = false;
+};
+
 struct Device {
   std::mutex mutex;
-  std::unordered_map<const void*, size_t> allowed_shared_bytes;
+  Hidden hidden;
+  std::map<std::pair<int, const void*>, size_t> allowed_shared_bytes;  // of a GPU
   uint64_t num_launches = 0;
 
   const Launch* launch = nullptr;
@@ -335,6 +349,7 @@ void prepare_block() {
     prepare_fiber(thread.fiber, i * 7 % 64 * CACHE_LINE, run_thread);
     thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     thread.copies.clear();
+    thread.written.clear();
     thread.open_group = 0;
     thread.has_waited = false;
   }
@@ -392,15 +407,43 @@ void check_end_of_block() {
   }
 }
 
+void hide() {
+  Hidden& hidden = device.hidden;
+  if (!device.launch->is_dependent || hidden.bytes == 0 || hidden.bytes > hidden.bytes_left) return;
+  hidden.bytes_left -= hidden.bytes;
+  hidden.content.assign(hidden.memory, hidden.memory + hidden.bytes);
+  std::memset(hidden.memory, POISON, hidden.bytes);
+  hidden.is_hidden = true;
+}
+
+void reveal() {
+  std::copy(device.hidden.content.begin(), device.hidden.content.end(), device.hidden.memory);
+  device.hidden.is_hidden = false;
+}
+
+// Until none is ready; `first` is.
+void run_threads(unsigned first) {
+  device.running = first;
+  threadIdx = device.block->threads[first].index;
+  switch_fiber(device.host, device.block->threads[first].fiber);
+}
+
 // Until the block has ended, or waits for others of its cluster.
 void run_block() {
   Block& block = *device.block;
   const size_t shared_bytes = device.launch->shared_bytes;
   if (device.cluster.num_blocks > 1) std::memcpy(shared_memory, block.memory.data(), shared_bytes);
   device.patience = 4u << 2 * (random_bits() % 6);  // up to 4,096: now and then a warp runs far ahead of the others
-  device.running = random_bits() % num_threads();   // all of them are ready
-  threadIdx = block.threads[device.running].index;
-  switch_fiber(device.host, block.threads[device.running].fiber);
+  if (device.cluster.num_blocks == 1) hide();
+  run_threads(random_bits() % num_threads());  // all of them are ready
+  if (device.hidden.is_hidden) {
+    reveal();
+    wake(&device.hidden);
+    if (device.error.empty() && block.ready_warps != 0) {
+      const unsigned warp_idx = random_bit(block.ready_warps, random_bits());
+      run_threads(warp_idx * WARP_SIZE + random_bit(block.warps[warp_idx].ready, random_bits()));
+    }
+  }
   unsigned num_waiting = 0;
   for (const Warp& warp : block.warps) num_waiting += std::popcount(warp.at_cluster_sync);
   if (device.error.empty() && block.num_live > 0 && num_waiting < num_threads()) {
@@ -482,7 +525,7 @@ void run_cluster(uint3 first) {
 void check_limits(const Launch& launch) {
   const dim3 &grid = launch.grid, &cluster = launch.cluster, &block = launch.block;
   const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
-  const auto allowed = device.allowed_shared_bytes.find(launch.function);
+  const auto allowed = device.allowed_shared_bytes.find({current_gpu(), launch.function});
   const size_t max_shared_bytes =
       allowed == device.allowed_shared_bytes.end() ? SHARED_BYTES_WITHOUT_ASKING : allowed->second;
   std::ostringstream what;
@@ -506,8 +549,7 @@ void check_limits(const Launch& launch) {
   fail_launch(what.str());
 }
 
-}  // namespace
-
+// A variable of the environment: 1 or more, or `otherwise` where it is not set.
 int environment_number(const char* name, int otherwise) {
   const char* request = std::getenv(name);
   if (request == nullptr) return otherwise;
@@ -516,13 +558,46 @@ int environment_number(const char* name, int otherwise) {
   return number;
 }
 
+struct Gpus {
+  std::mutex mutex;
+  std::vector<Gpu> all;
+} gpus;
+
+}  // namespace
+
+int current_gpu() {
+  const Gpu current{environment_number("PAGEDATTN_SIMT_MULTIPROCESSORS", 4),  // few: blocks loop over their work
+                    environment_number("PAGEDATTN_SIMT_ARCH", 90)};
+  const std::lock_guard lock(gpus.mutex);
+  for (size_t i = 0; i < gpus.all.size(); ++i) {
+    if (gpus.all[i].num_multiprocessors == current.num_multiprocessors &&
+        gpus.all[i].architecture == current.architecture) {
+      return static_cast<int>(i);
+    }
+  }
+  gpus.all.push_back(current);
+  return static_cast<int>(gpus.all.size()) - 1;
+}
+
+Gpu gpu(int device) {
+  const std::lock_guard lock(gpus.mutex);
+  return gpus.all.at(device);
+}
+
 void allow_shared_bytes(const void* function, int64_t bytes) {
   const std::lock_guard lock(device.mutex);
   if (bytes < 0 || bytes > static_cast<int64_t>(MAX_SHARED_BYTES)) {
     throw std::runtime_error("simt: cudaFuncSetAttribute: " + std::to_string(bytes) +
                              " bytes of shared memory, at most " + std::to_string(MAX_SHARED_BYTES));
   }
-  device.allowed_shared_bytes[function] = bytes;
+  device.allowed_shared_bytes[{current_gpu(), function}] = bytes;
+}
+
+void hide_until_wait(void* memory, size_t bytes) {
+  const std::lock_guard lock(device.mutex);
+  device.hidden.memory = static_cast<unsigned char*>(memory);
+  device.hidden.bytes = bytes;
+  device.hidden.bytes_left = Hidden::MAX_BYTES_OF_LAUNCH;
 }
 
 void run(const Launch& launch) {
@@ -532,7 +607,7 @@ void run(const Launch& launch) {
   const char* seed = std::getenv("PAGEDATTN_SIMT_SEED");
   device.seed = seed && *seed ? std::strtoull(seed, nullptr, 10) : device.num_launches;
   device.random_state = (device.seed + 1) * 0x9e3779b97f4a7c15u | 1;
-  device.architecture = environment_number("PAGEDATTN_SIMT_ARCH", 90);
+  device.architecture = gpu(current_gpu()).architecture;
   device.in_block = false;
   check_limits(launch);
   uses.dependent_launches += launch.is_dependent;
@@ -566,13 +641,18 @@ void fail(const std::string& what, Site site) {
   fail_launch(full.str());
 }
 
-void wait_for_previous_kernel() { device.block->threads[device.running].has_waited = true; }
+void wait_for_previous_kernel(Site site) {
+  if (device.hidden.is_hidden) wait_at("griddepcontrol_wait", &device.hidden, site);
+  device.block->threads[device.running].has_waited = true;
+}
 
 int architecture() { return device.architecture; }
 
 unsigned lane_idx() { return device.running % WARP_SIZE; }
 
 unsigned warp_idx() { return device.running / WARP_SIZE; }
+
+unsigned thread_idx() { return device.running; }
 
 void maybe_yield() {
   if (random_bits() % 2) run_next();
@@ -751,22 +831,39 @@ const void* read_as_async_proxy(const char* name, uint32_t address, unsigned byt
   const Write* const writes = device.block->writes + (pointer - shared_memory) / 8;
   for (unsigned i = 0; i < bytes / 8; ++i) {
     const Write& write = writes[i];
-    if (write.block == device.block->number && write.num_fences == device.block->threads[write.thread].num_fences) {
-      fail(std::string(name) + ": thread " + std::to_string(write.thread) +
+    if (write.block != device.block->number) continue;
+    const std::string thread = "thread " + std::to_string(write.thread);
+    if (write.num_fences == device.block->threads[write.thread].num_fences) {
+      fail(std::string(name) + ": " + thread +
                " has copied to shared memory that is read here, and not called fence_proxy_async after its wait",
+           site);
+    }
+    if (std::memcmp(pointer + i * 8, &write.fenced, 8)) {
+      fail(std::string(name) + ": something was written to shared memory that is read here after " + thread +
+               ", which has copied to it, called fence_proxy_async",
            site);
     }
   }
   return pointer;
 }
 
-void count_fence() { ++device.block->threads[device.running].num_fences; }
+void count_fence() {
+  Thread& thread = device.block->threads[device.running];
+  ++thread.num_fences;
+  for (const unsigned unit : thread.written) {
+    Write& write = device.block->writes[unit];
+    if (write.thread == device.running) std::memcpy(&write.fenced, shared_memory + unit * size_t{8}, 8);
+  }
+}
 
 // A copy's begin or end, of the running thread.
 void note_write(const void* target, unsigned bytes) {
-  Write* const writes = device.block->writes + (static_cast<const unsigned char*>(target) - shared_memory) / 8;
-  for (unsigned i = 0; i < bytes / 8; ++i) {
-    writes[i] = {device.block->number, device.running, device.block->threads[device.running].num_fences};
+  const auto first = static_cast<unsigned>((static_cast<const unsigned char*>(target) - shared_memory) / 8);
+  Thread& thread = device.block->threads[device.running];
+  for (unsigned unit = first; unit < first + bytes / 8; ++unit) {
+    Write& write = device.block->writes[unit];
+    if (write.block != device.block->number || write.thread != device.running) thread.written.push_back(unit);
+    write = {device.block->number, device.running, thread.num_fences, 0};
   }
 }
 

@@ -40,12 +40,21 @@ void run(const Launch& launch);
 // What kernels have used, counted over all launches of the process: a test asks which way a call took.
 struct Uses {
   uint64_t dependent_launches, clusters, bulk_copies, wgmma;
+  uint64_t questions;  // about a kernel or a GPU, of the host
 };
 extern Uses uses;
 void allow_shared_bytes(const void* function, int64_t bytes);
 
-// A variable of the environment: 1 or more, or `otherwise` where it is not set.
-int environment_number(const char* name, int otherwise);
+// What the next launch waits for, if it is a dependent one: poisoned for each of its blocks until its threads wait.
+void hide_until_wait(void* memory, size_t bytes);
+
+// What the device stands for, as the environment says: PAGEDATTN_SIMT_MULTIPROCESSORS and PAGEDATTN_SIMT_ARCH.
+struct Gpu {
+  int num_multiprocessors, architecture;
+};
+// Numbers a GPU that the process has not had before: a host that remembers what it was told of one sees another one.
+int current_gpu();
+Gpu gpu(int device);
 
 // ---- from a kernel's thread
 
@@ -70,8 +79,9 @@ void warp_operation(const char* name, unsigned mask, Operands& operands, Site si
 
 unsigned lane_idx();
 unsigned warp_idx();
+unsigned thread_idx();
 
-// Of the GPU that the device stands for, 90 for sm_90: PAGEDATTN_SIMT_ARCH, looked up at each launch.
+// Of the GPU that the device stands for at this launch, 90 for sm_90.
 int architecture();
 
 struct BarrierResult {
@@ -97,8 +107,8 @@ uint32_t map_shared(const void* pointer, unsigned rank, Site site);
 // kind, if that block has written there since, or has ended.
 void load_cluster(void* target, uint32_t address, size_t bytes, Site site);
 
-// All that it does here is that the thread has called it.
-void wait_for_previous_kernel();
+// Waits for the kernel before this one to have ended: what was hidden is there then.
+void wait_for_previous_kernel(Site site);
 
 // Lets other threads run, or not.
 void maybe_yield();
@@ -111,7 +121,7 @@ void wake(const void* place);
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
 
 // What wgmma reads there. Fails unless it is in the shared memory of the launch, and every cp.async to it has been
-// waited for by its thread, which has called fence_proxy_async then.
+// waited for by its thread, which has called fence_proxy_async then, after all else that was written there.
 const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site);
 
 // cp.async: the target is poisoned now, and written when a wait covers the copy's group.
@@ -129,8 +139,8 @@ void mbarrier_wait(void* barrier, bool parity, Site site);
 // cp.async.bulk: the target is poisoned now, and written when a thread waits for the phase of `barrier`.
 void start_bulk_copy(void* target, const void* source, unsigned bytes, void* barrier, Site site);
 
-// fence.proxy.async: what threads have written to shared memory is seen by bulk copies from here on, and by wgmma what
-// this thread has written.
+// fence.proxy.async: what threads have written to shared memory is there for bulk copies that this thread starts from
+// here on, and for wgmma what this thread has written.
 void fence_proxy_async();
 
 // Before threads of the `rank`-th block of a cluster run, or go on: the other functions are about that block then.

@@ -50,13 +50,13 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
   merge_partitions<Out>(a, partials, num_partitions, int64_t{work.first_row} + row, head);
 }
 
-void launch_merge(const AttentionArguments& a, bool prefill, cudaStream_t stream) {
+void launch_merge(const AttentionArguments& a, bool prefill, const Memory& partials, cudaStream_t stream) {
   const int64_t num_rows = prefill ? a.p.num_tokens : a.p.num_seqs * a.max_decode_rows;
   const dim3 grid(grid_size(num_rows), grid_size(ceil_div<int64_t>(a.p.num_heads, MERGE_WARPS)));
   dispatch_dtype(a.p.dtype, [&]<typename Out>() {
     constexpr dim3 BLOCK(MERGE_WARPS * WARP_SIZE);
     if (a.may_use.pdl) {
-      launch_dependent(merge_kernel<Out>, grid, BLOCK, 0, stream, a, prefill);
+      launch_dependent(merge_kernel<Out>, grid, BLOCK, 0, stream, partials, a, prefill);
     } else {
       launch(merge_kernel<Out>, grid, BLOCK, 0, stream, a, prefill);
     }
@@ -178,10 +178,11 @@ int64_t paged_attention_scratch_bytes(const PagedAttentionParams& p) {
 void paged_attention(const PagedAttentionParams& p, void* scratch, cudaStream_t stream) {
   if (p.num_seqs == 0 || p.num_tokens == 0) return;
   AttentionArguments a = make_arguments(p);
-  place_splits(a, static_cast<char*>(scratch));
+  auto* const begin = static_cast<char*>(scratch);
+  const Memory partials{begin, static_cast<size_t>(place_splits(a, begin) - begin)};
   attend(a, stream);
-  if (a.decode.num_partitions > 1 && !a.decode_in_clusters) launch_merge(a, false, stream);
-  if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, stream);
+  if (a.decode.num_partitions > 1 && !a.decode_in_clusters) launch_merge(a, false, partials, stream);
+  if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, partials, stream);
 }
 
 }  // namespace pagedattn::cuda

@@ -298,6 +298,7 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int value) {
+  ++simt::uses.questions;
   simt::allow_shared_bytes(function, value);
   return cudaSuccess;
 }
@@ -306,7 +307,8 @@ struct cudaFuncAttributes {
   int ptxVersion;
 };
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  attributes->ptxVersion = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90);
+  ++simt::uses.questions;
+  attributes->ptxVersion = simt::gpu(simt::current_gpu()).architecture;
   return cudaSuccess;
 }
 
@@ -350,7 +352,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-inline cudaError_t cudaMallocManaged(void** pointer, size_t bytes) {
+inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = malloc(bytes);
   return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -373,6 +375,10 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault
 };
+inline cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
+  std::memcpy(target, source, bytes);
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   std::memcpy(target, source, bytes);
   return cudaSuccess;
@@ -396,7 +402,7 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 }
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = simt::current_gpu();
   return cudaSuccess;
 }
 
@@ -406,19 +412,20 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor
 };
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ++simt::uses.questions;
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = simt::environment_number("PAGEDATTN_SIMT_MULTIPROCESSORS", 4);  // few: blocks loop over their work
+      *value = simt::gpu(device).num_multiprocessors;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = simt::MAX_SHARED_BYTES;
       break;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90) / 10;
+      *value = simt::gpu(device).architecture / 10;
       break;
     case cudaDevAttrComputeCapabilityMinor:
-      *value = simt::environment_number("PAGEDATTN_SIMT_ARCH", 90) % 10;
+      *value = simt::gpu(device).architecture % 10;
       break;
   }
   return cudaSuccess;
