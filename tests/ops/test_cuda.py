@@ -1,5 +1,5 @@
 """What only a GPU shows: streams, graphs, devices, memory of several kinds. The other files run on it as well
-(--device cuda)."""
+(--device cuda), test_smoke.py first of all."""
 
 import os
 import shutil
@@ -24,19 +24,6 @@ pytestmark = pytest.mark.devices("cuda")
 
 def call_on(device: torch.device, call: str) -> list[torch.Tensor]:
     return results(getattr(OPS, op_of(call)), to_device(arguments_of(call), device))
-
-
-@pytest.mark.devices("simt", "cuda")
-@pytest.mark.parametrize("call", CALLS_ON_CUDA)
-def test_each_op_as_on_the_cpu(device, call):
-    """One small call, for compute-sanitizer too."""
-    expected = results(getattr(torch.ops.pagedattn_ext, op_of(call)), arguments_of(call))
-    for actual, wanted in zip(call_on(device, call), expected, strict=True):
-        assert actual.device == device
-        if wanted.is_floating_point():
-            assert_close_to_reference(actual.cpu(), wanted.double(), wanted)
-        else:
-            assert_same_bits(actual.cpu(), wanted)
 
 
 @pytest.mark.parametrize("name", CPU_OPS)
@@ -265,10 +252,11 @@ def test_caches_on_the_cpu_with_a_mapping_on_the_gpu(device):
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer(device, tool):
-    """One small call of each op."""
+    """The tests that run first on a GPU."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not installed")
-    pytest_command = [sys.executable, "-m", "pytest", "-q", __file__, "--device", "cuda", "-k", "as_on_the_cpu"]
+    smoke = str(Path(__file__).with_name("test_smoke.py"))
+    pytest_command = [sys.executable, "-m", "pytest", "-q", smoke, "--device", "cuda"]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *pytest_command]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that the end of a tensor is an end
     root = Path(__file__).resolve().parent.parent.parent
