@@ -1,6 +1,6 @@
 """The speeds that this project asks of itself, and what it reaches here.
 
-Usage: python bench/targets.py [--device cuda] [--only SUBSTRING] [--json FILE]
+Usage: python bench/targets.py [--device cuda] [--only SUBSTRING ...] [--json FILE [--go-on]]
 
 This file is about CPUs, and prints; the targets on a GPU are in targets_cuda.py.
 
@@ -13,13 +13,15 @@ form (attention/inputs.py). A percentage is our rate over that of a probe, a fac
 in the same rounds; rates of different processes (the AVX2 path and the AVX512 path) are compared by their shares of the
 probe. The run takes some minutes and is sensitive to noise: near a limit, repeat it. The exit status is 0 whether
 targets are met or not, and 1 if one could not be measured. FILE is written anew after each target: a run that is cut
-off leaves what it has measured.
+off leaves what it has measured, and --go-on measures the rest. A run ends with status 3 where an error has made the GPU
+useless for its process.
 """
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
@@ -55,6 +57,7 @@ from harness import (
     ratio_target,
     read_probe,
     share_target,
+    synchronize,
     use_small_pages,
     write_json,
 )
@@ -224,6 +227,10 @@ def other_targets() -> Iterator[Target]:
         yield share_target(name, 0.75, partial(decode, MHA, dtype, 2))
 
 
+UNFINISHED = "the process ended meanwhile"
+STATUS_OF_LOST_GPU = 3
+
+
 def measured(target: Target) -> dict[str, object]:
     """A target as it goes into the JSON file, printed as well; an error is that of the one target."""
     try:
@@ -241,26 +248,55 @@ def measured(target: Target) -> dict[str, object]:
         numbers = "  ".join(target.form.format(number).rjust(8) for number in (target.required, value))
         outcome = f"{'met' if found['met'] else 'not met'} {found['note']}".rstrip()
         print(f"{target.what:{WIDTH}}  {numbers}  {outcome}", flush=True)
+    return described(target, found)
+
+
+def described(target: Target, found: Mapping[str, object]) -> dict[str, object]:
     return {"what": target.what, "required": target.required, "at_most": target.at_most, **found}
+
+
+def is_gpu_lost() -> bool:
+    """After an illegal address and the like, every call of the process fails."""
+    try:
+        synchronize()
+    except Exception:  # RuntimeError, or torch.AcceleratorError
+        return True
+    return False
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_device_option(parser)
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="the targets whose description contains it")
+    only = "the targets whose description contains one of them"
+    parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help=only)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command, targets and raw times")
+    parser.add_argument("--go-on", action="store_true", help="keep what FILE has, and measure what it lacks")
     args = parser.parse_args()
+    if args.go_on and not args.json:
+        parser.error("--go-on: expected --json FILE beside it")
     check_device(parser, args.device)
     prepare(num_threads=1)
     facts = hardware(args.device)
-    print(f"\n{'what':{WIDTH}}  required  measured")
     results: list[dict[str, object]] = []
-    for target in targets_cuda.targets() if args.device == "cuda" else (*attention_targets(), *other_targets()):
-        if args.only not in target.what:
-            continue
-        results.append(measured(target))
+    if args.go_on and args.json.exists():
+        results = json.loads(args.json.read_text())["targets"]
+
+    def save() -> None:
         if args.json:
             write_json(args.json, facts, {"targets": results})
+
+    print(f"\n{'what':{WIDTH}}  required  measured", flush=True)
+    known = {result["what"] for result in results}
+    for target in targets_cuda.targets() if args.device == "cuda" else (*attention_targets(), *other_targets()):
+        if target.what in known or not any(part in target.what for part in args.only):
+            continue
+        results.append(described(target, {"error": UNFINISHED}))  # one that ends the process is not tried again
+        save()
+        results[-1] = measured(target)
+        save()
+        if "error" in results[-1] and is_gpu_lost():
+            print("the GPU is lost to this process: the targets after this one are left out", flush=True)
+            return STATUS_OF_LOST_GPU
     num_failed = sum("error" in result for result in results)
     failed = f", {num_failed} failed" if num_failed else ""
     print(f"\n{sum(bool(result.get('met')) for result in results)} of {len(results)} met{failed}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def test_a_target_that_fails_is_not_the_end(monkeypatch, tmp_path, capsys):
     path = tmp_path / "targets.json"
 
     def fail() -> float:
-        assert [result["what"] for result in json.loads(path.read_text())["targets"]] == ["first"]
+        first, second = json.loads(path.read_text())["targets"]
+        assert first["met"] and second["error"] == targets.UNFINISHED
         raise MemoryError("too large")
 
     three = [Target("first", 2, lambda: 3, "{:.1f}"), Target("second", 2, fail, "{:.1f}")]
@@ -91,6 +93,44 @@ def test_a_target_that_fails_is_not_the_end(monkeypatch, tmp_path, capsys):
     first, second, third = json.loads(path.read_text())["targets"]
     assert (first["met"], second["error"], third["met"]) == (True, "MemoryError: too large", False)
     assert capsys.readouterr().out.count("\n1 of 3 met, 1 failed\n") == 1
+
+
+def test_the_next_process_measures_what_one_has_left(monkeypatch, tmp_path, capsys):
+    """One that a target kills, and one that an illegal address leaves without its GPU, where all else would fail."""
+    import targets
+    from harness import Target
+
+    lost = []
+
+    def lose() -> float:
+        lost.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize() -> None:
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def end() -> float:
+        raise SystemExit("killed")
+
+    path = tmp_path / "targets.json"
+    measures = {"first": lambda: 3, "kills": end, "third": lambda: 3, "loses": lose, "fifth": lambda: 3}
+    five = [Target(name, 2, measure, "{:.1f}") for name, measure in measures.items()]
+    monkeypatch.setattr(targets, "synchronize", synchronize)
+    monkeypatch.setattr(targets, "attention_targets", lambda: five)
+    monkeypatch.setattr(targets, "other_targets", lambda: [])
+    monkeypatch.setattr(sys, "argv", ["targets.py", "--json", str(path), "--only", "first", "kills", "third"])
+    with pytest.raises(SystemExit, match="killed"):
+        targets.main()
+    monkeypatch.setattr(sys, "argv", ["targets.py", "--json", str(path), "--go-on"])
+    assert targets.main() == targets.STATUS_OF_LOST_GPU
+    assert "\nthe GPU is lost to this process" in capsys.readouterr().out
+    lost.clear()
+    assert targets.main() == 1
+    found = {result["what"]: result.get("error", "met") for result in json.loads(path.read_text())["targets"]}
+    illegal = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert found == {"first": "met", "kills": targets.UNFINISHED, "third": "met", "loses": illegal, "fifth": "met"}
+    assert "\n3 of 5 met, 2 failed\n" in capsys.readouterr().out
 
 
 def test_results_that_differ_in_an_infinity_are_not_the_same():
@@ -207,6 +247,44 @@ def test_cuda_timing(fake_cuda, monkeypatch, capsys):
     monkeypatch.setattr(fake_cuda, "capture", cannot_capture)
     assert len(fake_cuda.time_interleaved({"short": short}, [0], 2, use_graphs=True)["short"]) == 2
     assert capsys.readouterr().out == "short: call by call, as no graph could be captured: not permitted\n"
+
+
+def test_mechanisms(monkeypatch, tmp_path):
+    """Each is left out of one of two ways that take turns, beside what the variable already names; a row that fails is
+    not the end."""
+    import harness
+    import mechanisms_cuda
+    from attention.inputs import Attention, Model
+    from gpu.steps import MECHANISMS, SWITCH
+
+    of_gpu = [word for word, *_ in mechanisms_cuda.DECODES["cuda"]]
+    assert {*of_gpu, "wgmma"} == {*MECHANISMS} and mechanisms_cuda.SWITCH == SWITCH
+
+    switches = set()
+
+    def decode(attention: Attention) -> torch.Tensor:
+        switches.add(os.environ[SWITCH])
+        return attention.paged.decode()
+
+    def fail(attention: Attention) -> torch.Tensor:
+        raise RuntimeError("too slow")
+
+    small = Model("MHA 2x16", 2, 2, 16)
+    monkeypatch.setenv(SWITCH, "pdl")
+    monkeypatch.setattr(Attention, "decode", decode)
+    monkeypatch.setattr(Attention, "prefill", fail)
+    monkeypatch.setattr(harness, "COLD_BYTES", 1 << 16)
+    for table, size in (harness.PROBE_BYTES, 1 << 20), (harness.MATMUL_SIZE, 16):
+        monkeypatch.setitem(table, "cpu", size)
+    monkeypatch.setitem(mechanisms_cuda.DECODES, "cpu", [("bulk", small, "1 x 40", [40])])
+    monkeypatch.setitem(mechanisms_cuda.PREFILLS, "cpu", [(small, 40)])
+    path = tmp_path / "mechanisms.json"
+    monkeypatch.setattr(sys, "argv", ["mechanisms_cuda.py", "--device", "cpu", "--json", str(path)])
+    assert mechanisms_cuda.main() == 1
+    assert switches == {"pdl", "pdl,bulk"}
+    decoded, prefilled = json.loads(path.read_text())["rows"]
+    assert decoded["case"] == "MHA 2x16, 1 x 40, bfloat16" and decoded["ratio_to_without bulk"] > 0
+    assert prefilled == {"case": "prefill, MHA 2x16, 40 tokens", "error": "RuntimeError: too slow"}
 
 
 def test_attention_on_cuda(fake_cuda, small_shapes, capsys):
