@@ -70,11 +70,13 @@ test-long: simt
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops --device simt
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q --ignore=tests/ops
 
-# The op tests on a GPU, with the environment of PYTHON as it is: torch for CUDA, cmake, ninja, pybind11, setuptools,
-# pytest, hypothesis. Nothing is installed. make test-cuda PYTHON=.venv/bin/python uses that of make build.
+# The op tests on a GPU, the smoke tests first, with the environment of PYTHON as it is: torch for CUDA, cmake, ninja,
+# pybind11, setuptools, pytest, hypothesis. Nothing is installed. It ends where a test has lost the GPU (an illegal
+# address); make gpu-report goes on. make test-cuda PYTHON=.venv/bin/python uses the environment of make build.
 test-cuda:
 	$(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=src:python $(PYTHON) -m pytest -q -rs tests/ops tests/serving/test_cuda_engine.py --device cuda
+	PYTHONPATH=src:python $(PYTHON) -m pytest -q -rs tests/ops/test_smoke.py tests/ops \
+	  tests/serving/test_cuda_engine.py --device cuda
 
 # A wheel for another Python, by the tools of .venv: of torch it takes headers and libraries, the same for every Python.
 # make gpu-wheel PYTHON=python3.12
@@ -83,10 +85,12 @@ gpu-wheel: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(SITE_PACKAGES) \
 	  $(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
-# What a GPU shows, and how fast it is, in the order of worth; with the environment of PYTHON as it is.
-# make gpu-report PYTHON=python3 WHEEL=dist/...whl STEPS="smoke suite"
+# What a GPU shows, and how fast it is, in the order of worth; with the environment of PYTHON as it is. All of these are
+# optional; for ten minutes on a GPU:
+# make gpu-report PYTHON=python3 WHEEL=dist/...whl BUDGET=570 OUT=/tmp/report PACK=report.tar.gz STEPS="smoke suite"
 gpu-report:
-	$(PYTHON) bench/gpu_report.py $(if $(WHEEL),--wheel $(WHEEL)) $(if $(STEPS),--steps $(STEPS))
+	$(PYTHON) bench/gpu_report.py $(if $(WHEEL),--wheel $(WHEEL)) $(if $(BUDGET),--budget $(BUDGET)) \
+	  $(if $(OUT),--out $(OUT)) $(if $(PACK),--pack $(PACK)) $(if $(STEPS),--steps $(STEPS))
 
 # Registers, shared memory and spills of each CUDA kernel; a spill is an error, and so is a build without CUDA.
 check-cuda: build

@@ -5,7 +5,8 @@
 pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them, but
 for those that its mark `devices(...)` leaves out; a test without it runs where cpu is among them.
 
-pytest --part 3/8: every eighth of these tests, from the third on, for eight processes that share them.
+pytest --part 3/8: every eighth of these tests, from the third on, for eight processes that share them. --after TEST: of
+them, those behind TEST, for a process that goes on where another one ended.
 """
 
 import os
@@ -43,6 +44,7 @@ def several_threads() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", action="append", choices=DEVICES, help="where the op tests run (default: cpu)")
     parser.addoption("--part", type=part_of, default=(1, 1), metavar="I/N", help="one of N parts of the tests")
+    parser.addoption("--after", metavar="TEST", help="of these tests, those behind TEST")
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -79,6 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     part, num_parts = config.getoption("part")
     chosen = [item for item in items if runs(item)][part - 1 :: num_parts]
+    if (test := config.getoption("after")) is not None:
+        names = [item.nodeid for item in chosen]
+        if test not in names:
+            raise pytest.UsageError(f"--after: expected one of {len(names)} tests, got {test}")
+        chosen = chosen[names.index(test) + 1 :]
     config.hook.pytest_deselected(items=[*set(items) - set(chosen)])
     items[:] = chosen
 
@@ -99,7 +106,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         first, last = item.stash[LAUNCHES_BEFORE] + 1, num_simt_launches()
         seeds = f"Launches {first} to {last}: PAGEDATTN_SIMT_SEED={last} gives each the schedule of the last one."
         report.sections.append(("simt", seeds))
+    if report.failed and "cuda" in devices_of(item.config) and is_gpu_lost():
+        item.session.shouldfail = f"the GPU is lost after {item.nodeid}"  # bench/gpu/steps.py reads it
     return report
+
+
+def is_gpu_lost() -> bool:
+    """After an illegal address and the like every call of the process fails: no failure is one of its own any more."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # RuntimeError, or torch.AcceleratorError
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")
