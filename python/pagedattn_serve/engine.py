@@ -165,15 +165,21 @@ class LLMEngine:
         )
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
         try:
-            self.model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
-            self.scheduler = Scheduler(scheduler_config, cache_config)
+            model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
+            scheduler = Scheduler(scheduler_config, cache_config)
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
             if str(error).startswith("swap_space:"):
                 raise
             raise too_large(causal_lm, cache_config, error) from None
-        self._inputs = InputProcessor(
-            self.tokenizer, causal_lm.vocab_size, scheduler_config.max_model_len, end_token_ids, defaults
-        )
+        max_model_len = scheduler_config.max_model_len
+        inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
+        self._join(model_runner, scheduler, inputs)
+
+    def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
+        """The rest of the construction, when the parts are made: all that the engine itself holds."""
+        self.model_runner = model_runner
+        self.scheduler = scheduler
+        self._inputs = inputs
         # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
         # from it; `_settle` makes them again if a call was interrupted while it changed them.
         self._requests: dict[str, Request] = {}
@@ -318,7 +324,7 @@ class LLMEngine:
             self._settled = True
         scheduled = time.monotonic()
         batch = self._batch
-        sampled = SamplerOutput() if batch.is_empty else self.model_runner.execute(batch)
+        sampled = self.model_runner.execute(batch)
         executed = time.monotonic()
         self._settled = False
         self.scheduler.mark_computed(batch)

@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, run
+from checkpoints import Checkpoint, finish_all, run
 
-from pagedattn_serve import LLM
+from pagedattn_serve import DEMO_MODEL, LLM
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
@@ -23,6 +23,35 @@ def ids(output: RequestOutput) -> list[list[int]]:
 
 
 # --- several sequences ---
+
+
+def test_what_is_swapped_out_for_a_request_that_does_not_fit_comes_back() -> None:
+    """In the step that swaps b out for a, a is found to need more than the whole cache: no sequence is left to run, and
+    b's blocks have to be copied all the same. Else b goes on with what the host blocks held before: its text is wrong,
+    and says something of a third request that was swapped out before."""
+    engine = LLMEngine(DEMO_MODEL, dtype="float32", num_blocks=17, max_model_len=100, swap_space=0.1)
+    prompts = {"a": [*range(5, 15)], "b": [*range(100, 105)]}
+    params = {
+        "a": SamplingParams(n=6, seed=1, max_tokens=60, ignore_eos=True),
+        "b": SamplingParams(n=2, seed=5, max_tokens=40, ignore_eos=True),
+    }
+
+    def texts_of_b(*request_ids: str) -> list[str]:
+        for each in request_ids:
+            engine.add_request(each, None, params[each], prompts[each])
+        outputs = finish_all(engine)
+        if "a" in request_ids:
+            assert outputs["a"][-1].error == "its sequences need more than all 17 blocks of the cache"
+        return [completion.text for completion in outputs["b"][-1].outputs]
+
+    alone = texts_of_b("b")
+    assert texts_of_b("a", "b") == alone
+    for third in ([*range(40, 45)], [*range(60, 70)]):
+        prompts["b"], b = third, prompts["b"]
+        texts_of_b("a", "b")
+        prompts["b"] = b
+        assert texts_of_b("a", "b") == alone
+    assert engine.stats().num_swaps == 5
 
 
 def test_best_of_returns_the_likeliest(llama: Checkpoint) -> None:

@@ -53,7 +53,7 @@ class ModelRunner:
 
     @inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """The tokens that the sequences of the batch sample, in order. The batch must not be empty.
+        """Copy the blocks of the batch, and run its sequences: the tokens that they sample, in order.
 
         Of a sequence with drafts, that after its last token, then that after each draft as if those before were right.
         Sequences whose parameters ask for prompt_logprobs get those of the tokens after the rows of this batch.
@@ -66,6 +66,8 @@ class ModelRunner:
             if blocks:
                 copy(blocks)
                 blocks.clear()  # if the model fails, it has written to some of them when the batch comes again
+        if not batch.sequences:
+            return SamplerOutput()
         token_ids, positions, metadata = self.prepare_inputs(batch)
         logits = self.run_model(token_ids, positions, metadata)
         rows = sampling_rows(batch)

@@ -26,7 +26,9 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step of the model.
+    """One step of the model. Its copies are part of it: whoever runs the batch makes them first, whatever else there is
+    to run, and takes each list's pairs out when they are copied (`Scheduler.mark_computed` refuses a batch that has any
+    left).
 
     sequences: what to run, those of a group one after the other and in its order.
     blocks_to_swap_out: (device block, host block) pairs to copy first of all;
@@ -49,6 +51,7 @@ class ScheduledBatch:
         return sum(scheduled.num_new_tokens + len(scheduled.draft_token_ids) for scheduled in self.sequences)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to run."""
-        return not self.sequences
+    def has_copies(self) -> bool:
+        """Whether blocks are still to be copied. They may be without any sequence to run: those of a group that made
+        room for one that is `outgrown` all the same."""
+        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)

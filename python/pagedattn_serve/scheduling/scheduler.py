@@ -114,7 +114,12 @@ class Scheduler:
         return batch
 
     def mark_computed(self, batch: ScheduledBatch) -> None:
-        """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet."""
+        """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet.
+
+        Raises RuntimeError if it has copies left: the blocks of somebody would hold the tokens of somebody else.
+        """
+        if batch.has_copies:
+            raise RuntimeError("batch: expected one that has run, got blocks that were not copied")
         manager = self.block_manager
         block_size, merges = manager.block_size, manager.prefix_caching
         for scheduled in batch.sequences:

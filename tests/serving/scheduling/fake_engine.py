@@ -1,38 +1,48 @@
-"""A fake runner and sampler around the scheduler: it does to the scheduler what the engine does, and checks each step.
-
-In the place of keys and values the cache holds, for each slot, a hash of all tokens up to there, which is what they
-depend on, and of the request's salt. So a slot with another history is seen even if its token is the same by chance,
-and a slot of a request with another salt even if its history is the same.
+"""The real engine over a fake runner: every step, call, interrupt and failure goes through `LLMEngine`, and what holds
+for each batch and at each moment is checked where the runner is given the batch, and after each call.
 """
 
 import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from random import Random
 from types import FrameType
 from typing import Any
 
-from fake_cache import FakeCache
+from fake_runner import ROW_ERROR, FakeModel, FakeRunner
 
-from pagedattn_serve import scheduling
+import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.generation_config import GenerationDefaults
+from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.requests.inputs import InputProcessor
+from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
-SCHEDULING = os.path.dirname(scheduling.__file__)
+PACKAGE = os.path.dirname(pagedattn_serve.__file__)
+# Where an interrupt may come: in all that the engine consists of above the runner.
+TRACED = tuple(os.path.join(PACKAGE, name) for name in ("engine.py", "requests/", "scheduling/"))
+
+
+class EngineWithoutModel(LLMEngine):
+    """The engine itself, of parts that are made already."""
+
+    def __init__(self, model_runner: Any, scheduler: Scheduler, inputs: InputProcessor) -> None:
+        self._join(model_runner, scheduler, inputs)
 
 
 class FakeEngine:
-    """A scheduler with a cache of hashes for a model.
+    """An `LLMEngine` with a runner that keeps hashes, and the checks.
 
-    vocab_size: how many tokens there are to draw from; None makes every token unique.
-    stop_rate: how likely a token ends its sequence before max_tokens.
+    vocab_size, stop_rate, error_rate: as in `FakeModel`.
     num_times: how often things happened that a random run should meet.
     """
 
@@ -43,28 +53,36 @@ class FakeEngine:
         *,
         vocab_size: int | None = None,
         stop_rate: float = 0.0,
+        error_rate: float = 0.0,
         seed: int = 0,
     ) -> None:
+        self.model = FakeModel(vocab_size, stop_rate, error_rate, seed)
+        self.runner = FakeRunner(self.model, scheduler_config, cache_config, self._take_batch, self._begin_anew)
         self.scheduler = Scheduler(scheduler_config, cache_config)
+        end_token_id = self.model.eos_token_id
+        defaults = GenerationDefaults(SamplingParams())
+        max_model_len = scheduler_config.max_model_len
+        inputs = InputProcessor(None, end_token_id + 1, max_model_len, frozenset({end_token_id}), defaults)
+        self.engine = EngineWithoutModel(self.runner, self.scheduler, inputs)
         self.manager = self.scheduler.block_manager
-        self.cache = FakeCache(cache_config)
+        self.cache = self.runner.cache
         self.groups: list[SequenceGroup] = []  # all that were ever added, in the order of their arrival
+        self.requests: list[Request] = []  # the same
         self.num_times: Counter[str] = Counter()
+        self._salts: dict[SequenceGroup, str] = {}
         self._num_miscounted = 0
-        self._random = Random(seed)
-        self._vocab_size = vocab_size
-        self._stop_rate = stop_rate
-        self._unique_token = itertools.count()
-        self._values: dict[Sequence, list[int]] = {}
-        self._content_of: dict[bytes, list[int]] = {}  # by the key that a block is published under
         self._sealed: dict[int, bytes] = {}  # blocks in use, and the keys that they were published under before a step
+        self._content_of: dict[bytes, list[int]] = {}  # by the key that a block is published under
+        self._ran_before: set[SequenceGroup] = set()
+        self._taken: ScheduledBatch | None = None  # what the runner was given last
+        self._batch = ScheduledBatch()  # the same as it was then, copies and all
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
-        return [group for group in self.groups if group.sequences]
+        return [group for group in self.groups if group.sequences and group.request_id in self.engine._requests]
 
     def new_tokens(self, num_tokens: int) -> list[int]:
-        return [self._new_token() for _ in range(num_tokens)]
+        return [self.model.new_token() for _ in range(num_tokens)]
 
     def add(
         self,
@@ -72,58 +90,70 @@ class FakeEngine:
         max_tokens: int = 1000,
         n: int = 1,
         *,
-        use_beam_search: bool = False,
-        prompt_logprobs: int | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        num_lines: int | None = None,
+        **params: Any,
     ) -> SequenceGroup:
-        """A request of a prompt, or of one of so many tokens."""
+        """A request of a prompt, or of one of so many tokens. num_lines: until an interrupt."""
         token_ids = self.new_tokens(prompt) if isinstance(prompt, int) else prompt
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            n=n,
-            use_beam_search=use_beam_search,
-            temperature=0.0 if use_beam_search else 1.0,
-            prompt_logprobs=prompt_logprobs,
-        )
+        params.setdefault("temperature", 0.0 if params.get("use_beam_search") else 1.0)
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, **params)
         arrival = len(self.groups)
-        group = SequenceGroup(f"request {arrival}", token_ids, params, float(arrival), priority)
-        group.sequences[0].cache_salt = cache_salt
-        self.scheduler.add(group)
-        self.groups.append(group)
-        return group
+        request = self.engine.make_request(
+            f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt
+        )
+        self._call(lambda: self.engine.queue_request(request), num_lines)
+        if request.group.request_id in self.engine._requests:
+            self.groups.append(request.group)
+            self.requests.append(request)
+            self._salts[request.group] = cache_salt
+        return request.group
 
-    def step(self) -> ScheduledBatch:
-        ran_before = set(self.scheduler.running)
-        batch = self.scheduler.schedule()
-        self.check_batch(batch)
-        self._check_let_in([group for group in self.scheduler.running if group not in ran_before], batch)
-        self._run(batch)
-        num_used_blocks = self.manager.num_used_blocks
-        self.scheduler.mark_computed(batch)
-        self.num_times["merged"] += self.manager.num_used_blocks < num_used_blocks
-        self._sample(batch)
-        self.check()
-        return batch
-
-    def interrupt(self, num_lines: int) -> None:
-        """A step that ends after so many lines of the scheduler's, or before its tokens are sampled if that is earlier.
-        After it the engine makes all anew."""
+    def step(self, num_lines: int | None = None, fail_at: int | None = None) -> ScheduledBatch:
+        """A step; returns its batch. num_lines: until an interrupt. fail_at: the place where its runner fails."""
+        if self.engine._batch is None:
+            self._ran_before = set(self.scheduler.running)
+            self._batch = ScheduledBatch()
+        self.runner.fail_at = fail_at
         try:
-            with interrupted_after(num_lines):
-                batch = self.scheduler.schedule()
-                self._run(batch)
-                self.scheduler.mark_computed(batch)
-        except KeyboardInterrupt:
-            self.num_times["interrupted"] += 1
-        self.restart(self.unfinished)
-        # An interrupt may come between the two counts of one preemption.
-        self._num_miscounted = self._num_preemptions() - self.scheduler.num_recomputes - self.scheduler.num_swaps
+            self._call(self.engine.step, num_lines)
+        except RuntimeError:
+            if fail_at is None:
+                raise
+            self.num_times["failed"] += 1
+        self.runner.fail_at = None
+        if self.engine._batch is None:
+            self._count_what_happened()
+        self.check()
+        return self._batch
+
+    def schedule_and_run(self) -> ScheduledBatch:
+        """The first half of a step: what is sampled is left to the test."""
+        batch = self.scheduler.schedule()
+        self.runner.execute(batch)
+        self.scheduler.mark_computed(batch)
+        return self._batch
+
+    def fail_batch(self) -> None:
+        """What a server does after a step that failed."""
+        self.engine.fail_batch("as it happens")
+        self.check()
+
+    def abort(self, request_id: str, num_lines: int | None = None) -> None:
+        batch = self.engine._batch
+        if batch is not None and any(each.sequence.request_id == request_id for each in batch.sequences):
+            self.num_times["aborted amid a step"] += 1
+        self._call(lambda: self.engine.abort_request(request_id), num_lines)
+        self.check()
+
+    def interrupt(self) -> None:
+        """A step that ends amid scheduling. After it the engine makes all anew."""
+        self.step(num_lines=10)
 
     def restart(self, groups: list[SequenceGroup]) -> None:
         self.scheduler.restart(groups)
-        self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
-        self._sealed = {}
+        self.runner.block_tables.clear()
 
     def drain(self) -> None:
         """Until all is finished.
@@ -134,157 +164,157 @@ class FakeEngine:
         num_tokens = sum(group.sampling_params.num_sequences for group in self.unfinished)
         bound = 2 * num_tokens * self.scheduler.config.max_model_len + len(self.unfinished)
         for _ in range(bound):
-            if not self.scheduler.has_unfinished:
+            if not self.engine.has_unfinished_requests():
                 break
             self.step()
-        assert not self.scheduler.has_unfinished
+        assert not self.engine.has_unfinished_requests()
         assert (self.manager.num_used_blocks, self.manager.num_used_host_blocks) == (0, 0)
         assert self.manager.num_free_blocks + self.num_pinned_blocks() == self.manager.num_blocks
         assert self.scheduler.schedule() == ScheduledBatch()
+        if self.model.vocab_size is not None:
+            self.check_outputs()
+        self.num_times["accepted"] = self.scheduler.num_accepted_tokens
+        self.num_times["rejected"] = self.scheduler.num_proposed_tokens - self.scheduler.num_accepted_tokens
 
     def num_pinned_blocks(self) -> int:
         """Blocks that nobody owns and that are kept all the same."""
         return self.manager.num_blocks - self.manager.num_used_blocks - self.manager.num_free_blocks
 
+    def values(self, sequence: Sequence) -> list[int]:
+        return self.runner.values(sequence)
+
     def _num_preemptions(self) -> int:
         return sum(group.num_preemptions for group in self.groups)
 
-    # ---- what the runner and the sampler do -------------------------------------------------------------------------
+    def _call(self, function: Callable[[], Any], num_lines: int | None) -> None:
+        """Do it, or a part of it; then the engine has put things in order."""
+        if num_lines is None:
+            function()
+            return
+        try:
+            with interrupted_after(num_lines):
+                function()
+        except KeyboardInterrupt:
+            self.num_times["interrupted"] += 1
+            self.engine.has_unfinished_requests()
 
-    def _new_token(self) -> int:
-        return next(self._unique_token) if self._vocab_size is None else self._random.randrange(self._vocab_size)
+    def _take_batch(self, batch: ScheduledBatch) -> None:
+        """Before the runner does anything to a batch, which may come to it again after it failed."""
+        if batch is self._taken and self.engine._batch is batch:
+            self.num_times["came again"] += 1
+            return
+        self._taken = batch
+        copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
+        self._batch = ScheduledBatch(batch.sequences, *map(list, copies), batch.preempted, batch.outgrown)
+        self.check_batch(batch)
+        self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
-    def _next_token(self, sequence: Sequence) -> int:
-        """Most often the same after the same tokens, as of a greedy request."""
-        if self._vocab_size is None or self._random.random() < 0.1:
-            return self._new_token()
-        return self.values(sequence)[-1] % self._vocab_size
+    def _begin_anew(self) -> None:
+        """The engine has dropped all blocks, which may hold anything now."""
+        self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
+        self.runner.values_of.clear()  # of tokens that are taken back
+        self._sealed = {}
+        self._ran_before = set()
+        # An interrupt may come between the two counts of one preemption.
+        self._num_miscounted = self._num_preemptions() - self.scheduler.num_recomputes - self.scheduler.num_swaps
 
-    def values(self, sequence: Sequence) -> list[int]:
-        """What the cache is to hold for each of its tokens."""
-        values = self._values.setdefault(sequence, [])
-        if len(values) < sequence.num_tokens:
-            for token in sequence.tokens(len(values), sequence.num_tokens):
-                before = values[-1] if values else int.from_bytes(sequence.cache_salt.encode())
-                values.append(hash((before, token)))
-        return values
+    def _count_what_happened(self) -> None:
+        for scheduled in self._batch.sequences:
+            table = self.manager._tables.get(scheduled.sequence, scheduled.block_table)
+            self.num_times["merged"] += table is not scheduled.block_table
+            self.num_times["prompt logprobs"] += scheduled.sequence.sampling_params.prompt_logprobs is not None
+        ran = [scheduled.sequence for scheduled in self._batch.sequences]
+        for group in self.scheduler.running:
+            if len(group.sequences) > 1 and not group.in_prefill:
+                before = {each for each in ran if each.request_id == group.request_id}
+                forked = bool(before) and not before.issuperset(group.sequences)
+                self.num_times["forked"] += forked
+                self.num_times["forked and dropped"] += forked and not before.issubset(group.sequences)
 
-    def _run(self, batch: ScheduledBatch) -> None:
-        self.cache.swap_out(batch.blocks_to_swap_out)
-        self.cache.swap_in(batch.blocks_to_swap_in)
-        self.cache.copy(batch.blocks_to_copy)
-        histories = [self._history(scheduled) for scheduled in batch.sequences]
-        for scheduled, history in zip(batch.sequences, histories, strict=True):
-            start = scheduled.sequence.num_computed_tokens
-            for block in scheduled.block_table[
-                start // self.cache.block_size : -(-len(history) // self.cache.block_size)
-            ]:
-                key = self.manager._allocator._key_of.get(block)
-                assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
-            self.cache.write(scheduled.block_table, start, history[start:])
-        for scheduled, history in zip(batch.sequences, histories, strict=True):  # after all writes, as in each layer
-            assert self.cache.read(scheduled.block_table, len(history)) == history
-            self._add_prompt_logprobs(scheduled.sequence, len(history))
+    # ---- what a request gets -----------------------------------------------------------------------------------------
 
-    def _history(self, scheduled: ScheduledSequence) -> list[int]:
-        """What the cache is to hold for a sequence when its rows of the step are written, drafts included."""
-        history = self.values(scheduled.sequence)[: scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens]
-        for token in scheduled.draft_token_ids:
-            history.append(hash((history[-1], token)))
-        return history
+    def check_outputs(self) -> None:
+        """Whoever ran beside them and whatever came in between, all requests got what they get alone; those that were
+        ended from outside, the beginning of it."""
+        for request in self.requests:
+            group = request.group
+            statuses = {completion.sequence.status for completion in request.completions}
+            is_whole = request.error in (None, ROW_ERROR) and SequenceStatus.FINISHED_ABORTED not in statuses
+            is_whole &= request.is_finished
+            if is_whole and request.error is None and group.sampling_params.prompt_logprobs is not None:
+                prompt = group.prompt_token_ids
+                values = self._history(self._salts[group], prompt)
+                pairs = zip(prompt[1:], values, strict=False)
+                expected_logprobs = [None, *({token: Logprob(float(value), 1)} for token, value in pairs)]
+                assert request.output().prompt_logprobs == expected_logprobs
+            outputs = [(each.sequence.output_token_ids, each.sequence.status) for each in request.completions]
+            if group.sampling_params.use_beam_search:
+                assert not is_whole or outputs == self._alone(group)
+                self.num_times["beams as alone"] += is_whole
+                continue
+            expected = self._expected(group)
+            if is_whole:
+                assert outputs == expected
+                self.num_times.update(f"ended by {status.value}" for _, status in outputs)
+            else:
+                for (token_ids, _), (all_token_ids, _) in zip(outputs, expected, strict=False):
+                    assert token_ids == all_token_ids[: len(token_ids)]
+            for each in request.completions if group.sampling_params.logprobs is not None else ():
+                reported = [token for entries in each.sequence.logprobs for token in entries]
+                assert reported == each.sequence.output_token_ids
 
-    def _add_prompt_logprobs(self, sequence: Sequence, end: int) -> None:
-        """Each row says how likely the prompt's next token was; no row may be left out where that is asked for."""
-        if sequence.needs_prompt_logits:
-            logprobs = sequence.prompt_logprobs
-            assert sequence.num_computed_tokens < len(logprobs)
-            logprobs += [{}] * (min(end + 1, len(sequence.prompt_token_ids)) - len(logprobs))
-            self.num_times["prompt logprobs"] += 1
+    def _history(self, salt: str, token_ids: list[int]) -> list[int]:
+        values = [int.from_bytes(salt.encode())]
+        for token in token_ids:
+            values.append(hash((values[-1], token)))
+        return values[1:]
 
-    def _sample(self, batch: ScheduledBatch) -> None:
-        num_samples: Counter[str] = Counter()
-        drafts: dict[Sequence, list[int]] = {}
-        for scheduled in batch.sequences:
-            num_samples[scheduled.sequence.request_id] += scheduled.num_samples
-            if scheduled.draft_token_ids:
-                drafts[scheduled.sequence] = scheduled.draft_token_ids
-        for group in self.unfinished:
-            if group in batch.outgrown:
-                self._finish(group, group.sequences, SequenceStatus.FINISHED_ERROR)
-            elif num_samples[group.request_id]:
-                if group.sequences[0] in drafts:
-                    self._verify(group.sequences[0], drafts[group.sequences[0]])
-                elif group.sampling_params.use_beam_search:
-                    self._continue_beams(group)
-                else:
-                    parent = group.sequences[0]
-                    for index in range(len(group.sequences), num_samples[group.request_id]):
-                        self._fork(group, parent, index)
-                    for sequence in group.sequences:
-                        sequence.output_token_ids.append(self._next_token(sequence))
-                self._finish_those_at_their_end(group)
+    def _expected(self, group: SequenceGroup) -> list[tuple[list[int], SequenceStatus]]:
+        """What a request without beam search gets, token by token."""
+        params, prompt = group.sampling_params, group.prompt_token_ids
+        rows = [SamplingRow(params, prompt, [], index) for index in range(params.num_sequences)]
+        ends = {*params.stop_ids, *(() if params.ignore_eos else (self.model.eos_token_id,))}
+        max_tokens = min(params.max_tokens or 0, self.scheduler.config.max_model_len - len(prompt))
+        values = [self._history(self._salts[group], prompt)[-1]] * len(rows)
+        statuses = dict.fromkeys(range(len(rows)), SequenceStatus.RUNNING)
+        while unfinished := [i for i, status in statuses.items() if status is SequenceStatus.RUNNING]:
+            tokens = {i: self.model.next_token(values[i], rows[i]) for i in unfinished}
+            for i, token in tokens.items():
+                if None in tokens.values():
+                    statuses[i] = SequenceStatus.FINISHED_ERROR
+                    continue
+                rows[i].output_token_ids.append(token)
+                values[i] = hash((values[i], token))
+                if token in ends:
+                    statuses[i] = SequenceStatus.FINISHED_STOPPED
+                elif len(rows[i].output_token_ids) == max_tokens:
+                    statuses[i] = SequenceStatus.FINISHED_LENGTH
+        outputs = [(row.output_token_ids, statuses[i]) for i, row in enumerate(rows)]
+        return outputs if outputs[0][0] else outputs[:1]  # an error at the first token comes before the fork
 
-    def _verify(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Tokens are drawn as without drafts, and as long as these are right."""
-        num_accepted = 0
-        for draft in [*drafts, None]:
-            sequence.output_token_ids.append(self._next_token(sequence))
-            if sequence.output_token_ids[-1] != draft:
-                break
-            num_accepted += 1
-        self.scheduler.mark_verified(sequence, num_accepted)
-        self.num_times["accepted"] += num_accepted
-        self.num_times["rejected"] += len(drafts) - num_accepted
-
-    def _continue_beams(self, group: SequenceGroup) -> None:
-        """Some beams are forked, some dropped, some go on, in any order of these and of the beams."""
-        width = group.sampling_params.beam_width
-        tokens = range(self._vocab_size) if self._vocab_size else self.new_tokens(width)
-        candidates = [(parent, token) for parent in group.sequences for token in tokens]
-        num_beams = min(width, len(candidates)) - (self._random.random() < 0.1)
-        tokens_of: dict[Sequence, list[int]] = {}
-        for parent, token in self._random.sample(candidates, max(num_beams, 1)):
-            tokens_of.setdefault(parent, []).append(token)
-        dropped = [sequence for sequence in group.sequences if sequence not in tokens_of]
-        drop_first = self._random.random() < 0.5
-        if drop_first:
-            self._finish(group, dropped, SequenceStatus.FINISHED_STOPPED)
-        beams = []
-        for parent, first_and_others in tokens_of.items():
-            beams.append((parent, first_and_others[0]))
-            beams += [(self._fork(group, parent, 0), token) for token in first_and_others[1:]]
-        if not drop_first:
-            self._finish(group, dropped, SequenceStatus.FINISHED_STOPPED)
-        for beam, token in beams:
-            beam.output_token_ids.append(token)
-        group.sequences = [beam for beam, _ in beams]
-        self.num_times["forked and dropped"] += bool(dropped) and len(beams) > len(tokens_of)
-
-    def _fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
-        child = self.scheduler.fork(group, parent, index)
-        self._values[child] = list(self.values(parent))
-        self.num_times["forked"] += 1
-        return child
-
-    def _finish_those_at_their_end(self, group: SequenceGroup) -> None:
-        max_tokens, max_model_len = group.sampling_params.max_tokens, self.scheduler.config.max_model_len
-        for sequence in list(group.sequences):
-            if len(sequence.output_token_ids) == max_tokens or sequence.num_tokens == max_model_len:
-                self._finish(group, [sequence], SequenceStatus.FINISHED_LENGTH)
-            elif self._random.random() < self._stop_rate:
-                self._finish(group, [sequence], SequenceStatus.FINISHED_STOPPED)
-
-    def _finish(self, group: SequenceGroup, sequences: list[Sequence], status: SequenceStatus) -> None:
-        for sequence in list(sequences):
-            self.scheduler.finish(group, sequence, status)
-            self._values.pop(sequence, None)
+    def _alone(self, group: SequenceGroup) -> list[tuple[list[int], SequenceStatus]]:
+        """What a request gets from an engine with room for all of it and nobody beside it."""
+        width, max_model_len = group.sampling_params.num_sequences, self.scheduler.config.max_model_len
+        num_blocks = (width + 1) * -(-max_model_len // self.manager.block_size)
+        alone = FakeEngine(
+            SchedulerConfig(max_model_len=max_model_len, max_num_seqs=width),
+            CacheConfig(num_blocks=num_blocks, block_size=self.manager.block_size, watermark=0.0),
+        )
+        alone.model = alone.runner.model = self.model
+        alone.engine._inputs = self.engine._inputs
+        params, salt = group.sampling_params, self._salts[group]
+        alone.engine.add_request("alone", None, params, group.prompt_token_ids, cache_salt=salt)
+        [request] = alone.engine._requests.values()
+        while alone.engine.has_unfinished_requests():
+            alone.engine.step()
+        return [(each.sequence.output_token_ids, each.sequence.status) for each in request.completions]
 
     # ---- what holds for each batch, and at each moment --------------------------------------------------------------
 
     def check_batch(self, batch: ScheduledBatch) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         assert batch.num_tokens <= config.max_num_batched_tokens
-        assert batch.is_empty <= (bool(batch.outgrown) or not scheduler.has_unfinished)
+        assert bool(batch.sequences) or (bool(batch.outgrown) or not scheduler.has_unfinished)
         group_of = {sequence: group for group in scheduler.running for sequence in group.sequences}
         sequences = [scheduled.sequence for scheduled in batch.sequences]
         assert len(set(sequences)) == len(sequences) <= config.max_num_seqs
@@ -311,6 +341,12 @@ class FakeEngine:
             assert not at_end or [each.sequence for each in at_end] == group.sequences
         self._check_order_of_service(batch)
         self._check_copies(batch)
+        for scheduled in batch.sequences:
+            begin = scheduled.sequence.num_computed_tokens
+            end = begin + scheduled.num_new_tokens + len(scheduled.draft_token_ids)
+            for block in scheduled.block_table[begin // self.cache.block_size : -(-end // self.cache.block_size)]:
+                key = self.manager._allocator._key_of.get(block)
+                assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
         for group in batch.preempted:
             # Who made way for a better one may fit beside it after all: computed again, equal blocks are shared.
             readmitted = group in scheduler.running and config.policy == "priority"
@@ -354,9 +390,13 @@ class FakeEngine:
         assert not {src for src, _ in batch.blocks_to_swap_in} & set(host_targets)
 
     def check(self) -> None:
+        """What a batch is to copy and to compute is not there before it has run."""
+        has_run = self.engine._batch is None
         self._check_queues()
-        self._check_blocks()
+        self._check_blocks(has_run)
         self._check_map()
+        if not has_run:
+            return
         allocator = self.manager._allocator
         self.cache.poison(allocator._free, self.manager._host_allocator._free)
         self._sealed = {block: key for block, key in allocator._key_of.items() if allocator.ref_count(block)}
@@ -385,11 +425,14 @@ class FakeEngine:
         )
         assert all(not sequence.num_computed_tokens for group in scheduler.waiting for sequence in group.sequences)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, has_run: bool) -> None:
         scheduler, manager = self.scheduler, self.manager
         manager.check_integrity()
         assert manager._tables.keys() == {sequence for group in scheduler.running for sequence in group.sequences}
         assert manager._host_tables.keys() == {sequence for group in scheduler.swapped for sequence in group.sequences}
+        assert manager.num_used_blocks == len({block for table in manager._tables.values() for block in table})
+        if not has_run:
+            return
         for read, tables in ((self.cache.read, manager._tables), (self.cache.read_host, manager._host_tables)):
             queue = scheduler.running if tables is manager._tables else scheduler.swapped
             for group in queue:
@@ -397,7 +440,6 @@ class FakeEngine:
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
                     num_computed = sequence.num_computed_tokens
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
-        assert manager.num_used_blocks == len({block for table in manager._tables.values() for block in table})
         self._check_published()
 
     def _check_map(self) -> None:
@@ -437,12 +479,12 @@ class FakeEngine:
 
 @contextmanager
 def interrupted_after(num_lines: int) -> Iterator[None]:
-    """Ctrl-C after so many lines of the scheduling modules."""
+    """Ctrl-C after so many lines of the engine's."""
     num_left = num_lines
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal num_left
-        if not frame.f_code.co_filename.startswith(SCHEDULING):
+        if not frame.f_code.co_filename.startswith(TRACED):
             return None
         if event == "line":
             num_left -= 1

@@ -117,12 +117,12 @@ def test_forks_with_different_parents_in_one_step() -> None:
     engine = make_engine(num_blocks=16)
     group = engine.add(5, n=4, use_beam_search=True)
     scheduler = engine.scheduler
-    scheduler.mark_computed(scheduler.schedule())
+    engine.schedule_and_run()
     [a] = group.sequences
     b, c, d = (scheduler.fork(group, a, index) for index in (1, 2, 3))
     append_tokens(engine, group)
     for dropped, parents in (([d, b], [a, c]), ([a], [c]), ([], [])):
-        scheduler.mark_computed(scheduler.schedule())
+        engine.schedule_and_run()
         for sequence in dropped[:1]:
             scheduler.finish(group, sequence, SequenceStatus.FINISHED_STOPPED)
         children = [scheduler.fork(group, parent, 0) for parent in parents]
@@ -132,12 +132,11 @@ def test_forks_with_different_parents_in_one_step() -> None:
         engine.manager.check_integrity()
         if dropped == [a]:
             # c, its fork of now, and those of a and c before: a's child has a's block for itself.
-            batch = scheduler.schedule()
+            batch = engine.schedule_and_run()
             [pair] = batch.blocks_to_copy
             tables = {scheduled.sequence: scheduled.block_table for scheduled in batch.sequences}
             assert pair == (tables[children[0]][0], tables[c][0])
             assert len({table[0] for table in tables.values()}) == len(tables) == 4
-            scheduler.mark_computed(batch)
             append_tokens(engine, group)
     scheduler.abort(group.request_id)
     assert engine.manager.num_free_blocks == 16
@@ -359,14 +358,13 @@ def test_a_lone_group_that_can_never_fit_is_reported(preemption_mode: str) -> No
     group = engine.add(7, n=3)
     members = group.sequences
     for _ in range(100):
-        batch = engine.scheduler.schedule()
+        batch = engine.schedule_and_run()
         if batch.outgrown:
             break
-        engine.scheduler.mark_computed(batch)
         for index in range(1, batch.sequences[0].num_samples):
             engine.scheduler.fork(group, group.sequences[0], index)
         append_tokens(engine, group)
-    assert batch.outgrown == [group] and batch.is_empty and not batch.preempted
+    assert batch.outgrown == [group] and not batch.sequences and not batch.preempted
     assert {sequence.num_tokens for sequence in members} == {17}  # 3 x 3 blocks
     assert engine.scheduler.schedule().outgrown == [group]  # until the engine ends it
     engine.scheduler.abort(group.request_id)
@@ -381,6 +379,27 @@ def test_a_group_that_outgrew_the_cache_while_preempted_is_reported_and_others_g
     engine.drain()
     assert engine.num_times["outgrown"] == 1 and not members
     assert group.num_preemptions > 0 and not first.sequences and not later.sequences
+
+
+def test_what_was_swapped_out_for_a_group_that_outgrows_the_cache_is_copied() -> None:
+    """The batch has no sequence to run then, and the scheduler takes none that was not copied for one that has run."""
+    engine = make_engine(num_blocks=17, max_model_len=100, num_host_blocks=17)
+    large, other = engine.add(10, n=6), engine.add(1, n=2, max_tokens=40)
+    while other not in engine.scheduler.swapped:
+        batch = engine.step()
+    assert batch.outgrown == [large] and batch.blocks_to_swap_out and not batch.sequences
+    engine.drain()
+    engine = make_engine(num_blocks=17, max_model_len=100, num_host_blocks=17)
+    large, other = engine.add(10, n=6), engine.add(1, n=2, max_tokens=40)
+    while not (batch := engine.scheduler.schedule()).blocks_to_swap_out:
+        engine.runner.execute(batch)
+        engine.scheduler.mark_computed(batch)
+        for group in (large, other):
+            for index in range(len(group.sequences), group.max_num_sequences):
+                engine.scheduler.fork(group, group.sequences[0], index)
+            append_tokens(engine, group)
+    with pytest.raises(RuntimeError, match=r"^batch: expected one that has run, got blocks that were not copied$"):
+        engine.scheduler.mark_computed(batch)
 
 
 def test_pins_may_make_a_group_outgrow_the_cache_and_never_a_single_sequence() -> None:

@@ -94,7 +94,7 @@ def test_a_block_computed_twice_at_once_ends_as_one() -> None:
     assert engine.manager.num_used_blocks == 2  # neither was full, so nothing was found
     for sequence in (a, b):
         sequence.output_token_ids[:] = prompt[7:]
-        engine._values.pop(sequence)
+        engine.runner.values_of.pop(sequence)
     engine.step()
     assert engine.manager.num_used_blocks == 1 and engine.num_times["merged"] == 1
     batch = engine.step()
@@ -118,7 +118,7 @@ def test_the_block_that_another_was_to_be_merged_with_may_be_evicted_in_the_step
     add(engine, engine.new_tokens(8), max_tokens=1)
     engine.step()
     a.output_token_ids[:] = prompt[7:]
-    engine._values.pop(a)
+    engine.runner.values_of.pop(a)
     add(engine, engine.new_tokens(8), max_tokens=3)
     engine.step()
     assert engine.manager.block_table(c)[2:] and engine.manager.num_cached_blocks == 0
@@ -223,7 +223,7 @@ def test_an_abort_leaves_what_was_computed_and_a_restart_nothing() -> None:
     engine.scheduler.abort("request 0")
     assert engine.manager.num_cached_blocks == 2
     assert ran_after(engine, prompt) == 14
-    engine.interrupt(num_lines=0)
+    engine.interrupt()
     assert engine.manager.num_cached_blocks == 0
     engine.drain()
 
@@ -252,7 +252,7 @@ def test_a_pin_survives_an_interrupt() -> None:
         add(engine, engine.new_tokens(31), max_tokens=1)
         engine.drain()
         assert engine.num_pinned_blocks() == 2
-        engine.interrupt(num_lines=0)
+        engine.interrupt()
         assert engine.num_pinned_blocks() == 0
 
 

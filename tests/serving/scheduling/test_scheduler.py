@@ -25,7 +25,7 @@ def test_one_sequence_prefills_then_decodes() -> None:
     a = add(engine, 10, max_tokens=3)
     assert [ran(engine.step()) for _ in range(3)] == [[(a, 10)], [(a, 1)], [(a, 1)]]
     assert a.status is SequenceStatus.FINISHED_LENGTH and len(a.output_token_ids) == 3
-    assert engine.step().is_empty
+    assert not engine.step().sequences
 
 
 def test_a_long_prompt_runs_in_chunks_behind_decodes() -> None:
@@ -268,6 +268,6 @@ def test_more_sequences_than_can_run_at_once(limits: dict[str, int], expected: s
 def test_misuse_by_the_engine_is_caught() -> None:
     engine = make_engine()
     engine.add(4)
-    engine.scheduler.mark_computed(engine.scheduler.schedule())
+    engine.schedule_and_run()
     with pytest.raises(AssertionError, match="was the sampled one not appended"):
         engine.scheduler.schedule()

@@ -1,7 +1,8 @@
-"""Random load on tiny caches: groups, beams, swaps, prefix hits, pins, priorities, drafts, aborts and interrupts at any
-moment.
+"""Random load on an engine with a tiny cache: groups, beams, swaps, prefix hits, pins, priorities, drafts, aborts,
+steps that fail, and interrupts at any moment.
 
-FakeEngine checks each step. A small vocabulary and few beginnings of prompts make equal tokens, and so hits, frequent.
+FakeEngine checks each step of the real engine, and in the end that every request got what it gets alone. A small
+vocabulary and few beginnings of prompts make equal tokens, and so hits, frequent.
 """
 
 from collections import Counter
@@ -36,6 +37,7 @@ class RandomLoad:
         enable_prefix_caching: bool,
         watermark: float,
         stop_rate: float,
+        error_rate: float,
         seed: int,
     ) -> None:
         scheduler_config = SchedulerConfig(
@@ -53,51 +55,60 @@ class RandomLoad:
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.engine = FakeEngine(scheduler_config, cache_config, vocab_size=VOCAB_SIZE, stop_rate=stop_rate, seed=seed)
+        self.engine = FakeEngine(
+            scheduler_config,
+            cache_config,
+            vocab_size=VOCAB_SIZE,
+            stop_rate=stop_rate,
+            error_rate=error_rate,
+            seed=seed,
+        )
         self._beginnings = [self.engine.new_tokens(scheduler_config.max_model_len - 1) for _ in range(2)]
 
     def prompt(self, beginning: int, num_shared: int, num_own: int) -> list[int]:
         max_len = self.engine.scheduler.config.max_model_len - 1
         return (self._beginnings[beginning][:num_shared] + self.engine.new_tokens(num_own))[:max_len]
 
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        n: int,
-        use_beam_search: bool,
-        prompt_logprobs: int | None,
-        priority: int,
-        cache_salt: str,
-    ) -> None:
+    def add(self, prompt: list[int], max_tokens: int, n: int, num_lines: int | None = None, **options: Any) -> None:
         """Refused if it is too wide for this scheduler, with nothing changed."""
         scheduler = self.engine.scheduler
         config = scheduler.config
-        options = {
-            "use_beam_search": use_beam_search and n > 1,
-            "prompt_logprobs": prompt_logprobs,
-            "priority": priority if config.policy == "priority" else 0,
-            "cache_salt": cache_salt,
-        }
+        options["use_beam_search"] &= n > 1
+        options["min_tokens"] = min(options["min_tokens"], max_tokens)
+        if options["use_beam_search"]:
+            options["seed"] = None
+        if config.policy != "priority":
+            options["priority"] = 0
         num_shared = (len(prompt) - 1) // BLOCK_SIZE
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, scheduler.block_manager.num_blocks - num_shared)
         if n > limit:
             with pytest.raises(ValueError, match=r"^n: expected at most"):
                 self.engine.add(prompt, max_tokens, n, **options)
         else:
-            self.engine.add(prompt, max_tokens, n, **options)
+            self.engine.add(prompt, max_tokens, n, num_lines=num_lines, **options)
 
-    def abort(self, index: int) -> None:
+    def step(self, num_lines: int | None = None, fail_at: int | None = None) -> None:
+        self.engine.step(num_lines, fail_at)
+
+    def fail_batch(self) -> None:
+        batch = self.engine.engine._batch
+        unfinished = self.engine.unfinished
+        self.engine.fail_batch()
+        blamed = set() if batch is None else {scheduled.sequence.request_id for scheduled in batch.sequences}
+        blamed |= set() if batch is None else {group.request_id for group in batch.outgrown}
+        assert self.engine.unfinished == [group for group in unfinished if group.request_id not in blamed]
+
+    def abort(self, index: int, num_lines: int | None = None) -> None:
         for group in self.engine.unfinished[index : index + 1]:
-            assert self.engine.scheduler.abort(group.request_id) is group
-            assert not group.sequences
+            self.engine.abort(group.request_id, num_lines)
+            assert num_lines is not None or not group.sequences
 
     def pin(self, beginning: int, num_tokens: int) -> None:
         manager, config = self.engine.manager, self.engine.scheduler.config
         tokens = self._beginnings[beginning][:num_tokens]
         before = manager._allocator.pinned
         try:
-            assert self.engine.scheduler.pin_prefix(tokens) == len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+            assert self.engine.engine.register_prefix(tokens) == len(tokens) // BLOCK_SIZE * BLOCK_SIZE
             self.engine.num_times["pinned"] += 1
         except ValueError:
             assert manager._allocator.pinned == before
@@ -118,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         stop_rate=st.sampled_from([0.0, 0.05]),
+        error_rate=st.sampled_from([0.0, 0.02]),
         seed=st.integers(0, 9999),
     )
     def start(self, **choices: Any) -> None:
@@ -130,6 +142,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         n=st.sampled_from([1, 1, 2, 3, 4, 6]),
         use_beam_search=st.booleans(),
+        seed=st.sampled_from([None, 1]),
+        min_tokens=st.sampled_from([0, 0, 5]),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([[], [], [], [2]]),
+        logprobs=st.sampled_from([None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.integers(-1, 1),
         cache_salt=st.sampled_from(["", "", "a", "b"]),
@@ -140,11 +157,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 10))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.load.engine.step()
+            self.load.step()
 
-    @rule(index=st.integers(0, 9))
-    def abort(self, index: int) -> None:
-        self.load.abort(index)
+    @rule(fail_at=st.integers(0, 9))
+    def fail(self, fail_at: int) -> None:
+        """The next step runs the batch again, if nothing comes in between."""
+        self.load.step(fail_at=fail_at)
+
+    @rule()
+    def fail_batch(self) -> None:
+        self.load.fail_batch()
+
+    @rule(index=st.integers(0, 9), num_lines=st.none() | st.integers(0, 50))
+    def abort(self, index: int, num_lines: int | None) -> None:
+        self.load.abort(index, num_lines)
 
     @rule(beginning=st.integers(0, 1), num_tokens=st.integers(0, 40))
     def pin(self, beginning: int, num_tokens: int) -> None:
@@ -152,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_lines=st.integers(0, 1000))
     def interrupt(self, num_lines: int) -> None:
-        self.load.engine.interrupt(num_lines)
+        self.load.step(num_lines)
 
     @invariant()
     def consistent(self) -> None:
@@ -173,42 +199,56 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
     random = Random(seed)
     load = RandomLoad(
         num_blocks=random.randint(1, 20),
-        max_num_seqs=random.randint(1, 12),
-        max_num_batched_tokens=random.choice([random.randint(1, 10), random.randint(1, 100)]),
-        num_host_blocks=random.choice([0, 3, 8, 30]),
+        max_num_seqs=random.randint(2, 12),
+        max_num_batched_tokens=random.choice([random.randint(1, 12), random.randint(12, 100)]),
+        num_host_blocks=random.choice([0, 8, 30, 30]),
         policy=random.choice(["fcfs", "priority"]),
-        preemption_mode=random.choice(["auto", "recompute", "swap"]),
+        preemption_mode=random.choice(["auto", "recompute", "swap", "swap"]),
         speculation=random.choice([None, "ngram"]),
         enable_prefix_caching=random.random() < 0.7,
         watermark=random.choice([0.0, 0.01, 0.3]),
         stop_rate=random.choice([0.0, 0.05]),
+        error_rate=random.choice([0.0, 0.0, 0.02]),
         seed=seed,
     )
+    trouble = random.choice([0, 1, 10])
+    actions = {"step": 80, "add": 15, "abort": 3, "pin": 1, "interrupt": trouble, "fail": trouble}
+    after_failure = {"step": 3, "add": 1, "abort": 2, "pin": 1, "interrupt": 1, "fail": 1, "fail_batch": 2}
     for _ in range(num_actions):
-        [action] = random.choices(["step", "add", "abort", "pin", "interrupt"], [80, 15, 3, 1, 1])
+        chances = actions if load.engine.engine._batch is None else after_failure
+        [action] = random.choices(list(chances), list(chances.values()))
+        num_lines = random.choice([None, None, random.randint(0, 50)])
         match action:
             case "step":
-                load.engine.step()
+                load.step()
             case "add" if len(load.engine.unfinished) < 12:
                 num_own = random.choice([0, 0, 1, random.randint(1, 20)])
-                prompt = load.prompt(random.randint(0, 1), random.randint(1, 30), num_own)
-                n = random.choice([1, random.choice([1, 2, 3, 4, 6])])
                 load.add(
-                    prompt,
+                    load.prompt(random.randint(0, 1), random.randint(1, 30), num_own),
                     random.randint(1, 60),
-                    n,
-                    random.random() < 0.4,
-                    random.choice([None] * 5 + [0]),
-                    random.randint(-1, 1),
-                    random.choice(["", "", "a", "b"]),
+                    random.choice([1, random.choice([1, 2, 3, 4, 6])]),
+                    num_lines if random.random() < 0.2 else None,
+                    use_beam_search=random.random() < 0.4,
+                    seed=random.choice([None, 1]),
+                    min_tokens=random.choice([0, 0, 5]),
+                    ignore_eos=random.random() < 0.2,
+                    stop_token_ids=random.choice([[]] * 6 + [[2]]),
+                    logprobs=random.choice([None, 0]),
+                    prompt_logprobs=random.choice([None] * 5 + [0]),
+                    priority=random.randint(-1, 1),
+                    cache_salt=random.choice(["", "", "a", "b"]),
                 )
             case "abort":
-                load.abort(random.randint(0, 9))
+                load.abort(random.randint(0, 4), num_lines)
             case "pin":
                 load.pin(random.randint(0, 1), random.randint(0, 60))
             case "interrupt":
-                load.engine.interrupt(random.choice([random.randint(0, 100), 1000]))
-        if action != "step":  # which checks for itself
+                load.step(int(10 ** random.uniform(0, 3.3)))
+            case "fail":
+                load.step(fail_at=random.randint(0, 5))
+            case "fail_batch":
+                load.fail_batch()
+        if action in ("add", "pin"):  # the others check for themselves
             load.engine.check()
     load.engine.drain()
     return load.engine.num_times
@@ -216,7 +256,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
 
 def test_random_load_meets_everything() -> None:
     num_times: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in range(20):
         num_times += run_at_random(seed, num_actions=150)
     for what in (
         "forked",
@@ -230,8 +270,15 @@ def test_random_load_meets_everything() -> None:
         "outgrown",
         "pinned",
         "interrupted",
+        "failed",
+        "came again",
+        "aborted amid a step",
         "accepted",
         "rejected",
         "prompt logprobs",
+        "ended by stop",
+        "ended by length",
+        "ended by error",
+        "beams as alone",
     ):
         assert num_times[what] > 0, what

@@ -99,8 +99,9 @@ def test_beams_may_become_as_many_as_the_width_again() -> None:
 
 
 def test_batch() -> None:
-    assert ScheduledBatch().is_empty and ScheduledBatch().num_tokens == 0
+    assert not ScheduledBatch().has_copies and ScheduledBatch().num_tokens == 0
     sequence = make_sequence([1, 2, 3], [])
     batch = ScheduledBatch([ScheduledSequence(sequence, 2, [0], 0), ScheduledSequence(sequence, 3, [1], 1)])
-    assert not batch.is_empty and batch.num_tokens == 5
-    assert ScheduledBatch(blocks_to_swap_in=[(0, 0)]).is_empty  # nothing to run
+    assert not batch.has_copies and batch.num_tokens == 5
+    for name in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
+        assert ScheduledBatch(**{name: [(0, 1)]}).has_copies

@@ -1,0 +1,184 @@
+"""What runs below the engine in these tests, in the place of ModelRunner: a batch in, sampled tokens out, no tensors.
+
+In the place of keys and values the cache holds, for each slot, a hash of all tokens up to there, which is what they
+depend on, and of the request's salt. So a slot with another history is seen even if its token is the same by chance,
+and a slot of a request with another salt even if its history is the same. The tokens that are drawn follow from that
+hash, so a request gets the same ones whoever runs beside it.
+"""
+
+import itertools
+from collections.abc import Callable
+from random import Random
+
+from fake_cache import FakeCache
+
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.execution.block_tables import BlockTables
+from pagedattn_serve.execution.model_runner import _reported, sampling_rows
+from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.execution.sampling_row import Row
+from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.sequence import Sequence
+
+ROW_ERROR = "logits_processors: as it happens"
+
+
+class FakeModel:
+    """Which token follows a history.
+
+    vocab_size: how many tokens there are to draw from, beside end-of-sequence, which is the next; None makes every
+        token unique, so that nothing is shared by chance, and no history tells the next.
+    stop_rate, error_rate: how likely a token ends its sequence, and how likely a row has an error in its place.
+    """
+
+    def __init__(self, vocab_size: int | None, stop_rate: float, error_rate: float, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_id = vocab_size or 2**40
+        self._stop_rate = stop_rate
+        self._error_rate = error_rate
+        self._random = Random(seed)
+        self._unique_token = itertools.count()
+
+    def new_token(self) -> int:
+        return next(self._unique_token) if self.vocab_size is None else self._random.randrange(self.vocab_size)
+
+    def next_token(self, value: int, row: Row) -> int | None:
+        """Most often the same after the same tokens, as of a greedy request. None for an error."""
+        if self.vocab_size is None:
+            return self.new_token()
+        own = hash((value, row.index, row.sampling_params.seed))  # another one in each sequence of a request
+        if own // 1000 % 1000 < 1000 * self._error_rate:
+            return None
+        if own % 1000 < 1000 * self._stop_rate and len(row.output_token_ids) >= row.sampling_params.min_tokens:
+            return self.eos_token_id
+        token = (own // 10**7 if own // 10**6 % 10 == 0 else value) % self.vocab_size
+        is_end = token in row.sampling_params.stop_ids and len(row.output_token_ids) < row.sampling_params.min_tokens
+        return (token + 1) % self.vocab_size if is_end else token
+
+    def candidates(self, value: int, row: Row) -> list[tuple[int, float]]:
+        """Tokens with their log probabilities, most likely first."""
+        if self.vocab_size is None:
+            scored = [(self.new_token(), -self._random.random()) for _ in range(row.num_candidates)]
+        else:
+            scored = [(token, -1 - hash((value, token)) % 4099 / 1000) for token in range(self.vocab_size)]
+            if len(row.output_token_ids) >= row.sampling_params.min_tokens:
+                rare = 0 if hash((value, self.eos_token_id)) % 1000 < 1000 * self._stop_rate else 9
+                scored.append((self.eos_token_id, -1.0 - rare))
+        return sorted(scored, key=lambda each: -each[1])[: row.num_candidates]
+
+
+class FakeTables(BlockTables):
+    """The runner's own, which the engine clears when it makes all anew."""
+
+    def __init__(self, scheduler_config: SchedulerConfig, block_size: int, on_restart: Callable[[], None]) -> None:
+        super().__init__(scheduler_config.max_num_seqs, -(-scheduler_config.max_model_len // block_size))
+        self._on_restart = on_restart
+
+    def clear(self) -> None:
+        super().clear()
+        self._on_restart()
+
+
+class FakeRunner:
+    """Runs exactly the batch that it is given.
+
+    on_batch: is shown each batch before anything is done to it. on_restart: is called when the engine makes all anew.
+    fail_at: if set, `execute` raises RuntimeError at this one of the places where it can be cut off.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        on_batch: Callable[[ScheduledBatch], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.cache = FakeCache(cache_config)
+        self.block_tables = FakeTables(scheduler_config, cache_config.block_size, on_restart)
+        self.fail_at: int | None = None
+        self.values_of: dict[Sequence, list[int]] = {}
+        self._on_batch = on_batch
+        self._num_places = 0
+
+    def values(self, sequence: Sequence) -> list[int]:
+        """What the cache is to hold for each of its tokens."""
+        values = self.values_of.setdefault(sequence, [])
+        if len(values) < sequence.num_tokens:
+            for token in sequence.tokens(len(values), sequence.num_tokens):
+                before = values[-1] if values else int.from_bytes(sequence.cache_salt.encode())
+                values.append(hash((before, token)))
+        return values
+
+    def execute(self, batch: ScheduledBatch) -> SamplerOutput:
+        self._on_batch(batch)
+        self._num_places = 0
+        for copy, blocks in (
+            (self.cache.swap_out, batch.blocks_to_swap_out),
+            (self.cache.swap_in, batch.blocks_to_swap_in),
+            (self.cache.copy, batch.blocks_to_copy),
+        ):
+            self._may_fail()
+            if blocks:
+                copy(blocks)
+                self._may_fail()
+                blocks.clear()
+        if not batch.sequences:
+            return SamplerOutput()
+        tables = [table.tolist() for table in self.block_tables.update(batch.sequences)]
+        histories = [self._history(scheduled) for scheduled in batch.sequences]
+        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
+            start = scheduled.sequence.num_computed_tokens
+            self.cache.write(table, start, history[start:])
+            self._may_fail()
+        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
+            # After all writes, as in each layer.
+            assert table[: len(scheduled.block_table)] == scheduled.block_table
+            assert self.cache.read(table, len(history)) == history
+        self._report_prompts(batch)
+        return self._sample(batch, histories)
+
+    def _may_fail(self) -> None:
+        if self._num_places == self.fail_at:
+            self.fail_at = None
+            raise RuntimeError("as it happens")
+        self._num_places += 1
+
+    def _history(self, scheduled: ScheduledSequence) -> list[int]:
+        """What the cache is to hold for a sequence when its rows of the step are written, drafts included."""
+        history = self.values(scheduled.sequence)[: scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens]
+        for token in scheduled.draft_token_ids:
+            history.append(hash((history[-1], token)))
+        return history
+
+    def _report_prompts(self, batch: ScheduledBatch) -> None:
+        """Each row says how likely the prompt's next token was; no row may be left out where that is asked for."""
+        for i, (begin, end) in _reported(batch):
+            sequence = batch.sequences[i].sequence
+            assert begin < len(sequence.prompt_logprobs)
+            sequence.prompt_logprobs[begin + 1 : end + 1] = [
+                {sequence.prompt_token_ids[at + 1]: Logprob(float(self.values(sequence)[at]), 1)}
+                for at in range(begin, end)
+            ]
+
+    def _sample(self, batch: ScheduledBatch, histories: list[list[int]]) -> SamplerOutput:
+        output = SamplerOutput()
+        values: list[int] = []
+        for scheduled, history in zip(batch.sequences, histories, strict=True):
+            end = len(history) - len(scheduled.draft_token_ids)
+            values += [history[end - 1]] * scheduled.num_samples + history[end:]
+        for i, (row, value) in enumerate(zip(sampling_rows(batch), values, strict=True)):
+            candidates = self.model.candidates(value, row) if row.num_candidates else None
+            token = candidates[0][0] if candidates else self.model.next_token(value, row)
+            if token is None:
+                output.errors[i] = ROW_ERROR
+            output.token_ids.append(-1 if token is None else token)
+            output.logprobs.append(-1.0)
+            output.candidates.append(candidates)
+            output.top_logprobs.append(None)
+            if row.sampling_params.logprobs is not None:
+                reported = candidates or [(output.token_ids[-1], -1.0)]
+                output.top_logprobs[-1] = {each: Logprob(logprob, 1) for each, logprob in reported}
+        return output
