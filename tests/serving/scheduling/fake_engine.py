@@ -128,9 +128,14 @@ class FakeEngine:
         self.check()
         return self._batch
 
+    def schedule(self) -> ScheduledBatch:
+        """The beginning of a step: the rest is left to the test."""
+        self._ran_before = set(self.scheduler.running)
+        return self.scheduler.schedule()
+
     def schedule_and_run(self) -> ScheduledBatch:
         """The first half of a step: what is sampled is left to the test."""
-        batch = self.scheduler.schedule()
+        batch = self.schedule()
         self.runner.execute(batch)
         self.scheduler.mark_computed(batch)
         return self._batch
@@ -375,7 +380,9 @@ class FakeEngine:
 
     def _check_let_in(self, groups: list[SequenceGroup], batch: ScheduledBatch) -> None:
         """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though; until
-        they run, nobody is let in."""
+        they run, nobody is let in. Beside others, the reserve stays free for them to grow."""
+        if groups and len(self.scheduler.running) > 1 and not any(each.draft_token_ids for each in batch.sequences):
+            assert self.manager.num_free_blocks >= self.manager._watermark_blocks
         ran = {scheduled.sequence for scheduled in batch.sequences}
         waits = {group for group in self.scheduler.running if not ran.intersection(group.sequences)}
         assert all(len(group.sequences) > 1 for group in waits.intersection(groups))

@@ -263,6 +263,20 @@ def test_a_swapped_group_goes_on_where_it_was() -> None:
     engine.drain()
 
 
+def test_a_group_comes_back_only_if_the_reserve_stays_free_beside_those_that_run() -> None:
+    """Else it is swapped out again as soon as one of them grows."""
+    engine = make_engine(num_blocks=10, num_host_blocks=10, watermark=0.2, enable_prefix_caching=False)
+    first, short, group = engine.add(31, max_tokens=9), engine.add(7, max_tokens=6), engine.add(12, n=3, max_tokens=12)
+    assert step_until_preempted(engine) is group
+    while short.sequences:
+        engine.step()
+    while first.sequences:  # its 4 blocks would fit, but not with 2 in reserve
+        assert (engine.manager.num_used_host_blocks, engine.manager.num_free_blocks) == (4, 5)
+        assert not engine.step().blocks_to_swap_in
+    assert len(engine.step().blocks_to_swap_in) == 4
+    engine.drain()
+
+
 def test_nobody_who_came_later_is_admitted_while_a_group_is_swapped_out() -> None:
     engine, first, group = make_swapping(num_host_blocks=20)
     step_until_preempted(engine)
@@ -391,7 +405,7 @@ def test_what_was_swapped_out_for_a_group_that_outgrows_the_cache_is_copied() ->
     engine.drain()
     engine = make_engine(num_blocks=17, max_model_len=100, num_host_blocks=17)
     large, other = engine.add(10, n=6), engine.add(1, n=2, max_tokens=40)
-    while not (batch := engine.scheduler.schedule()).blocks_to_swap_out:
+    while not (batch := engine.schedule()).blocks_to_swap_out:
         engine.runner.execute(batch)
         engine.scheduler.mark_computed(batch)
         for group in (large, other):
