@@ -1,7 +1,7 @@
 """The engine under synthetic requests, beside other ways to generate the same tokens; and experiments with it.
 
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
-       python bench/serving.py sharing|samples|prefix|preemption|block-size [--quick] [--json F] [--plot F]
+       python bench/serving.py sharing|samples|prefix|preemption|block-size|long-prompt [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
@@ -15,7 +15,8 @@ at a time; with padded batches of 16 in order of arrival, each as long as its lo
 batching over a paged cache; and the same on our ops (use_paged_attention).
 
 Experiments (serve/experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
-separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks.
+separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks; the time
+between tokens beside a prompt of 30,000, and how soon a newcomer begins.
 
 server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
@@ -207,7 +208,8 @@ def report(
 def run_experiment(
     args: argparse.Namespace, facts: dict[str, object], start: Callable[..., LLMEngine], engine: LLMEngine
 ) -> None:
-    experiment, max_model_len = EXPERIMENTS[args.command], min(engine.max_model_len, MAX_LEN)
+    experiment = EXPERIMENTS[args.command]
+    max_model_len = min(engine.max_model_len, experiment.max_len)
     print(f"{args.requests} requests at once; rounds: {args.rounds}")
     setting = Setting(start, max_model_len, args.vocab_size, args.requests, args.rounds, args.seed)
     rows = [*experiment.measure(setting)]
@@ -231,7 +233,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         if not args.model:
             args.model = made
-            make_model(args.shape, args.seed, made)
+            experiment = EXPERIMENTS.get(args.command)
+            make_model(args.shape, args.seed, made, experiment.max_len if experiment else MAX_LEN)
         start = partial(LLMEngine, args.model, device="cpu", **engine_options(args.format))
         run = run_experiment
         if args.command == "report":

@@ -70,13 +70,19 @@ ARROWS: dict[str, set[str]] = {
     "requests.prompts": set(),
     # which sequences run, on which blocks
     "scheduling": set(),
-    "scheduling.scheduler": {"scheduling.block_manager", "scheduling.prompt_lookup", "scheduling.batch"},
+    "scheduling.scheduler": {
+        "scheduling.block_manager",
+        "scheduling.prompt_lookup",
+        "scheduling.prompt_pace",
+        "scheduling.batch",
+    },
     "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
     "scheduling.beam_search": set(),
     "scheduling.batch": {"scheduling.sequence_group"},  # the runner reads it, too
     "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.prompt_lookup": {"scheduling.sequence"},
+    "scheduling.prompt_pace": set(),
     "scheduling.sequence": {"sampling_params", "grammar", "outputs"},
     # a batch through the model
     "execution": set(),

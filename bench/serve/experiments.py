@@ -5,6 +5,7 @@ other requests, and numbers are medians of the rounds. Throughput is that of a C
 less than the clock on the wall.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +16,9 @@ from typing import Any
 import numpy
 from harness import draw_bars, print_table
 
-from pagedattn_serve import LLMEngine
+from pagedattn_serve import LLMEngine, SamplingParams
 from serve.requests import WORKLOADS, Request, make_requests
-from serve.run import ServedRun, Server, warm_server
+from serve.run import ServedRun, Server, percentiles, warm_server
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "samples": {"temperature": 1.0},
@@ -35,6 +36,9 @@ MAX_LEN = 2048  # tokens of prompt and output, as in the paper
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CACHE, SMALL_CACHE = 8192, 1024  # slots
 SWAP_SPACE = 0.125  # GiB; more than is needed
+LONG_PROMPT, NEWCOMER = 30_000, 20  # tokens
+COMPUTED = (0, 10_000, 20_000, 27_000)  # of the long prompt, when steps are measured
+NUM_SETTLING_STEPS, NUM_STEPS = 40, 150
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Experiment:
     num_requests: tuple[int, int]  # and with --quick
     num_rounds: int = 3
     shape: str = "tiny"
+    max_len: int = MAX_LEN
 
 
 # ---- what they have in common ---------------------------------------------------------------------------------------
@@ -227,6 +232,61 @@ def measure_block_sizes(setting: Setting) -> Iterator[Row]:
         yield from compare(workload, runs, "block size 16", numbers)
 
 
+def measure_long_prompt(setting: Setting) -> Iterator[Row]:
+    """Steps are as long as the time between two tokens of those that decode; all columns are of the CPU's time. All of
+    the prompt would take minutes: some stretches are measured, and what lies before each is taken as computed, whatever
+    the cache holds."""
+    decodes = f"{setting.num_requests} decodes"
+    for computed in COMPUTED:
+        loads = {decodes: (True, False), "beside the prompt": (True, True), "the prompt alone": (False, True)}
+        numbers = {name: measure_steps(setting, computed, *load) for name, load in loads.items()}
+        for name, of_load in numbers.items():
+            ratio = of_load["p99 ms"] / numbers[decodes]["p99 ms"]
+            yield Row(f"after {computed:,} tokens", name, {**of_load, "ratio": ratio}, [])
+
+
+def measure_steps(setting: Setting, computed: int, has_decodes: bool, has_prompt: bool) -> dict[str, float]:
+    engine = setting.make_engine(max_model_len=setting.max_model_len, enable_prefix_caching=False)
+    rng = numpy.random.default_rng(setting.seed)
+
+    def add(request_id: str, num_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=setting.max_model_len - num_tokens, ignore_eos=True)
+        engine.add_request(request_id, rng.integers(setting.vocab_size, size=num_tokens).tolist(), params)
+
+    for i in range(setting.num_requests if has_decodes else 0):
+        add(f"decode {i}", NEWCOMER)
+    for _ in range(NUM_SETTLING_STEPS if has_decodes else 0):
+        engine.step()
+    num_steps, num_settling_steps = (NUM_STEPS * setting.num_rounds, NUM_SETTLING_STEPS) if has_decodes else (2, 1)
+    prompt = None
+    if has_prompt:
+        add("prompt", LONG_PROMPT)
+        engine.step()
+        [prompt] = engine.scheduler.running[-1].sequences
+        prompt.num_computed_tokens = max(prompt.num_computed_tokens, computed)
+    for _ in range(num_settling_steps):
+        engine.step()
+    num_before = prompt.num_computed_tokens if prompt else 0
+    milliseconds = []
+    for _ in range(num_steps):
+        started = time.process_time()
+        engine.step()
+        milliseconds.append((time.process_time() - started) * 1000)
+    num_tokens = prompt.num_computed_tokens - num_before if prompt else 0
+    add("newcomer", NEWCOMER)
+    num_newcomer_steps = 1
+    while all(output.request_id != "newcomer" for output in engine.step()):
+        num_newcomer_steps += 1
+    p50, p99 = percentiles(milliseconds, 50, 99).values()
+    return {
+        "p50 ms": p50,
+        "p99 ms": p99,
+        "prompt tokens/step": num_tokens / num_steps,
+        "prompt tokens/CPU-s": num_tokens / sum(milliseconds) * 1000,
+        "newcomer's steps": num_newcomer_steps,
+    }
+
+
 RATES = {"tokens/CPU-s": "{:.0f}", "ratio": "{:.2f}x"}
 EXPERIMENTS = {
     "sharing": Experiment(
@@ -257,5 +317,20 @@ EXPERIMENTS = {
         measure_block_sizes,
         {**RATES, "wasted slots": "{:.1%}", "mean batch": "{:.0f}", "recomputes": "{:.0f}"},
         num_requests=(32, 4),
+    ),
+    "long-prompt": Experiment(
+        f"time between tokens beside a prompt of {LONG_PROMPT:,} tokens",
+        measure_long_prompt,
+        {
+            "p99 ms": "{:.1f}",
+            "ratio": "{:.2f}x",
+            "p50 ms": "{:.1f}",
+            "prompt tokens/step": "{:.1f}",
+            "prompt tokens/CPU-s": "{:.0f}",
+            "newcomer's steps": "{:.0f}",
+        },
+        num_requests=(8, 8),
+        num_rounds=1,
+        max_len=32_768,
     ),
 }

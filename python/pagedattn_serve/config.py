@@ -61,7 +61,8 @@ class SchedulerConfig:
 
     max_model_len: most tokens a sequence may hold, prompt and output together; at least 2, one of each.
     max_num_seqs: most sequences running at once.
-    max_num_batched_tokens: most tokens run through the model in one step, over all sequences.
+    max_num_batched_tokens: most tokens run through the model in one step, over all sequences. A longer prompt is a long
+        one (`Scheduler`).
     policy: "fcfs", first come first served, or "priority", by priority and then by arrival.
     preemption_mode: what becomes of the blocks of a request that makes room: "recompute" drops them, "swap" moves them
         to host memory as long as there is room, "auto" swaps where a request has several sequences.

@@ -52,7 +52,8 @@ class LLMEngine:
             but no more than max_num_seqs sequences of max_model_len tokens could use.
         num_blocks: blocks of the cache; not together with kv_cache_memory.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens run through the model in one step.
+        max_num_batched_tokens: most tokens run through the model in one step. A longer prompt runs in chunks, which are
+            small beside other requests, so that these go on and newcomers start.
         max_model_len: most tokens of a sequence, prompt and output together. Default: the model's, or what the whole
             cache holds if that is less.
         swap_space: GiB of host memory for the blocks of requests that are swapped out.
@@ -327,7 +328,7 @@ class LLMEngine:
         sampled = self.model_runner.execute(batch)
         executed = time.monotonic()
         self._settled = False
-        self.scheduler.mark_computed(batch)
+        self.scheduler.mark_computed(batch, executed - scheduled)
         outputs = self._append_tokens(batch, sampled)
         self._batch = None
         self._num_steps += 1

@@ -43,7 +43,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2560,
         metavar="N",
-        help="tokens through the model in one step (default: %(default)s)",
+        help="tokens through the model in one step; longer prompts run in small chunks beside others "
+        "(default: %(default)s)",
     )
     engine.add_argument(
         "--scheduling-policy",

@@ -36,6 +36,8 @@ class ScheduledBatch:
     blocks_to_copy: then these, (src, dst) within the cache, in this order (copy-on-write).
     preempted: groups that lost their blocks in this step, to make room.
     outgrown: groups that cannot go on, as they need more blocks than the cache has with nobody else in it.
+    num_decodes: how many of the sequences belong to groups that decode: each runs its last token alone, but for drafts.
+    num_long_tokens: how many tokens belong to prompts that do not fit in a step.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -44,6 +46,8 @@ class ScheduledBatch:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     outgrown: list[SequenceGroup] = field(default_factory=list)
+    num_decodes: int = 0
+    num_long_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

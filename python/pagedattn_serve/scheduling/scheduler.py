@@ -3,7 +3,16 @@
 Decided anew at each step (iteration-level scheduling: Orca, Yu et al., OSDI 2022), with the preemption of
 PagedAttention (Kwon et al., SOSP 2023, section 4.5): the sequences of a request run, wait and are preempted together,
 and when blocks run out, the last group in order loses its own. They are swapped out to host memory, or dropped and
-computed again later. Long prompts run in chunks that fill what the step's token budget leaves beside the decodes.
+computed again later. Prompts run in chunks that fill what the step's token budget leaves beside the decodes.
+
+A long prompt, one that does not fit in a step, would stall everybody: the decodes, as its chunks make long steps, and
+newcomers, as it takes the whole budget step after step. So it gets a share (`PromptPace`): beside others few tokens,
+which make the step no more than about 2.5 times as long, and alone all that a second has room for. Others get the rest
+of the budget. These are the bounds:
+- the long prompt gets a token at least in 15 of 16 steps, but where those before it need the whole budget;
+- when prompts after it have run as many tokens as a step holds, it gets one chunk as if it were alone;
+- long prompts run one after the other. Those that wait for another are passed by shorter ones, and by nobody once it is
+  through.
 
 With speculation, guesses at a sequence's next tokens run behind its last one (Leviathan et al., ICML 2023), with what
 budget and blocks everything else has left: they take nothing from anybody.
@@ -13,9 +22,12 @@ All groups stand in one order: of their arrival, or with the policy "priority" o
 - a victim of preemption comes at or after the group that needs its blocks, so it is never in the batch yet;
 - the first group is never preempted for another, so each step brings it nearer to its end, and nobody starves;
 - whoever waits is let in only if nobody before it is swapped out.
+
+None of this holds back a prompt that fits in a step: all of it runs at once, as far as there is budget.
 """
 
 from bisect import insort
+from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.outputs import CacheMap, RequestState
@@ -23,12 +35,26 @@ from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
+from pagedattn_serve.scheduling.prompt_pace import PromptPace
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 # A group of priority p stands where one of priority 0 would that came so many requests times p later. However many
 # come with a better priority, only those of the next so many pass it.
 PLACES_PER_PRIORITY = 10_000
+
+
+@dataclass(slots=True)
+class _LongPrompts:
+    """Those in prefill in one step. They run last, when all others are known.
+
+    num_tokens: that they are to have beside others.
+    num_kept: of these, how many the budget for others leaves out.
+    """
+
+    groups: list[SequenceGroup] = field(default_factory=list)
+    num_tokens: int = 0
+    num_kept: int = 0
 
 
 class Scheduler:
@@ -60,6 +86,8 @@ class Scheduler:
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
+        self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
+        self._num_passing_tokens = 0  # of prompts that ran beside a long one since it last ran as if alone
         self._num_arrived = 0
         self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
@@ -105,21 +133,26 @@ class Scheduler:
         if self.config.policy == "priority":
             self._make_way(batch)
         num_preempted = len(batch.preempted)
-        budget = self._schedule_running(batch, self.config.max_num_batched_tokens)
+        long = _LongPrompts()
+        budget = self._schedule_running(batch, long, self.config.max_num_batched_tokens)
         if len(batch.preempted) == num_preempted and not batch.outgrown:
-            budget = self._swap_in(batch, budget)
-            self._admit(batch, budget)
+            budget = self._swap_in(batch, long, budget)
+            self._admit(batch, long, budget)
+        self._run_long_prompts(batch, long)
         if self._proposer is not None:
             self._add_drafts(batch, self._proposer)
         return batch
 
-    def mark_computed(self, batch: ScheduledBatch) -> None:
+    def mark_computed(self, batch: ScheduledBatch, seconds: float | None = None) -> None:
         """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet.
 
+        seconds: what the batch took; None if nobody knows. From them follows how many tokens of long prompts run.
         Raises RuntimeError if it has copies left: the blocks of somebody would hold the tokens of somebody else.
         """
         if batch.has_copies:
             raise RuntimeError("batch: expected one that has run, got blocks that were not copied")
+        if seconds is not None:
+            self._observe(batch, seconds)
         manager = self.block_manager
         block_size, merges = manager.block_size, manager.prefix_caching
         for scheduled in batch.sequences:
@@ -212,16 +245,15 @@ class Scheduler:
 
     def _make_way(self, batch: ScheduledBatch) -> None:
         """Preempt the last of those that run while one that comes before it waits for its place or its blocks."""
-        while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
-            group = self.waiting[0]
+        while self.running and (group := self._next_waiting()) and group.order < self.running[-1].order:
             has_place = group.max_num_sequences <= self._num_places()
             if has_place and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
                 break
             self._preempt_last(batch)
 
-    def _schedule_running(self, batch: ScheduledBatch, budget: int) -> int:
-        """Decodes first, in order, so that none waits for a long prompt. Returns what is left of the budget; nothing if
-        a group has no room in it, as newcomers are not to pass it."""
+    def _schedule_running(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
+        """Decodes first, in order, so that none waits for a prompt. Returns what is left of the budget; nothing if a
+        group has no room in it, as newcomers are not to pass it."""
         prefilling = []
         is_left_out = False
         num_done = 0
@@ -241,10 +273,15 @@ class Scheduler:
                 batch.outgrown.append(group)
             num_done += 1
         for group in prefilling:  # none was preempted: victims come after who is looked at
-            budget = self._add_prefill(batch, group, budget)
+            if not self._is_long(group):
+                budget = self._add_prefill(batch, group, budget)
+            elif not long.groups and batch.num_decodes and self._pace.is_due_to_measure():
+                long.groups.append(group)
+            else:
+                budget = self._keep_share(long, group, budget)
         return 0 if is_left_out else budget
 
-    def _swap_in(self, batch: ScheduledBatch, budget: int) -> int:
+    def _swap_in(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
         num_places = self._num_places() if self.swapped else 0
         while self.swapped and budget > 0 and not (self.waiting and self.waiting[0].order < self.swapped[0].order):
             group = self.swapped[0]
@@ -259,18 +296,17 @@ class Scheduler:
             self._move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
             if group.in_prefill:
-                budget = self._add_prefill(batch, group, budget)
+                budget = self._begin_prefill(batch, long, group, budget)
             else:
                 has_room = self._add_decodes(batch, group)
                 assert has_room, f"{group.request_id} was swapped in without room for its next tokens"
                 budget -= len(group.sequences)
         return budget
 
-    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+    def _admit(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> None:
         num_places = self._num_places() if self.waiting else 0
-        while self.waiting and budget > 0 and not (self.swapped and self.swapped[0].order < self.waiting[0].order):
-            group = self.waiting[0]
-            if group.max_num_sequences > num_places:
+        while budget > 0 and (group := self._next_waiting()):
+            if group.max_num_sequences > num_places or (self.swapped and self.swapped[0].order < group.order):
                 break
             # Alone it may use the reserve as well: nobody else runs who could need it.
             if not self.block_manager.allocate(group.sequences, keep_watermark=bool(self.running)):
@@ -282,7 +318,67 @@ class Scheduler:
                 self.num_found_tokens += group.sequences[0].num_computed_tokens
             self._move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
+            budget = self._begin_prefill(batch, long, group, budget)
+
+    def _begin_prefill(self, batch: ScheduledBatch, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
+        if self._is_long(group) and group.in_prefill:  # it is not where all but the last tokens were in the cache
+            return self._keep_share(long, group, budget)
+        return self._add_prefill(batch, group, budget)
+
+    def _next_waiting(self) -> SequenceGroup | None:
+        """The first that may be let in. Not a long prompt while one before it is in prefill: it would hold blocks for
+        nothing, and miss those that the other is about to fill with what both begin with."""
+        if not self.waiting or not self._is_long(self.waiting[0]):
+            return self.waiting[0] if self.waiting else None
+        long = next((group for group in self.running if group.in_prefill and self._is_long(group)), None)
+        if long is None:
+            return self.waiting[0]
+        return next((group for group in self.waiting if group.order < long.order or not self._is_long(group)), None)
+
+    def _is_long(self, group: SequenceGroup) -> bool:
+        return sum(sequence.num_tokens for sequence in group.sequences) > self.config.max_num_batched_tokens
+
+    def _keep_share(self, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
+        """Among the long prompts of the step; the first that can run has a share kept for it, at most half a step's
+        tokens. Returns what is left for others."""
+        long.groups.append(group)
+        if long.num_kept:
+            return budget
+        max_num_tokens = self.config.max_num_batched_tokens
+        long.num_tokens = self._pace.beside
+        if self._num_passing_tokens >= max_num_tokens:
+            long.num_tokens = self._pace.alone
+            self._num_passing_tokens = 0
+        share = max(min(long.num_tokens, max_num_tokens // 2), len(group.sequences))
+        long.num_kept = sum(self._chunks(group, min(share, budget)))
+        long.num_tokens = max(long.num_tokens, long.num_kept)
+        return budget - long.num_kept
+
+    def _run_long_prompts(self, batch: ScheduledBatch, long: _LongPrompts) -> None:
+        """Beside others with their share, as far as the others leave it; alone with all that a second has room for."""
+        if not long.groups:
+            self._num_passing_tokens = 0
+            return
+        long.groups.sort(key=_order)
+        num_others = batch.num_tokens
+        self._num_passing_tokens += num_others - batch.num_decodes
+        num_tokens = long.num_tokens if num_others else max(self._pace.alone, len(long.groups[0].sequences))
+        budget = min(num_tokens, self.config.max_num_batched_tokens - num_others)
+        for group in long.groups:
             budget = self._add_prefill(batch, group, budget)
+        batch.num_long_tokens = batch.num_tokens - num_others
+
+    def _observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Steps with prompts that are not long tell nothing."""
+        num_decodes, num_long_tokens = batch.num_decodes, batch.num_long_tokens
+        if num_decodes == len(batch.sequences):
+            if num_decodes:
+                self._pace.observe_decodes(seconds)
+        elif num_long_tokens and sum(each.num_new_tokens for each in batch.sequences) == num_decodes + num_long_tokens:
+            if num_decodes:
+                self._pace.observe_beside(num_long_tokens, seconds)
+            else:
+                self._pace.observe_alone(num_long_tokens, seconds)
 
     def _add_decodes(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """The last token of each sequence; False, with nothing changed, if there is no room for all of them."""
@@ -294,6 +390,7 @@ class Scheduler:
                 except OutOfBlocksError:
                     return False
             self._add_to_batch(batch, sequences[0], 1)
+            batch.num_decodes += 1
             return True
         # Counted only where it matters: each takes one block at most.
         num_free_blocks = manager.num_free_blocks
@@ -304,23 +401,30 @@ class Scheduler:
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
             self._add_to_batch(batch, sequence, 1)
+        batch.num_decodes += len(sequences)
         return True
 
     def _add_prefill(self, batch: ScheduledBatch, group: SequenceGroup, budget: int) -> int:
-        """What the budget allows of a group that has more to compute than its last tokens. Returns what is left of it.
-
-        Of several sequences, none gets its last token computed before all can: they go on together.
-        """
-        num_left = group.num_uncomputed_tokens
-        to_the_end = num_left <= budget
-        for sequence in group.sequences:
-            num_new_tokens = sequence.num_uncomputed_tokens
-            if not to_the_end:
-                num_new_tokens = min(num_new_tokens - (len(group.sequences) > 1), budget)
+        """What the budget allows of a group that has more to compute than its last tokens. Returns what is left."""
+        for sequence, num_new_tokens in zip(group.sequences, self._chunks(group, budget), strict=True):
             if num_new_tokens > 0:
                 self._add_to_batch(batch, sequence, num_new_tokens)
                 budget -= num_new_tokens
         return budget
+
+    def _chunks(self, group: SequenceGroup, budget: int) -> list[int]:
+        """How many tokens of each sequence the budget allows.
+
+        Of several sequences, none gets its last token computed before all can: they go on together.
+        """
+        num_left = [sequence.num_uncomputed_tokens for sequence in group.sequences]
+        if sum(num_left) <= budget:
+            return num_left
+        chunks = []
+        for num_tokens in num_left:
+            chunks.append(min(num_tokens - (len(num_left) > 1), budget))
+            budget -= chunks[-1]
+        return chunks
 
     def _add_to_batch(self, batch: ScheduledBatch, sequence: Sequence, num_new_tokens: int) -> None:
         manager = self.block_manager

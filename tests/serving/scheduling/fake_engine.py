@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from fake_runner import ROW_ERROR, FakeModel, FakeRunner
+from fake_runner import ROW_ERROR, FakeModel, FakeRunner, prompt_logprob
 
 import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.generation_config import GenerationDefaults
-from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
@@ -71,6 +70,7 @@ class FakeEngine:
         self.num_times: Counter[str] = Counter()
         self._salts: dict[SequenceGroup, str] = {}
         self._num_miscounted = 0
+        self._left_out_before: SequenceGroup | None = None  # the long prompt that the last step left out
         self._sealed: dict[int, bytes] = {}  # blocks in use, and the keys that they were published under before a step
         self._content_of: dict[bytes, list[int]] = {}  # by the key that a block is published under
         self._ran_before: set[SequenceGroup] = set()
@@ -250,7 +250,7 @@ class FakeEngine:
                 prompt = group.prompt_token_ids
                 values = self._history(self._salts[group], prompt)
                 pairs = zip(prompt[1:], values, strict=False)
-                expected_logprobs = [None, *({token: Logprob(float(value), 1)} for token, value in pairs)]
+                expected_logprobs = [None, *({token: prompt_logprob(value)} for token, value in pairs)]
                 assert request.output().prompt_logprobs == expected_logprobs
             outputs = [(each.sequence.output_token_ids, each.sequence.status) for each in request.completions]
             if group.sampling_params.use_beam_search:
@@ -265,7 +265,7 @@ class FakeEngine:
                 for (token_ids, _), (all_token_ids, _) in zip(outputs, expected, strict=False):
                     assert token_ids == all_token_ids[: len(token_ids)]
             for each in request.completions if group.sampling_params.logprobs is not None else ():
-                reported = [token for entries in each.sequence.logprobs for token in entries]
+                reported = [token for entries in each.sequence.logprobs for token in entries.token_ids]
                 assert reported == each.sequence.output_token_ids
 
     def _history(self, salt: str, token_ids: list[int]) -> list[int]:
@@ -366,27 +366,67 @@ class FakeEngine:
         self.num_times["copied on write"] += len(batch.blocks_to_copy)
 
     def _check_order_of_service(self, batch: ScheduledBatch) -> None:
-        """Nobody is left out while there is budget, a place and room."""
+        """Nobody is left out while there is budget, a place and room, but long prompts: one waits for another that is
+        before it, and the first stays out of a step with decodes now and then, never of two in a row."""
         scheduler, config = self.scheduler, self.scheduler.config
         ran = {scheduled.sequence for scheduled in batch.sequences}
         left_out = [group for group in scheduler.running if not ran.intersection(group.sequences)]
         budget = config.max_num_batched_tokens - batch.num_tokens
+        long = self._long_prompts()
+        left_out_before, self._left_out_before = self._left_out_before, None
+        if long and long[0] in left_out and batch.num_decodes and len(long[0].sequences) <= budget:
+            assert long[0] is not left_out_before
+            self._left_out_before = long[0]
+            self.num_times["measured without a long prompt"] += 1
+        left_out = [group for group in left_out if group not in long[1:] and group is not self._left_out_before]
         assert not left_out or left_out[0] in batch.outgrown or len(left_out[0].sequences) > budget
         num_places = config.max_num_seqs - sum(group.max_num_sequences for group in scheduler.running)
         queue = sorted([*scheduler.waiting, *scheduler.swapped], key=lambda group: group.order)
-        if queue and queue[0] in scheduler.waiting and budget and not (batch.preempted or batch.outgrown or left_out):
+        queue = [group for group in queue if not (group in scheduler.waiting and self._may_be_passed(group))]
+        # Long prompts are scheduled after newcomers are let in, who cannot yet share the blocks that these fill.
+        fills_later = self.manager.prefix_caching and any(
+            scheduled.sequence.num_computed_tokens % self.manager.block_size + scheduled.num_new_tokens
+            >= self.manager.block_size
+            for group in long
+            for scheduled in batch.sequences
+            if scheduled.sequence in group.sequences
+        )
+        settled = not (batch.preempted or batch.outgrown or left_out or fills_later)
+        if queue and queue[0] in scheduler.waiting and budget and settled:
             has_place = queue[0].max_num_sequences <= num_places
             assert not (has_place and self.manager.can_allocate(queue[0].sequences, keep_watermark=True))
 
+    def _is_long(self, group: SequenceGroup) -> bool:
+        return sum(sequence.num_tokens for sequence in group.sequences) > self.scheduler.config.max_num_batched_tokens
+
+    def _long_prompts(self) -> list[SequenceGroup]:
+        """In prefill, in order."""
+        return [group for group in self.scheduler.running if group.in_prefill and self._is_long(group)]
+
+    def _may_be_passed(self, group: SequenceGroup) -> bool:
+        """Whether it waits, as a long prompt, for another."""
+        return self._is_long(group) and any(other.order < group.order for other in self._long_prompts())
+
     def _check_let_in(self, groups: list[SequenceGroup], batch: ScheduledBatch) -> None:
         """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though; until
-        they run, nobody is let in. Beside others, the reserve stays free for them to grow."""
-        if groups and len(self.scheduler.running) > 1 and not any(each.draft_token_ids for each in batch.sequences):
+        they run, nobody is let in. A long prompt that comes back from the host may have to wait for another. Beside
+        others, the reserve stays free for them to grow.
+
+        Where the order is that of arrival, nobody passes one that waits, but for a long prompt that waits for another.
+        """
+        scheduler = self.scheduler
+        if groups and len(scheduler.running) > 1 and not any(each.draft_token_ids for each in batch.sequences):
             assert self.manager.num_free_blocks >= self.manager._watermark_blocks
         ran = {scheduled.sequence for scheduled in batch.sequences}
-        waits = {group for group in self.scheduler.running if not ran.intersection(group.sequences)}
-        assert all(len(group.sequences) > 1 for group in waits.intersection(groups))
+        waits = {group for group in scheduler.running if not ran.intersection(group.sequences)}
+        assert all(
+            len(group.sequences) > 1 or group in self._long_prompts()[1:] for group in waits.intersection(groups)
+        )
         assert not groups or not any(group not in groups and not group.in_prefill for group in waits)
+        if scheduler.config.policy == "fcfs":
+            passed = [waiting for waiting in scheduler.waiting if any(waiting.order < group.order for group in groups)]
+            assert all(map(self._may_be_passed, passed))
+            self.num_times["passed a long prompt"] += bool(passed)
 
     def _check_copies(self, batch: ScheduledBatch) -> None:
         """Each target is written once, and is no source of what is copied at the same time or later."""
@@ -421,8 +461,10 @@ class FakeEngine:
         everyone = [group for queue in queues.values() for group in queue]
         assert sorted(everyone, key=lambda group: group.arrival_time) == self.unfinished
         assert scheduler.has_unfinished == bool(everyone)
-        # Nobody runs before one that was swapped out, nor, where the order is that of arrival, before one that waits.
-        later = [*scheduler.swapped, *(scheduler.waiting if scheduler.config.policy == "fcfs" else [])]
+        # Nobody runs before one that was swapped out, nor, where the order is that of arrival, before one that waits,
+        # unless it was let in while that waited for another long prompt (`_check_let_in`).
+        waiting = [group for group in scheduler.waiting if not self._is_long(group)]
+        later = [*scheduler.swapped, *(waiting if scheduler.config.policy == "fcfs" else [])]
         assert all(group.order < other.order for group in scheduler.running[-1:] for other in later)
         assert sum(group.max_num_sequences for group in scheduler.running) <= scheduler.config.max_num_seqs
         num_preemptions = scheduler.num_recomputes + scheduler.num_swaps + self._num_miscounted

@@ -17,7 +17,7 @@ from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.execution.sampling_row import Row
-from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.outputs import Logprob, PackedLogprobs
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence
 
@@ -78,6 +78,11 @@ class FakeTables(BlockTables):
     def clear(self) -> None:
         super().clear()
         self._on_restart()
+
+
+def prompt_logprob(value: int) -> Logprob:
+    """What a row with this hash says of the prompt's next token: a number that fp32 holds."""
+    return Logprob(float(value % 2**24), 1)
 
 
 class FakeRunner:
@@ -159,7 +164,7 @@ class FakeRunner:
             sequence = batch.sequences[i].sequence
             assert begin < len(sequence.prompt_logprobs)
             sequence.prompt_logprobs[begin + 1 : end + 1] = [
-                {sequence.prompt_token_ids[at + 1]: Logprob(float(self.values(sequence)[at]), 1)}
+                PackedLogprobs({sequence.prompt_token_ids[at + 1]: prompt_logprob(self.values(sequence)[at])})
                 for at in range(begin, end)
             ]
 

@@ -293,8 +293,11 @@ def test_who_could_not_run_yet_stays_swapped_out() -> None:
     engine = make_engine(max_num_batched_tokens=2, policy="priority", preemption_mode="swap", num_host_blocks=8)
     worse = engine.add(30, priority=1)
     engine.step()
-    large, first, second = engine.add(34, max_tokens=2), engine.add(1, max_tokens=9), engine.add(1, max_tokens=20)
+    large = engine.add(34, max_tokens=4)
     assert engine.step().preempted == [worse]
+    while large.in_prefill:
+        engine.step()
+    first, second = engine.add(1, max_tokens=9), engine.add(1, max_tokens=20)
     while large.sequences or second.sequences[0].status is SequenceStatus.WAITING:
         engine.step()
     while first.sequences:
