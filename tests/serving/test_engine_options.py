@@ -149,20 +149,6 @@ def test_cache_size(llama: Checkpoint) -> None:
     assert num_blocks(llama.path, max_num_seqs=3, kv_cache_memory=10 * BLOCK_BYTES) == 10
 
 
-def test_more_blocks_are_swapped_out_than_the_cache_has(llama: Checkpoint) -> None:
-    """So the pool on the host is not bounded by the cache: those that run on grow into what was freed."""
-    engine = LLMEngine(llama.path, block_size=8, num_blocks=12, preemption_mode="swap")
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    for i in range(6):
-        engine.add_request(str(i), prompt_token_ids=[5 + i] * 8, sampling_params=params)
-    num_used = []
-    while engine.has_unfinished_requests():
-        engine.step()
-        num_used.append(engine.stats().num_used_host_blocks)
-    assert 12 < max(num_used) <= engine.stats().num_host_blocks and num_used[-1] == 0
-    assert engine.stats().num_recomputes == 0
-
-
 def test_a_small_cache_limits_the_length(llama: Checkpoint) -> None:
     engine = LLMEngine(llama.path, num_blocks=2)
     assert engine.max_model_len == 32

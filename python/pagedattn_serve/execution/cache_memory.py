@@ -43,12 +43,9 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
 def choose_num_host_blocks(
     model: CausalLM, swap_space: float, block_size: int, config: SchedulerConfig, kv_cache_dtype: str = "auto"
 ) -> int:
-    """Blocks that fit in `swap_space` GiB, but not more than as many sequences as may run hold at their longest.
+    """Blocks that fit in `swap_space` GiB, but not more than could be swapped out at once.
 
-    The paper bounds the pool by the blocks of the device. More are of use: sequences that run on grow into the blocks
-    of those that were swapped out, and may be swapped out in their turn with more. Of k sequences that grow side by
-    side in N blocks, up to N/k + N/(k - 1) + ... + N/2 blocks are swapped out: 2.1 N if k is 12. A sequence that finds
-    no room in the pool is recomputed.
+    Nothing is admitted while a sequence is swapped out, so these are of the sequences that ran together before.
     """
     num_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
     return min(num_blocks, num_held_blocks(config, block_size))
