@@ -57,8 +57,9 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        if not self.cycle.response_started:
-            self.transport.write(PROBE)
+        if self.pipeline or not self.cycle.response_started:
+            if not self.pipeline:  # else the answer to an earlier request may be under way
+                self.transport.write(PROBE)
             self._probe_timer = self.loop.call_later(seconds * 2, self._probe, seconds * 2)
 
     def data_received(self, data: bytes) -> None:

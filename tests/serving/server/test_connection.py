@@ -45,6 +45,7 @@ async def echo_length(request: Request) -> Response:
 async def two_parts(request: Request) -> Response:
     async def parts() -> AsyncIterator[bytes]:
         yield b"first "
+        await asyncio.sleep(0.2)
         yield b"second"
 
     return StreamingResponse(parts())
@@ -297,8 +298,9 @@ def test_http_1_0_knows_no_chunks(path: bytes, half_closes: bool) -> None:
     assert body == (b"hello" if path == b"/" else b"first second")
 
 
-def test_who_ends_its_side_gets_all_that_it_asked_for() -> None:
+def test_who_ends_its_side_gets_all_that_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `nc -N` does, here with two requests at once, the first of which has an answer in chunks."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05, raising=False)
     first, second = (REQUEST.replace(b"/", path, 1) for path in (b"/parts", b"/"))
     answer = answer_to(first + second, half_closes=True)
     assert answer.count(b"HTTP/1.1 200 OK\r\n") == 2
