@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 << 10  # of one request, with its line
-FIRST_PROBE_SECONDS = 1.0
+FIRST_PROBE_SECONDS = 0.25  # the second one, after twice that, tells
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # says nothing, and may come any number of times before an answer
 
 
