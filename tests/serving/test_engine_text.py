@@ -33,9 +33,12 @@ from hypothesis import strategies as st
 from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
+from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import REPLACEMENT
+from pagedattn_serve.text.stop_strings import StopStrings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -108,6 +111,43 @@ def test_any_stop_strings(speaker: LLMEngine, spans: list[tuple[int, int, str]])
         possible = [s[:n] for s in strings for n in range(1, len(s)) if text.endswith(s[:n])]
         if not step.finished:
             assert step.outputs[0].text == text[: len(text) - max(map(len, possible), default=0)]
+
+
+def test_a_stop_string_that_is_begun_before_a_fork_or_a_rewind(speaker: LLMEngine) -> None:
+    """Wherever that comes in the output, it goes on as if nothing had; what came before min_tokens does not count."""
+    params = SamplingParams(stop=["at on the m", "on the moon", " sat"], min_tokens=3, max_tokens=100)
+    rules = OutputRules(
+        params, speaker.tokenizer, frozenset(), frozenset(), 100, StopStrings(params.stop_strings), token_texts=None
+    )
+    tokens: list[SampledToken] = [(token_id, 0.0, None, None) for token_id in speech_ids(speaker)]
+
+    def rest(completion: Completion, num_tokens: int) -> list[tuple[str, SequenceStatus | None]]:
+        """The text after each token more, up to the one that ends it."""
+        seen = []
+        for token in tokens[num_tokens:]:
+            status = completion.add_token(token)
+            if status is not None:
+                completion.sequence.status = status
+            seen.append((completion.output(0).text, status))
+            if status is not None:
+                break
+        return seen
+
+    def begun() -> Completion:
+        assert speaker.tokenizer is not None
+        return Completion(Sequence("a", speaker.tokenizer(BEGINNING).input_ids, params), rules)
+
+    whole = rest(begun(), 0)
+    assert whole[-1] == (SPEECH[: SPEECH.find("at on the m")], SequenceStatus.FINISHED_STOPPED)
+    for num_tokens in range(len(whole)):
+        completion = begun()
+        for token in tokens[:num_tokens]:
+            completion.add_token(token)
+        fork = completion.fork(completion.sequence.fork(1))
+        completion.mark()
+        completion.add_token(tokens[num_tokens])
+        completion.rewind()
+        assert rest(completion, num_tokens) == rest(fork, num_tokens) == whole[num_tokens:]
 
 
 def test_a_thousand_long_stop_strings_cost_next_to_nothing() -> None:
