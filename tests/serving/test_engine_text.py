@@ -1,6 +1,5 @@
 """The engine: how text streams and stops, and the logprobs of its tokens."""
 
-import contextlib
 import json
 import math
 import shutil
@@ -34,7 +33,6 @@ from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
-from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import REPLACEMENT
@@ -440,28 +438,3 @@ def test_a_model_with_more_tokens_than_the_tokenizer(tmp_path: Path) -> None:
     beyond = [(t, e) for entries in completion.logprobs for t, e in entries.items() if t >= TOKENIZER_SIZE]
     assert {entry.decoded_token for _, entry in beyond} == {""}
     assert max(completion.token_ids) >= TOKENIZER_SIZE
-
-
-def test_a_step_done_again_finds_no_stop_string_that_came_before_min_tokens(
-    speaker: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has been searched stays so when the text is made anew after an interrupt."""
-    params: dict[str, Any] = dict(stop=[" on the mat", "and"], min_tokens=20)
-    expected = speak(speaker, **params)[-1].outputs[0]
-    assert " on the mat" in expected.text and expected.stop_reason == "and"
-    output, num_calls = Request.output, 0
-
-    def interrupted(request: Request) -> RequestOutput:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls % 2:
-            raise KeyboardInterrupt
-        return output(request)
-
-    monkeypatch.setattr(Request, "output", interrupted)
-    speaker.add_request("speech", BEGINNING, SamplingParams(temperature=0, max_tokens=None, **params))
-    outputs: list[RequestOutput] = []
-    while speaker.has_unfinished_requests():
-        with contextlib.suppress(KeyboardInterrupt):
-            outputs += speaker.step()
-    assert outputs[-1].outputs[0] == expected and num_calls == 2 * len(outputs)
