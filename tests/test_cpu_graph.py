@@ -13,6 +13,7 @@ from checks import assert_same_bits
 from op_calls import CALLS, make_arguments, raw_op, tensors_in
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_ext import CPUGraph, ops
 
@@ -24,6 +25,18 @@ def make_layer() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 16, generator=generator)
     return ops.pack_linear_weight(weight), torch.randn(3, 16, generator=generator)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which ops of torch run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))
 
 
 def tensors_of(arguments: dict[str, Any], result: Any) -> list[Tensor]:
@@ -300,8 +313,10 @@ def test_views_in_place() -> None:
     with graph.capture():
         out = function()
     graph.replay()
-    graph.replay()
+    with Recorder() as recorder:
+        graph.replay()
     assert_same_bits(out, function())
+    assert recorder.names == ["add", "copy_", "mul_"]
     message = r"CPUGraph: expected tensors that stay in their memory, got aten.resize_.default, which moves one"
     with pytest.raises(RuntimeError, match=message), CPUGraph().capture():
         (input + 1).resize_(100_000)
