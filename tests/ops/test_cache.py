@@ -469,6 +469,11 @@ COPY_ERRORS = {
     "one cache for two layers": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k, k], [v, v.clone()])),
     "overlapping views": ("value_caches", ValueError, lambda k, v: ([k[:5]], [k[1:]])),
     "overlapping blocks": ("value_caches", ValueError, lambda k, v: ([k.flatten(1)[:, :100]], [k.flatten(1)[:, 99:]])),
+    "blocks into the next": (
+        "value_caches",
+        ValueError,
+        lambda k, v: ([k[:5].flatten(1)[:, :100]], [k.as_strided((5, 100), (256, 1), 200)]),
+    ),
     "strides that differ": ("value_caches", ValueError, lambda k, v: ([k[:3]], [k[::2]])),
 }
 
