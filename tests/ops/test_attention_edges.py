@@ -260,11 +260,12 @@ def test_one_huge_logit_selects_its_value_exactly(device, dtype, factor, seq_len
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("seq_len", [37, 1300])
-def test_large_logits_keep_their_differences(device, dtype, sign, seq_len):
+@pytest.mark.parametrize(("factor", "tokens_of_logit"), [(64.0, 1), (8192.0, 16)])
+def test_large_logits_keep_their_differences(device, dtype, sign, seq_len, factor, tokens_of_logit):
     """Logits of +-8192 + {0..7}, exact in fp32: eager PyTorch is no yardstick. Only the store may round, and with
-    tensor cores the probabilities.
+    tensor cores the probabilities. And of +-2^20, the same for all tokens of a slice: warps with maxima of their own.
     """
-    keys = [[sign * 64.0, token % 8] for token in range(seq_len)]
+    keys = [[sign * factor, token // tokens_of_logit % 8] for token in range(seq_len)]
     arguments, _ = make_logits_arguments(keys, [128.0, 1.0], dtype, device)
     out, lse = OPS.paged_attention(**arguments)
     expected_out, expected_lse = reference.paged_attention(**arguments)
