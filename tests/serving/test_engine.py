@@ -233,6 +233,18 @@ def test_a_long_prompt_gives_no_output_before_its_last_chunk(llama: Checkpoint) 
     assert finish_all(engine)["x"][-1].outputs[0].token_ids == llama.expected[-1]
 
 
+def test_the_scheduler_hears_what_steps_take(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of long prompts follow from it."""
+    engine = LLMEngine(llama.path, max_num_batched_tokens=7)
+    heard: list[float] = []
+    monkeypatch.setattr(engine.scheduler._pace, "observe_decodes", heard.append)
+    engine.add_request("x", sampling_params=GREEDY, prompt_token_ids=[5])
+    started = time.monotonic()
+    finish_all(engine)
+    assert len(heard) == engine.stats().num_steps - 1 > 0
+    assert 0 < sum(heard) <= time.monotonic() - started and min(heard) > 0
+
+
 def test_a_step_without_requests_does_nothing(engine: LLMEngine) -> None:
     assert engine.step() == [] and not engine.has_unfinished_requests()
 

@@ -21,6 +21,7 @@ from torch.utils import _python_dispatch
 import pagedattn_serve
 from pagedattn_ext import cpu_graph, inference_mode
 from pagedattn_serve import LLM, RequestOutput, SamplingParams, StructuredOutput
+from pagedattn_serve.scheduling.scheduler import Scheduler
 
 ROOT = Path(pagedattn_serve.__file__).parent
 # What holds state from call to call.
@@ -39,6 +40,7 @@ FILES = {
         "scheduling/block_manager.py",
         "scheduling/block_allocator.py",
         "scheduling/prompt_lookup.py",
+        "scheduling/prompt_pace.py",
         "execution/block_tables.py",
         "execution/cache_engine.py",
         "execution/model_runner.py",
@@ -50,10 +52,10 @@ FILES = {
 MODES = {str(ROOT / "execution/decode_graphs.py")} | {
     module.__file__ for module in (cpu_graph, inference_mode, grad_mode, _python_dispatch)
 }
-# Chunks of prompts, a preemption, and an end at a time of its own for each.
-SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=13)
+# Chunks of prompts, one that does not fit in a step, a preemption, and an end at a time of its own for each.
+SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=14)
 PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
-PARAMS = [SamplingParams(temperature=0, max_tokens=n, logprobs=n % 2, ignore_eos=True) for n in (5, 3, 3)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=n, logprobs=n % 2, ignore_eos=True) for n in (7, 3, 3)]
 # With speculation: the few tokens of a repeater.
 REPETITIONS = [[0, 1] * 7, [1, 2, 3] * 5, [3] * 8]
 # Groups, of which one is swapped out.
@@ -137,7 +139,12 @@ def expect_nothing_left(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("case", ["single", "speculation", "groups", "forms"])
-def test_an_interrupt_at_any_line(text_model: str, ending_model: str, repeater: Checkpoint, case: str) -> None:
+def test_an_interrupt_at_any_line(
+    text_model: str, ending_model: str, repeater: Checkpoint, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The chunks of a long prompt follow the time of steps; each run is to go through the same places.
+    mark_computed = Scheduler.mark_computed
+    monkeypatch.setattr(Scheduler, "mark_computed", lambda self, batch, seconds: mark_computed(self, batch, 0.01))
     prompts, params = PROMPTS, PARAMS
     if case == "speculation":
         llm, prompts = LLM(repeater.path, speculation="ngram", **SMALL), REPETITIONS

@@ -217,6 +217,8 @@ class Scheduler:
         self.block_manager.clear()
         if self._proposer is not None:
             self._proposer.clear()
+        self._pace = PromptPace(self.config.max_num_batched_tokens)
+        self._num_passing_tokens = 0
         self.running.clear()
         self.swapped.clear()
         self.waiting = sorted(groups, key=_order)
@@ -357,7 +359,6 @@ class Scheduler:
     def _run_long_prompts(self, batch: ScheduledBatch, long: _LongPrompts) -> None:
         """Beside others with their share, as far as the others leave it; alone with all that a second has room for."""
         if not long.groups:
-            self._num_passing_tokens = 0
             return
         long.groups.sort(key=_order)
         num_others = batch.num_tokens
