@@ -3,6 +3,7 @@
 import json
 import re
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -155,7 +156,11 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 400:  # what json.loads raises other than JSONDecodeError
-            message = "body: expected JSON in UTF-8, of which neither nesting nor numbers have no end"
+            num_digits = sys.get_int_max_str_digits()
+            message = (
+                "body: expected JSON in UTF-8 that is not nested too deeply and has no integer of more than "
+                f"{num_digits:,} digits"
+            )
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
         headers = None if error.headers is None else dict(error.headers)
