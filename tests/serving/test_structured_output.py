@@ -169,6 +169,18 @@ def test_min_tokens(engine: LLMEngine) -> None:
         assert output.outputs[0].finish_reason == "stop" and len(output.outputs[0].token_ids) == 9
 
 
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_a_form_that_has_ended_ends_the_output_before_min_tokens(ending_model: str, speculation: str | None) -> None:
+    """Nothing but the end can come then."""
+    engine = LLMEngine(ending_model, speculation=speculation)
+    forms = [StructuredOutput(regex=regex) for regex in ("(abc){3}", "a{1,3}", "[a-z]{1,30}")]
+    params = [SamplingParams(structured_output=form, seed=0, min_tokens=20, max_tokens=60) for form in forms]
+    outputs = run(engine, ["abcabcabc"] * 3, params)
+    assert [(output.error, output.outputs[0].finish_reason) for output in outputs] == [(None, "stop")] * 3
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[:2] == ["abcabcabc", "aaa"] and len(texts[2]) == 30  # and not sooner
+
+
 @pytest.mark.parametrize("stop", ["stop", "stop_token_ids"])
 def test_stops_cut_it_short(engine: LLMEngine, stop: str) -> None:
     value = ["bc"] if stop == "stop" else first_ids(engine, "c")
@@ -183,7 +195,6 @@ def test_stops_cut_it_short(engine: LLMEngine, stop: str) -> None:
     "options",
     [
         dict(allowed_token_ids=[50, 51]),  # none of which begins a JSON text
-        dict(regex="a{1,3}", min_tokens=8),  # at whose end nothing but an end can come
         dict(regex="q+", bad_words=["q"]),
     ],
 )

@@ -67,8 +67,8 @@ def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> Non
 
 
 def _kept_out(row: Row) -> Iterator[int]:
-    """The tokens that min_tokens and bad words keep out."""
-    if len(row.output_token_ids) < row.sampling_params.min_tokens:
+    """The tokens that min_tokens and bad words keep out. With structured output, min_tokens is the mask's affair."""
+    if row.matcher is None and len(row.output_token_ids) < row.sampling_params.min_tokens:
         yield from row.token_rules.end_token_ids
     previous = (row.output_token_ids or row.prompt_token_ids)[-1]
     for word in row.token_rules.bad_words:

@@ -1,7 +1,10 @@
 """Structured output in a batch: what the forms of its rows allow next, filled in by llguidance, applied by one op."""
 
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +24,8 @@ class TokenMasks:
         self._masks = torch.empty(0, 0, dtype=torch.int32)
 
     def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, str]:
-        """The tokens that the forms of the rows in `indices` do not allow get -inf, in place.
+        """The tokens that the forms of the rows in `indices` do not allow get -inf, in place; before min_tokens, so do
+        those that end an output, unless its form allows nothing else.
 
         logits: [num_rows, vocab_size]; each of these rows has a matcher. The rows of one sequence follow each other:
         several at its end where it is about to fork, or its own and then one after each draft. A draft that its form
@@ -43,6 +47,9 @@ class TokenMasks:
             last, num_tokens = matcher, len(token_ids)
         assert last is not None
         masks = self._fill(runs, len(indices), last.num_mask_words)
+        for place, i in enumerate(indices):
+            if len(rows[i].output_token_ids) < rows[i].sampling_params.min_tokens:
+                _keep_out(rows[i].token_rules.end_token_ids, masks.numpy()[place])
         for i, matcher, _, _ in runs:
             if error := error_of(matcher):
                 errors[i] = f"structured_output: {error}"
@@ -66,3 +73,14 @@ class TokenMasks:
         if with_drafts:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, with_drafts, masks.numpy())
         return masks
+
+
+def _keep_out(token_ids: Collection[int], mask: npt.NDArray[np.int32]) -> None:
+    """Clear the bits of these tokens, unless that would leave none."""
+    words = mask.view(np.uint32)
+    others = words.copy()
+    for token_id in token_ids:
+        if token_id < 32 * len(others):  # the model may have more tokens than the tokenizer
+            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if others.any():
+        words[:] = others
