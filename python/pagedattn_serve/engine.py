@@ -56,7 +56,8 @@ class LLMEngine:
             small beside other requests, so that these go on and newcomers start.
         max_model_len: most tokens of a sequence, prompt and output together. Default: the model's, or what the whole
             cache holds if that is less.
-        swap_space: GiB of host memory for the blocks of requests that are swapped out.
+        swap_space: GiB of host memory for the blocks of requests that are swapped out. No more is taken than for as
+            many blocks as the cache has.
         gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
         seed: of the random numbers for requests without a seed of their own; None takes an arbitrary one.
         tensor_parallel_size: 1, as one device is all that is used yet.

@@ -51,6 +51,8 @@ def check_options(
     check_float("gpu_memory_utilization", gpu_memory_utilization)
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
+    if num_blocks is not None:
+        check_int("num_blocks", num_blocks, 1)
     if num_blocks is not None and kv_cache_memory is not None:
         raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
     if check_bool("trust_remote_code", trust_remote_code):
@@ -116,7 +118,7 @@ def choose_cache_config(
     return CacheConfig(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_host_blocks=choose_num_host_blocks(model, swap_space, block_size, config, kv_cache_dtype),
+        num_host_blocks=choose_num_host_blocks(model, swap_space, block_size, num_blocks, config, kv_cache_dtype),
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
         kv_scales=kv_scales,

@@ -89,7 +89,8 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=4,
         metavar="GIB",
-        help="of host memory, for blocks of preempted requests (default: %(default)s)",
+        help="of host memory, for blocks of preempted requests, of which there are no more than in the cache "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--no-prefix-caching",

@@ -41,14 +41,22 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
 
 
 def choose_num_host_blocks(
-    model: CausalLM, swap_space: float, block_size: int, config: SchedulerConfig, kv_cache_dtype: str = "auto"
+    model: CausalLM,
+    swap_space: float,
+    block_size: int,
+    num_blocks: int,
+    config: SchedulerConfig,
+    kv_cache_dtype: str = "auto",
 ) -> int:
-    """Blocks that fit in `swap_space` GiB, but not more than could be swapped out at once.
+    """Blocks that fit in `swap_space` GiB, but not more than the cache has (num_blocks), nor than sequences may hold.
 
-    Nothing is admitted while a sequence is swapped out, so these are of the sequences that ran together before.
+    The bound is that of the PagedAttention paper (section 4.5): nobody is let in who comes after a request that is
+    swapped out, so what is swapped out was in the cache before. It may be more than was there at one time, where the
+    requests that stay grow into the room and are swapped out in turn, or where better priorities keep coming. The pool
+    is full then, and the next request is computed again.
     """
-    num_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
-    return min(num_blocks, num_held_blocks(config, block_size))
+    num_host_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
+    return min(num_host_blocks, num_blocks, num_held_blocks(config, block_size))
 
 
 def cuda_memory(

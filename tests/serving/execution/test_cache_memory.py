@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
+from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.cache_memory import (
     choose_num_blocks,
     choose_num_host_blocks,
@@ -66,10 +67,13 @@ def test_useful_blocks_are_enough_and_not_one_more(max_num_seqs: int, max_model_
 def test_host_blocks(llama: Checkpoint) -> None:
     model, block_bytes = build_model(llama.path), 16 * SLOT_BYTES["float32"]
     config = SchedulerConfig(max_num_seqs=3, max_model_len=33)
-    assert choose_num_host_blocks(model, 0, 16, config) == 0
-    assert choose_num_host_blocks(model, 7.5 * block_bytes / 2**30, 16, config) == 7
-    assert choose_num_host_blocks(model, 7.5 * block_bytes / 2**30, 16, config, "fp8") == 9  # 32 bytes a head, not 80
-    assert choose_num_host_blocks(model, 4, 16, config) == 3 * 3  # what three sequences hold
+    assert choose_num_host_blocks(model, 0, 16, 9, config) == 0
+    seven = 7.5 * block_bytes / 2**30
+    assert choose_num_host_blocks(model, seven, 16, 9, config) == 7
+    assert choose_num_host_blocks(model, seven, 16, 9, config, "fp8") == 9  # 32 bytes a head, not 80
+    assert choose_num_host_blocks(model, 4, 16, 100, config) == 3 * 3  # what three sequences hold
+    assert choose_num_host_blocks(model, 4, 16, 5, config) == 5
+    assert LLMEngine(llama.path, num_blocks=48).stats().num_host_blocks == 48
 
 
 @pytest.mark.parametrize(
