@@ -69,6 +69,7 @@ class FakeEngine:
         self.requests: list[Request] = []  # the same
         self.num_times: Counter[str] = Counter()
         self._salts: dict[SequenceGroup, str] = {}
+        self._aborted: set[str] = set()
         self._num_miscounted = 0
         self._left_out_before: SequenceGroup | None = None  # the long prompt that the last step left out
         self._sealed: dict[int, bytes] = {}  # blocks in use, and the keys that they were published under before a step
@@ -149,6 +150,7 @@ class FakeEngine:
         batch = self.engine._batch
         if batch is not None and any(each.sequence.request_id == request_id for each in batch.sequences):
             self.num_times["aborted amid a step"] += 1
+        self._aborted.add(request_id)  # if it is interrupted, its sequences may never be told
         self._call(lambda: self.engine.abort_request(request_id), num_lines)
         self.check()
 
@@ -245,6 +247,7 @@ class FakeEngine:
             group = request.group
             statuses = {completion.sequence.status for completion in request.completions}
             is_whole = request.error in (None, ROW_ERROR) and SequenceStatus.FINISHED_ABORTED not in statuses
+            assert request.is_finished or group.request_id in self._aborted
             is_whole &= request.is_finished
             if is_whole and request.error is None and group.sampling_params.prompt_logprobs is not None:
                 prompt = group.prompt_token_ids

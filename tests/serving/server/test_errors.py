@@ -238,7 +238,7 @@ def test_bodies_that_are_no_request(client: Any, content: bytes) -> None:
     status, _, message = client.error_of(response)
     assert status == 400
     assert len(message) < 1100
-    if content.startswith(b"[[") or content == b"\xff\xfe":
+    if content.startswith((b"[[", b'{"prompt": {"prompt"')):
         expected = "JSON in UTF-8 that is not nested too deeply and has no integer of more than 4,300 digits"
         assert message == f"body: expected {expected}"
 
