@@ -34,7 +34,10 @@ class Watch:
 
 def expect_preemptions(engine: LLMEngine, watch: Watch, mode: str, small: bool) -> None:
     stats = engine.stats()
-    assert (stats.num_recomputes > 0) == (small and mode == "recompute")
+    if mode == "recompute":
+        assert (stats.num_recomputes > 0) == small
+    else:  # what finds the pool full, which is as large as the cache, is computed again
+        assert stats.num_recomputes < max(stats.num_swaps, 1)
     assert (stats.num_swaps > 0) == (watch.num_swapped_in > 0) == (small and mode == "swap")
     assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
 
