@@ -351,7 +351,7 @@ class Scheduler:
         if self._num_passing_tokens >= max_num_tokens:
             long.num_tokens = self._pace.alone
             self._num_passing_tokens = 0
-        share = max(min(long.num_tokens, max_num_tokens // 2), len(group.sequences))
+        share = max(min(long.num_tokens, max_num_tokens // 2), 1)
         long.num_kept = sum(self._chunks(group, min(share, budget)))
         long.num_tokens = max(long.num_tokens, long.num_kept)
         return budget - long.num_kept
@@ -363,7 +363,7 @@ class Scheduler:
         long.groups.sort(key=_order)
         num_others = batch.num_tokens
         self._num_passing_tokens += num_others - batch.num_decodes
-        num_tokens = long.num_tokens if num_others else max(self._pace.alone, len(long.groups[0].sequences))
+        num_tokens = long.num_tokens if num_others else self._pace.alone
         budget = min(num_tokens, self.config.max_num_batched_tokens - num_others)
         for group in long.groups:
             budget = self._add_prefill(batch, group, budget)
