@@ -14,8 +14,9 @@ struct RowExponents {
 
   // In one instruction, with the error that max * factor has once it is rounded: 2^-15 and less unless it is large.
   __device__ float of_small(float logit) const { return fmaf(logit, factor, -(max * factor)); }
-  // Of a row with any maximum; where it is large, no error but that of the product.
-  __device__ float of_any(float logit) const { return is_large() ? (logit - max) * factor : of_small(logit); }
+  // In two, with no error but that of the product.
+  __device__ float of_large(float logit) const { return (logit - max) * factor; }
+  __device__ float of_any(float logit) const { return is_large() ? of_large(logit) : of_small(logit); }
   __device__ bool is_large() const { return fabsf(max * factor) > 1024.0f; }
 };
 
@@ -263,11 +264,12 @@ class WarpRows {
     for (int i = 0; i < 2; ++i) {
       const float old_max = max_[i];
       max_[i] = max[i];
-      weight[i] = ptx::exp2_approx(exponents(i).of_any(old_max));
+      const RowExponents row = exponents(i);
+      weight[i] = ptx::exp2_approx(KNOWS_LARGE ? row.of_any(old_max) : row.of_large(old_max));
       sum_[i] *= weight[i];
-      is_large = is_large || exponents(i).is_large();
+      is_large = is_large || row.is_large();
     }
-    has_large_ = __any_sync(ALL_LANES, is_large);
+    if constexpr (KNOWS_LARGE) has_large_ = __any_sync(ALL_LANES, is_large);
     return true;
   }
 
@@ -293,7 +295,9 @@ class WarpRows {
       logit = ptx::exp2_approx(exponent);
       sum_[i] += logit;
     };
-    if (has_large_) {
+    if constexpr (!KNOWS_LARGE) {
+      for_each(logits, 0, [&](float& logit, int i, int) { add(logit, i, rows[i].of_large(logit)); });
+    } else if (has_large_) {
       for_each(logits, 0, [&](float& logit, int i, int) { add(logit, i, rows[i].of_any(logit)); });
     } else {
       for_each(logits, 0, [&](float& logit, int i, int) { add(logit, i, rows[i].of_small(logit)); });
@@ -334,6 +338,7 @@ class WarpRows {
   // of convert_query as well.
   static constexpr float MIN_LAST_SCALE = 0x1p-126f;
   static constexpr float MAX_LAST_SCALE = 2.0f;
+  static constexpr bool KNOWS_LARGE = HEAD_SIZE <= 128;  // larger heads leave no register for has_large_
 
   int lane_;
   int first_packed_;
