@@ -338,7 +338,8 @@ class WarpRows {
   // of convert_query as well.
   static constexpr float MIN_LAST_SCALE = 0x1p-126f;
   static constexpr float MAX_LAST_SCALE = 2.0f;
-  static constexpr bool KNOWS_LARGE = HEAD_SIZE <= 128;  // larger heads leave no register for has_large_
+  // Larger heads and 8-bit caches leave no register for has_large_.
+  static constexpr bool KNOWS_LARGE = HEAD_SIZE <= 128 && !Slice::IS_FLOAT8;
 
   int lane_;
   int first_packed_;
