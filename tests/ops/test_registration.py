@@ -187,7 +187,7 @@ def test_python_threads_of_parallel_calls(several_threads):
     generator = torch.Generator().manual_seed(0)
     input, weight = torch.randn(512, 1024, generator=generator), torch.randn(1024, generator=generator)
     paged = make_arguments("paged_attention")
-    del paged["query_start_loc"]
+    del paged["query_start_loc"], paged["max_seq_len"]
     paged["query"] = torch.randn(4, 32, 16, generator=generator)
     paged["block_tables"] = torch.randint(0, 6, (4, 128), generator=generator).int()
     paged["seq_lens"] = torch.tensor([2048, 17, 1500, 2000], dtype=torch.int32)
