@@ -31,7 +31,7 @@ def make_message(request: Request) -> bytes:
     """The bytes of a greedy request, after which the server closes the connection."""
     fields = {"prompt": request.prompt_token_ids, "max_tokens": request.max_tokens}
     body = json.dumps({**fields, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
 
 

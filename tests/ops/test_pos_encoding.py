@@ -227,6 +227,21 @@ def test_slices_of_a_fused_qkv(device):
     assert_same_bits(qkv[:, 384:], before[:, 384:])
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_heads_that_are_slices_of_wider_ones(device, is_neox):
+    """Those of query and key each of a width of its own; what lies between the heads stays as it is."""
+    arguments = make_arguments(device, is_neox=is_neox)
+    expected = reference.rotary_embedding(**arguments)
+    wide = {}
+    for name, width in (("query", 72), ("key", 100)):
+        wide[name] = torch.full((*arguments[name].shape[:2], width), torch.nan, device=device)
+        arguments[name] = wide[name][:, :, :64].copy_(arguments[name])
+    OPS.rotary_embedding(**arguments)
+    for name, rotated in zip(wide, expected, strict=True):
+        assert_close_to_reference(arguments[name], rotated)
+        assert wide[name][:, :, 64:].isnan().all()
+
+
 def test_no_tokens(device):
     assert_rotary(make_arguments(device, positions=()))
 

@@ -86,7 +86,7 @@ def test_text_appears_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
         (["--prompt", "x", "--kv-cache-memory", "1KiB"], "kv_cache_memory: expected at least one block"),
         (["--prompt", "x", "--tokenizer", "no/such/dir"], "tokenizer: expected a directory with one of"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens: expected an int >= 1, got 0"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number >= 0, got -1.0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number in [0, 1e+09], got -1.0"),
         (["--prompt", "x", "--dtype", "int8"], f"dtype: expected auto, {DTYPES}, got int8"),
         (["--prompt", "x", "--min-p", "1.5"], "min_p: expected a number in [0, 1], got 1.5"),
         (["--prompt", "x", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),

@@ -95,7 +95,7 @@ def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
     args = vars(make_parser().parse_args(command))
     parameters = inspect.signature(LLMEngine).parameters
     shared = {name: value for name, value in args.items() if name in parameters and name != "seed"}
-    assert len(shared) == 19
+    assert len(shared) == 20
     for name, value in shared.items():
         assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
 

@@ -825,8 +825,10 @@ void load_cluster(void* target, uint32_t address, size_t bytes, Site site) {
   }
 }
 
+const void* shared_at(uint32_t address) { return shared_memory + (int64_t{address} - FIRST_ADDRESS); }
+
 const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site) {
-  const unsigned char* pointer = shared_memory + (int64_t{address} - FIRST_ADDRESS);
+  const auto* pointer = static_cast<const unsigned char*>(shared_at(address));
   check_shared(name, pointer, bytes, site);
   const Write* const writes = device.block->writes + (pointer - shared_memory) / 8;
   for (unsigned i = 0; i < bytes / 8; ++i) {

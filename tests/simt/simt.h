@@ -120,6 +120,9 @@ void wake(const void* place);
 // Fails unless `pointer` is aligned, and `bytes` from there lie in the dynamic shared memory of the launch.
 void check_shared(const char* name, const void* pointer, size_t bytes, Site site);
 
+// Where an address of the block's shared memory is.
+const void* shared_at(uint32_t address);
+
 // What wgmma reads there. Fails unless it is in the shared memory of the launch, and every cp.async to it has been
 // waited for by its thread, which has called fence_proxy_async then, after all else that was written there.
 const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site);

@@ -83,7 +83,9 @@ void check_call(const Call& call) {
 // ---- operands
 
 // "Matrix Descriptor Format", and the layout without swizzling where k is the major dimension.
-void read_b(uint64_t descriptor, unsigned num_columns, MatrixB& b, Site site) {
+// read(address): where the 16 bytes of a piece are.
+template <typename Read>
+void read_b(uint64_t descriptor, unsigned num_columns, MatrixB& b, Site site, const Read& read) {
   const auto field = [&](int begin) { return static_cast<uint32_t>(descriptor >> begin & 0x3fff) << 4; };
   const uint32_t start = field(0), leading_bytes = field(16), stride_bytes = field(32);
   if (descriptor >> 62 != 0 || (descriptor >> 49 & 7) != 0) {
@@ -93,8 +95,7 @@ void read_b(uint64_t descriptor, unsigned num_columns, MatrixB& b, Site site) {
     for (unsigned half = 0; half < STEPS / PIECE; ++half) {
       const uint32_t address =
           start + half * leading_bytes + column / PIECE * stride_bytes + column % PIECE * PIECE * sizeof(uint16_t);
-      std::memcpy(b[column] + half * PIECE, read_as_async_proxy("wgmma", address, PIECE * sizeof(uint16_t), site),
-                  PIECE * sizeof(uint16_t));
+      std::memcpy(b[column] + half * PIECE, read(address), PIECE * sizeof(uint16_t));
     }
   }
 }
@@ -165,7 +166,7 @@ PAGEDATTN_SIMT_UNCHECKED void multiply(WgmmaLane* const* lanes, Multiplication& 
 
 void check_unchanged(const Multiplication& m, Site site) {
   MatrixB b;
-  read_b(m.descriptor, m.num_columns, b, site);
+  read_b(m.descriptor, m.num_columns, b, site, shared_at);  // as it is now, whoever has written there
   if (std::memcmp(b, m.b, m.num_columns * sizeof(b[0]))) {
     fail("wgmma: shared memory was written while a multiplication that reads it was under way", site);
   }
@@ -209,7 +210,8 @@ void wgmma_warp(WgmmaLane* const* lanes, unsigned, Site site) {
   m.is_last = true;
   m.descriptor = first.b;
   m.num_columns = first.num_tiles * 8;
-  read_b(m.descriptor, m.num_columns, m.b, site);
+  read_b(m.descriptor, m.num_columns, m.b, site,
+         [&](uint32_t address) { return read_as_async_proxy("wgmma", address, PIECE * sizeof(uint16_t), site); });
   for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
     Multiplication::Lane& mine = m.lanes[lane];
     mine.d = lanes[lane]->d;

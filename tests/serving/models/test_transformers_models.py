@@ -239,9 +239,10 @@ def test_logits_of_the_rows_that_sample_and_no_others(save: Save) -> None:
     seen: list[int] = []
     head = model_of(engine).model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    sampled = []
     for i, prompt in enumerate(prompts_of("logits", (20, 3))):
         engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=4))
-    sampled = []
+        sampled.append(len(engine.step()))
     while engine.has_unfinished_requests():
         sampled.append(len(engine.step()))
     assert seen == sampled and sampled[0] == 0 and max(sampled) == 2

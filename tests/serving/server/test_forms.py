@@ -82,7 +82,6 @@ def test_forms_that_are_none(demo: Any, path: str, fields: dict[str, Any], param
     ("fields", "param"),
     [
         ({"guided_json": {"$ref": "#"}}, "guided_json"),
-        ({"guided_regex": "a", "min_tokens": 9}, None),
         ({"guided_regex": "[ab]", "allowed_token_ids": [5]}, None),
     ],
     ids=str,
