@@ -3,11 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build simt demo serve test test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize bench \
-  lint format clean
+.PHONY: help build simt demo serve test test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize \
+  mutants bench lint format clean
 help:
 	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
-	  "sanitize | bench | lint | format | clean"
+	  "sanitize | mutants | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -64,11 +64,16 @@ test-clients: build .venv-clients/ready
 	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
 	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
 
-# Hypothesis searches for new examples, thousands for each property: hours.
+# Hypothesis searches for new examples, thousands for each property: hours, without a limit for each test.
+PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0
 test-long: simt
-	$(call for_each_capability,HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops)
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q tests/ops --device simt
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q --ignore=tests/ops
+	$(call for_each_capability,$(PYTEST_LONG) tests/ops)
+	$(PYTEST_LONG) tests/ops --device simt
+	$(PYTEST_LONG) --ignore=tests/ops
+
+# Plants known bugs, one at a time, and shows which tests catch each: half an hour and more.
+mutants: build
+	$(BIN)/python tests/mutants/run.py
 
 # The op tests on a GPU, the smoke tests first, with the environment of PYTHON as it is: torch for CUDA, cmake, ninja,
 # pybind11, setuptools, pytest, hypothesis. Nothing is installed. It ends where a test has lost the GPU (an illegal

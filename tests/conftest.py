@@ -60,6 +60,7 @@ def devices_of(config: pytest.Config) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(*names): the devices that a test with the fixture `device` is for")
+    config.addinivalue_line("markers", "timeout: of pytest-timeout, without which there are no limits")
     if "simt" in devices_of(config):
         load_simt()
 

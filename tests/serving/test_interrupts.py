@@ -287,6 +287,7 @@ def test_an_interrupt_amid_modes_of_torch(llama: Checkpoint) -> None:
     assert sum(run(Places(at, MODES)) for at in numbers) > 0.9 * len(numbers) > 50
 
 
+@pytest.mark.timeout(method="thread")  # the signal of the other method is the one that the test sends
 def test_real_signals(llm: LLM) -> None:
     """Between lines and within calls, at times spread over the whole of a call."""
     expected = results(generate(llm))
