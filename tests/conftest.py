@@ -1,6 +1,7 @@
 """Hypothesis profiles, the devices that op tests run on, and the number of threads.
 
-"ci" (default) draws the same examples every time; HYPOTHESIS_PROFILE=long searches for new ones.
+"ci" (default) draws the same examples every time; HYPOTHESIS_PROFILE=long searches for new ones. "unshrunk" is "ci"
+without the minutes that it takes to make a failing example small.
 
 pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them, but
 for those that its mark `devices(...)` leaves out; a test without it runs where cpu is among them.
@@ -14,7 +15,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from op_table import DEVICES, OPS, load_simt, num_simt_launches
 
 # They have an environment of their own, and leave this file out: make test-clients.
@@ -27,6 +28,7 @@ settings.register_profile(
 settings.register_profile(
     "long", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # On small tensors a parallel region of a busy machine costs 100 times the work in it.

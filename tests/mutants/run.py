@@ -102,7 +102,7 @@ def build(with_simt: bool) -> str:
 
 def run_tests(mutant: Mutant) -> tuple[int, list[str], str]:
     """pytest's exit status, the tests that failed, and all that it said."""
-    environment = os.environ | {"PYTHONPATH": f"{COPY / 'src'}:{COPY / 'python'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{COPY / 'src'}:{COPY / 'python'}", "HYPOTHESIS_PROFILE": "unshrunk"}
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-rfE", *mutant.pytest_arguments]
     done = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
