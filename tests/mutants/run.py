@@ -1,5 +1,5 @@
 """Plants known bugs, one at a time, and shows which tests catch each: make mutants; or some of them:
-.venv/bin/python tests/mutants/run.py lost_swap_out window_of_many_rows
+.venv/bin/python tests/mutants/run.py no_copy_on_write window_of_many_rows
 
 Beside this file lies one patch a bug. Its first lines say what is wrong then, and the line "Tests:" with what arguments
 pytest is to find it. The bugs are planted in a copy of the checkout, build/mutants, which is compiled anew where a bug
@@ -111,22 +111,28 @@ def run_tests(mutant: Mutant) -> tuple[int, list[str], str]:
 
 
 @contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
+def planted(mutant: Mutant, with_simt: bool) -> Iterator[None]:
+    """The copy with the bug, compiled; afterwards without, compiled again, as the next bug may be in Python alone.
+
+    Raises ValueError if the patch does not fit, or what it makes does not compile.
+    """
     done = apply_patch(COPY, mutant.patch)
     if done.returncode:
         raise ValueError(f"the patch does not fit: {done.stderr.strip()}")
     try:
+        if mutant.needs_build and (error := build(with_simt)):
+            raise ValueError(f"it does not compile:\n{error}")
         yield
     finally:
         for name in mutant.files:
             shutil.copyfile(ROOT / name, COPY / name)  # newer than what was built with the bug
+        if mutant.needs_build and (error := build(with_simt)):
+            sys.exit(f"the checkout does not compile any more:\n{error}")
 
 
 def try_mutant(mutant: Mutant, with_simt: bool) -> tuple[bool, str]:
-    """Whether the bug is caught, and by which tests or why not."""
-    with planted(mutant):
-        if mutant.needs_build and (error := build(with_simt)):
-            return False, f"it does not compile:\n{error}"
+    """Whether the bug is caught, and by which tests or why not. Raises ValueError as `planted` does."""
+    with planted(mutant, with_simt):
         status, failed, said = run_tests(mutant)
     if status == 0:
         return False, "NOT CAUGHT"
