@@ -22,38 +22,45 @@ CSRC = ROOT / "csrc"
 ARROWS: dict[str, set[str]] = {
     # the doors
     "__init__": {"llm", "calibration", "async_engine"},
-    "async_engine": {"engine_loop"},
-    "engine_loop": {"engine", "stream"},
-    "stream": {"outputs"},
+    "async_engine": {"async_engine.engine"},
+    "async_engine.engine": {"async_engine.loop"},
+    "async_engine.loop": {"engine", "async_engine.stream"},
+    "async_engine.stream": {"outputs"},
     "calibration": {"engine"},
-    # the HTTP server
+    # the HTTP server, which would serve any app
     "server": set(),
-    "server.app": {"server.completions", "server.chat_completions", "server.tokenization", "server.status"}
-    | {"server.live", "server.middleware"},
-    "server.completions": {"server.service", "server.streaming", "server.logprobs"},
-    "server.chat_completions": {"server.service", "server.streaming", "server.logprobs"},
-    "server.live": {"server.service"},
-    "server.tokenization": {"server.service", "server.responses"},
-    "server.status": {"server.service", "server.responses"},
-    "server.sampling": {"server.errors", "server.requests", "structured_output"},
-    "server.service": {"server.generation", "server.sampling", "server.config", "server.metrics"}
-    | {"text.chat_template"},
-    "server.streaming": {"server.generation", "server.requests", "server.responses"},
-    "server.logprobs": {"server.responses", "outputs", "text.detokenizer"},
-    "server.generation": {"server.errors"},
-    "server.errors": {"async_engine"},
-    "server.requests": {"sampling_params"},
-    "server.responses": set(),
-    "server.config": {"config"},
-    "server.middleware": {"server.config", "server.errors", "server.request_context"},
-    "server.logs": {"server.request_context"},
-    "server.metrics": {"server.request_context", "outputs"},
-    "server.request_context": set(),
-    "server.run": {"server.app", "server.connection"},
-    "server.connection": set(),
+    "server.http": set(),
+    "server.http.run": {"server.http.config", "server.http.connection", "async_engine"},
+    "server.http.connection": set(),
+    "server.http.middleware": {"server.http.config", "server.http.errors", "server.http.request_context"},
+    "server.http.status": {"server.http.app_state", "server.http.errors"},
+    "server.http.live": {"server.http.app_state", "server.http.errors"},
+    "server.http.app_state": {"server.http.config", "async_engine"},
+    "server.http.metrics": {"server.http.request_context", "outputs"},
+    "server.http.logs": {"server.http.request_context"},
+    "server.http.request_context": set(),
+    "server.http.errors": set(),
+    "server.http.config": {"config"},
+    # the app: OpenAI's API
+    "server.openai": set(),
+    "server.openai.app": {"server.openai.completions", "server.openai.chat_completions", "server.openai.tokenization"}
+    | {"server.openai.models", "server.http.status", "server.http.live", "server.http.middleware"},
+    "server.openai.completions": {"server.openai.service", "server.openai.streaming", "server.openai.logprobs"},
+    "server.openai.chat_completions": {"server.openai.service", "server.openai.streaming", "server.openai.logprobs"},
+    "server.openai.tokenization": {"server.openai.service", "server.openai.responses"},
+    "server.openai.models": {"server.openai.service", "server.openai.responses"},
+    "server.openai.service": {"server.openai.generation", "server.openai.sampling", "server.http.config"}
+    | {"server.http.metrics", "text.chat_template"},
+    "server.openai.streaming": {"server.openai.generation", "server.openai.requests", "server.openai.responses"},
+    "server.openai.sampling": {"server.openai.errors", "server.openai.requests", "structured_output"},
+    "server.openai.logprobs": {"server.openai.responses", "outputs", "text.detokenizer"},
+    "server.openai.generation": {"server.openai.errors"},
+    "server.openai.errors": {"server.http.errors", "async_engine"},
+    "server.openai.requests": {"sampling_params"},
+    "server.openai.responses": set(),
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve"},
     "cli.generate": {"cli.engine"},
-    "cli.serve": {"cli.engine", "server.run", "server.logs"},
+    "cli.serve": {"cli.engine", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.engine": {"engine"},
     "cli.info": {"execution.cache_memory"},
     "cli.parser": {"cli.options"},
@@ -63,7 +70,13 @@ ARROWS: dict[str, set[str]] = {
     "engine_setup": {"execution.cache_memory"},
     # a request from what a caller says to what it is told
     "requests": set(),
-    "requests.inputs": {"requests.beam_request", "requests.prompts", "generation_config", "grammar", "text.tokenizer"},
+    "requests.inputs": {
+        "requests.beam_request",
+        "requests.prompts",
+        "loading.generation_config",
+        "grammar",
+        "text.tokenizer",
+    },
     "requests.beam_request": {"requests.request", "scheduling.beam_search"},
     "requests.request": {"requests.completion", "scheduling.scheduler"},
     "requests.completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
@@ -87,7 +100,7 @@ ARROWS: dict[str, set[str]] = {
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
-    "execution.model_runner": {"models", "execution.sampler", "execution.cache_engine", "execution.block_tables"}
+    "execution.model_runner": {"loading", "execution.sampler", "execution.cache_engine", "execution.block_tables"}
     | {"execution.decode_graphs"},
     "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
     "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
@@ -96,12 +109,16 @@ ARROWS: dict[str, set[str]] = {
     "execution.sampling_row": {"scheduling.sequence"},
     "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
+    # from a directory to a model
+    "loading": {"loading.loader"},
+    "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
+    | {"loading.weights"},
+    "loading.weights": {"models.causal_lm", "models.linear", "loading.kv_scales", "loading.directory"},
+    "loading.kv_scales": set(),
+    "loading.generation_config": {"loading.directory", "sampling_params"},
+    "loading.directory": set(),
     # the families and what they share
-    "models": {"models.loader"},
-    "models.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
-    | {"models.weights"},
-    "models.weights": {"models.causal_lm", "models.linear", "models.kv_scales", "checkpoint"},
-    "models.kv_scales": set(),
+    "models": set(),
     "models.bloom": {"models.causal_lm"},
     "models.gpt2": {"models.causal_lm"},
     "models.llama": {"models.causal_lm"},
@@ -120,12 +137,9 @@ ARROWS: dict[str, set[str]] = {
     "text.chat_template": {"config"},
     "text.detokenizer": set(),
     "text.stop_strings": set(),
-    "text.tokenizer": {"checkpoint"},
-    # a directory and its JSON files, for the loader and the tokenizer alike
-    "checkpoint": set(),
+    "text.tokenizer": {"loading.directory"},
     # plain data that users hold and any room may read
     "outputs": set(),
-    "generation_config": {"checkpoint", "sampling_params"},
     "sampling_params": {"structured_output"},
     "grammar": {"structured_output"},
     "structured_output": {"config"},
@@ -137,19 +151,27 @@ ARROWS: dict[str, set[str]] = {
 
 def room(name: str) -> set[str]:
     """The modules of a room of pagedattn_serve, its __init__ among them."""
-    return {module for module in ARROWS if module.split(".")[0] == name}
+    return {module for module in ARROWS if f"{module}.".startswith(f"{name}.")}
 
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
 PLAIN_DATA = {"config", "sampling_params", "structured_output", "outputs"}
 DOORS = room("cli") | room("server")
-DOORS |= {"__init__", "llm", "calibration", "async_engine", "engine_loop", "engine"}
+DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
 WALLS: dict[str, set[str]] = {
     "requests": DOORS | room("execution") | room("models") | {"pagedattn_ext"},
     "scheduling": DOORS | room("requests") | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
     "execution": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
-    "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
-    "text": DOORS | room("requests") | room("execution") | room("models") | room("scheduling") | {"pagedattn_ext"},
+    "loading": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
+    "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text") | room("loading"),
+    "server.http": room("server.openai"),
+    "text": DOORS
+    | room("requests")
+    | room("execution")
+    | room("models")
+    | {"loading.loader"}
+    | room("scheduling")
+    | {"pagedattn_ext"},
 }
 TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA | {"grammar"}
 
@@ -372,7 +394,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
             "from .scheduling.sequence import Sequence",
         ),
         ("models.llama", "from .layers import Linear\nfrom pagedattn_ext import ops"),
-        ("execution.model_runner", "from pagedattn_serve.models.loader import load_model"),
+        ("execution.model_runner", "from pagedattn_serve.loading.loader import load_model"),
         ("scheduling.scheduler", "from collections import deque\nfrom pagedattn_serve.scheduling import batch"),
     ],
 )

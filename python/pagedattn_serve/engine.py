@@ -9,7 +9,6 @@ from typing import Any, overload
 
 import torch
 
-from pagedattn_serve.checkpoint import model_directory
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.engine_setup import (
     check_options,
@@ -21,9 +20,10 @@ from pagedattn_serve.engine_setup import (
 )
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
-from pagedattn_serve.generation_config import eos_token_ids, generation_defaults
-from pagedattn_serve.models.kv_scales import GivenScales
-from pagedattn_serve.models.loader import choose_kv_scales, load_model
+from pagedattn_serve.loading.directory import model_directory
+from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
+from pagedattn_serve.loading.kv_scales import GivenScales
+from pagedattn_serve.loading.loader import choose_kv_scales, load_model
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
 from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor

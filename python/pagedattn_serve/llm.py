@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.models.kv_scales import GivenScales
+from pagedattn_serve.loading.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams

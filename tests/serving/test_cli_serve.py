@@ -12,7 +12,7 @@ import pagedattn_serve.cli.serve
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 from pagedattn_serve.cli import main
 from pagedattn_serve.cli.parser import make_parser
-from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.http.config import ServerConfig
 
 SERVER = ["fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn"]
 
@@ -22,7 +22,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """The configs that were served with, in place of a server."""
     configs: list[ServerConfig] = []
 
-    def run_server(engine: Any, config: ServerConfig, sockets: list[Any]) -> int:
+    def run_server(make_app, engine: Any, config: ServerConfig, sockets: list[Any]) -> int:
         for each in sockets:
             each.close()
         configs.append(config)

@@ -5,7 +5,7 @@ import sys
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
-from pagedattn_serve.models.loader import build_model, describe_linear_layers, linear_forms
+from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms
 
 
 def info(args: argparse.Namespace) -> int:

@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 from pagedattn_serve.cli.engine import make_engine
-from pagedattn_serve.server.config import ServerConfig
-from pagedattn_serve.server.logs import set_up_logs
-from pagedattn_serve.server.run import bind, run_server
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.logs import set_up_logs
+from pagedattn_serve.server.http.run import bind, run_server
+from pagedattn_serve.server.openai.app import make_app
 
 KEY_VARIABLE = "PAGEDATTN_API_KEY"
 
@@ -38,7 +39,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         sockets = bind(config.host, config.port)
         set_up_logs(config.log_format, config.log_level)
-        return run_server(make_engine(args), config, sockets)
+        return run_server(make_app, make_engine(args), config, sockets)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
 

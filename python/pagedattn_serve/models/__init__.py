@@ -1,1 +1,1 @@
-"""One file a model family, read top to bottom, and what they share; `loader` fills them from a checkpoint."""
+"""One file a model family, read top to bottom, and what they share."""

@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
-from pagedattn_serve.generation_config import GenerationDefaults
 from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
+from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.beam_request import BeamRequest
 from pagedattn_serve.requests.completion import OutputRules
 from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids

@@ -1,1 +1,1 @@
-"""The HTTP server on the engine: OpenAI's API, and what it takes to run it."""
+"""The HTTP server on the engine: `http` would serve any app, `openai` is the one."""

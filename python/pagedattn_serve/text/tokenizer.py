@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from pagedattn_serve.checkpoint import find_directory, read_json
+from pagedattn_serve.loading.directory import find_directory, read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 

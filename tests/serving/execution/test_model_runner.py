@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.models.loader import load_model
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_manager import BlockManager

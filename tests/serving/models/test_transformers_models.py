@@ -33,9 +33,9 @@ from transformers.masking_utils import (
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models import transformers_model
 from pagedattn_serve.models.linear import LinearForms, PackedLinear, pack_linear_layers
-from pagedattn_serve.models.loader import build_model, load_model
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
 from pagedattn_serve.models.transformers_trial import Refusal, TrialMask, check_mask
 from pagedattn_serve.sampling_params import SamplingParams

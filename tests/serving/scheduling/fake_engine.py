@@ -17,7 +17,7 @@ import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.sampling_row import SamplingRow
-from pagedattn_serve.generation_config import GenerationDefaults
+from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import SamplingParams

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.server.app import make_app
-from pagedattn_serve.server.config import ServerConfig
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.openai.app import make_app
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

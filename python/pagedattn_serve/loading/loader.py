@@ -1,0 +1,213 @@
+"""From a Hugging Face directory to a model: what config.json says of it, then its weights."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from pagedattn_serve.loading.directory import model_directory, read_json
+from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
+from pagedattn_serve.loading.weights import load_weights, open_checkpoint, weight_files
+from pagedattn_serve.models.bloom import BloomForCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
+from pagedattn_serve.models.linear import LinearForms, check_quantization, pack_linear_layers
+from pagedattn_serve.models.llama import LlamaForCausalLM
+from pagedattn_serve.models.opt import OPTForCausalLM
+from pagedattn_serve.models.quantized_checkpoint import checkpoint_format
+from pagedattn_serve.models.transformers_model import TransformersCausalLM
+
+# The others run through transformers.
+NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
+    "BloomForCausalLM": BloomForCausalLM,
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+    # Without a head: that of tied embeddings.
+    "BloomModel": BloomForCausalLM,
+    "GPT2Model": GPT2LMHeadModel,
+    "LlamaModel": LlamaForCausalLM,
+    "MistralModel": LlamaForCausalLM,
+    "OPTModel": OPTForCausalLM,
+    "Qwen2Model": LlamaForCausalLM,
+    "Qwen3Model": LlamaForCausalLM,
+}
+# Fields of config.json that are whole numbers from 1 up, where they are there.
+SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "vocab_size"),
+    *("intermediate_size", "max_position_embeddings", "ffn_dim", "word_embed_proj_dim"),
+    *("n_layer", "n_head", "n_embd", "n_inner", "n_positions"),
+)
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,  # these two names are torch's and vLLM's as well
+    "half": torch.float16,
+}
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    path: str | PathLike[str],
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    quantization: str | None = None,
+) -> CausalLM:
+    """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
+
+    path: a directory, or a repository of Hugging Face that lies in its cache.
+    quantization: "int8", "int4", or None for the weights as the checkpoint has them. On the CPU alone, where linear
+        layers take the forms of `models.linear`.
+
+    Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
+    cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
+    misshapen.
+    """
+    directory = model_directory(path)
+    model = build_model(directory, dtype)
+    forms = linear_forms(model, quantization, device)
+    description = describe_linear_layers(model, forms)
+    if isinstance(model, TransformersCausalLM):
+        weight_files(directory)  # raises if there are none
+        model.load_weights(directory, device)
+    else:
+        load_weights(model, directory, device, forms)
+    if forms is not None:
+        pack_linear_layers(model, forms)
+        logger.info("linear layers: %s", description)
+    model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
+    look_up_directly(model)
+    return model
+
+
+def look_up_directly(model: nn.Module) -> None:
+    """Make submodules, parameters and buffers plain attributes, too: nn.Module looks for them when Python has failed to
+    find them, a dozen times a layer, which is a tenth of a step of one request.
+
+    For a model that changes no more: a buffer that takes the place of another is not seen.
+    """
+    for module in model.modules():
+        vars(module).update(module._modules | module._parameters | module._buffers)
+
+
+def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") -> NativeCausalLM | TransformersCausalLM:
+    """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
+    config = read_config(model_directory(path) / "config.json")
+    architecture = (config.architectures or ["none"])[0]
+    quantization = getattr(config, "quantization_config", None)
+    weights = None
+    if quantization is not None:
+        if not is_for_cache_alone(quantization):
+            weights = checkpoint_format(quantization)
+            if architecture not in NATIVE:
+                raise ValueError(
+                    f"quantization_config: expected none, as {architecture} runs through transformers, where quantized "
+                    "weights are not supported"
+                )
+        del config.quantization_config  # transformers would look for quantized weights
+    torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
+    with torch.device("meta"):
+        model = NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
+    model.checkpoint_format = weights
+    return model
+
+
+def linear_forms(model: CausalLM, quantization: str | None, device: str = "cpu") -> LinearForms | None:
+    """Which forms the linear layers take that the checkpoint has not quantized; None: they stay as they are, on CUDA.
+
+    Raises ValueError for another quantization than the checkpoint's own, and on CUDA for any.
+    """
+    check_quantization(quantization)
+    own = model.checkpoint_format
+    if device != "cpu":
+        if own is not None:
+            raise ValueError(f"quantization_config: expected none on {device}, as quantized weights are for the CPU")
+        if quantization is not None:
+            raise ValueError(f"quantization: expected None on {device}, as quantized weights are for the CPU")
+        return None
+    if own is not None and quantization not in (None, own.QUANTIZATION):
+        raise ValueError(
+            f"quantization: expected None or {own.QUANTIZATION}, in which {own.METHOD} has quantized the checkpoint, "
+            f"got {quantization}"
+        )
+    return LinearForms(model.vocab_size, None if own is not None else quantization)
+
+
+def describe_linear_layers(model: CausalLM, forms: LinearForms | None) -> str:
+    """In words, of a model as `build_model` makes it."""
+    if forms is None:
+        return "torch's own"
+    words = forms.describe(model)
+    own = model.checkpoint_format
+    return words if own is None else f"{own.describe()}; where the checkpoint is not quantized: {words}"
+
+
+def read_config(file: Path) -> Any:
+    """What transformers makes of a config.json. Raises ValueError with the name of a field that no model can have."""
+    fields = read_json(file)
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"architectures: expected a list of names in {file}, got {architectures!r}")
+    for name in SIZES if NATIVE.keys() & architectures else ():
+        size = fields.get(name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}: expected an int >= 1 in {file}, got {size!r}")
+    try:
+        return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    except Exception as error:  # of any type: its checks of the fields, and what follows from those it does not check
+        raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
+
+
+def is_for_cache_alone(quantization: Any) -> bool:
+    """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
+    return (
+        isinstance(quantization, dict)
+        and bool(quantization.get("kv_cache_scheme"))
+        and not quantization.get("config_groups")
+    )
+
+
+def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:
+    """Scales for an fp8 cache: those that are given, else those of the checkpoint, else None for 1, with a warning.
+
+    given: what `given_scales` takes, or None. Raises as that does, and ValueError beside kv_cache_dtype "auto".
+    """
+    if kv_cache_dtype == "auto":
+        if given is not None:
+            raise ValueError("kv_scales: expected None with kv_cache_dtype auto, which scales nothing")
+        return None
+    if given is not None:
+        return given_scales(given, num_layers)
+    with ExitStack() as open_files:
+        tensors = open_checkpoint(directory, open_files)
+        scales = scales_in_checkpoint(
+            ((name, read()) for name, read in tensors.items() if is_kv_scale(name)), num_layers
+        )
+    if scales is None:
+        logger.warning(
+            "kv_cache_dtype=%s: keys and values are not scaled, as neither the checkpoint nor kv_scales says how; "
+            "calibrate_kv_scales finds scales",
+            kv_cache_dtype,
+        )
+    return scales
+
+
+def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if name == "auto":
+        return next((dtype for dtype in DTYPES.values() if dtype == of_checkpoint), torch.float32)
+    if name not in DTYPES:
+        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {name}")
+    return DTYPES[name]

@@ -1,0 +1,182 @@
+"""The weights of a native model: the tensors of a checkpoint's files, *.safetensors or pytorch_model*.bin, in place."""
+
+import logging
+import pickle
+import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.kv_scales import is_kv_scale
+from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
+from pagedattn_serve.models.layers import ConvertedLinear
+from pagedattn_serve.models.linear import LinearForms, quantized_linear
+from pagedattn_serve.models.quantized_checkpoint import is_quantized, read_weight
+
+# In order of preference: the one file, and the index that stands there if the weights lie in several.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+HEAD = "lm_head.weight"
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
+
+
+def load_weights(model: NativeCausalLM, directory: Path, device: str, forms: LinearForms | None = None) -> None:
+    """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors.
+
+    Linear layers take these forms one after the other, so that no two are in memory twice; all but a tied lm_head.
+    """
+    with ExitStack() as open_files:
+        tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
+        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS) and not is_kv_scale(name)}
+        problems: list[str] = []
+        parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
+
+        def read(shapes: dict[str, list[int]]) -> list[Tensor] | None:
+            unexpected.difference_update(shapes)
+            return read_tensors(tensors, shapes, problems)
+
+        own = model.checkpoint_format
+        # No bar where nobody looks: disable=None is "unless on a terminal".
+        bar = tqdm(parameters, desc="Loading weights", disable=None, leave=False)
+        for layer_name, names in groupby(bar, lambda name: name.rpartition(".")[0]):
+            layer = model.get_submodule(layer_name)
+            quantized = None
+            for name in names:
+                kind = name.removeprefix(f"{layer_name}.")
+                if own is not None and kind == "weight" and is_quantized(layer, layer_name, own, tensors):
+                    quantized = read_weight(layer, layer_name, own, tensors, read)
+                elif (parts := read(checkpoint_shapes(model, name))) is not None and not problems:
+                    weight = convert(model, name, parts)
+                    # Packed layers take weights of any dtype: 16 bits stay as they are, in fp32 and in the other 16.
+                    keeps_dtype = forms is not None and isinstance(layer, nn.Linear) and weight.dtype in HALF_DTYPES
+                    dtype = weight.dtype if keeps_dtype else model.dtype
+                    set_parameter(model, name, weight.to(device, dtype).contiguous())
+            if not problems and forms is not None and isinstance(layer, nn.Linear):
+                packed = forms.pack(layer_name, layer) if quantized is None else quantized_linear(quantized, layer.bias)
+                model.set_submodule(layer_name, packed)
+        if HEAD in unexpected and not problems:  # its embeddings are tied
+            unexpected.discard(HEAD)
+            load_own_head(model, tensors[HEAD]().to(device, model.dtype))
+    problems += [f"unexpected {name}" for name in sorted(unexpected)]
+    if problems == [f"missing {HEAD}"]:
+        problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
+    if problems:
+        raise ValueError(misfit(directory, type(model).__name__, problems))
+
+
+def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
+    """What a checkpoint keeps as lm_head though the config ties it: mostly a copy; if not, it is the model's head."""
+    if not torch.equal(weight, model.lm_head.weight):
+        logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
+        model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
+    """Every tensor of the checkpoint, memory-mapped where the format allows it."""
+    tensors: Tensors = {}
+    for file in weight_files(directory):
+        try:
+            if file.suffix == ".safetensors":
+                handle = open_files.enter_context(safe_open(file, framework="pt"))
+                tensors |= {name: lambda h=handle, n=name: h.get_tensor(n) for name in handle.keys()}  # noqa: SIM118
+            else:
+                # Before torch 1.6 it was another format, which cannot be mapped.
+                mmap = zipfile.is_zipfile(file)
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+                if not isinstance(state, dict):
+                    raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
+                tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
+        except pickle.UnpicklingError:  # whose message advises to run what the file holds
+            raise ValueError(
+                f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
+            ) from None
+        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0] or "it ends too early"
+            raise ValueError(f"model: cannot read the weights in {file}: {reason}") from None
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights, safetensors if there are any."""
+    for name in WEIGHT_FILES:
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ValueError(f"weight_map: expected the files of tensors in {index}, got {weight_map!r:.80}")
+            files = [directory / file for file in sorted(set(weight_map.values()))]
+            for file in files:
+                if not file.is_file():
+                    raise FileNotFoundError(f"model: expected {file.name} in {directory}, as {index.name} names it")
+            return files
+        if (directory / name).is_file():
+            return [directory / name]
+    # Files of any other name: shards without their index.
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if files := sorted(directory.glob(pattern)):
+            return files
+    raise FileNotFoundError(f"model: expected {' or '.join(WEIGHT_FILES)} in {directory}, found neither")
+
+
+# ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
+
+
+def checkpoint_name(model: NativeCausalLM, name: str) -> str:
+    """The name of a checkpoint's tensor with the prefix that some checkpoints leave out."""
+    return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
+
+
+def checkpoint_shapes(model: NativeCausalLM, parameter_name: str) -> dict[str, list[int]]:
+    """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
+    layer_name, _, kind = parameter_name.rpartition(".")
+    layer = model.get_submodule(layer_name)
+    if isinstance(layer, ConvertedLinear):
+        return layer.checkpoint_shapes(layer_name, kind)
+    return {parameter_name: list(model.get_parameter(parameter_name).shape)}
+
+
+def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[str]) -> list[Tensor] | None:
+    """The named tensors; None if some are missing or misshapen, which are added to `problems`."""
+    found = []
+    for name, shape in shapes.items():
+        if name not in tensors:
+            problems.append(f"missing {name}")
+            continue
+        tensor = tensors[name]()
+        if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
+            found.append(tensor)
+        else:
+            found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            problems.append(f"{name}: expected {shape}, got {found_instead}")
+    return found if len(found) == len(shapes) else None
+
+
+def convert(model: NativeCausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
+    layer_name, _, kind = parameter_name.rpartition(".")
+    layer = model.get_submodule(layer_name)
+    return layer.from_checkpoint(kind, tensors) if isinstance(layer, ConvertedLinear) else tensors[0]
+
+
+def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
+    """Replace a parameter wherever it is used: tied ones in both places."""
+    old = model.get_parameter(name)
+    new = nn.Parameter(weight, requires_grad=False)
+    for module in model.modules():
+        for attribute, parameter in list(module.named_parameters(recurse=False)):
+            if parameter is old:
+                setattr(module, attribute, new)

@@ -1,0 +1,80 @@
+"""The live page at /, and what it shows: /state."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from starlette.responses import FileResponse, Response
+
+from pagedattn_serve.async_engine import AsyncLLMEngine, EngineDeadError
+from pagedattn_serve.server.http.app_state import config_of, engine_of
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+
+FILES = {file.name: file for file in (Path(__file__).parent / "page").iterdir()}
+# The page takes nothing from elsewhere, and no other page frames it.
+HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
+CODES = {"free": -1, "cached": -2, "shared": -3}  # as map.js reads them; others are their owner's
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def page() -> Response:
+    """The page."""
+    return FileResponse(FILES["index.html"], headers=HEADERS)
+
+
+@router.get("/page/{name}")
+async def page_file(name: str) -> Response:
+    """What the page is made of."""
+    if name not in FILES:
+        raise ApiError(404, f"page: expected one of {', '.join(sorted(FILES))}, got {name}")
+    return FileResponse(FILES[name], headers=HEADERS)
+
+
+@router.get("/state")
+async def state(
+    engine: Annotated[AsyncLLMEngine, Depends(engine_of)], config: Annotated[ServerConfig, Depends(config_of)]
+) -> Response:
+    """What the engine is doing between two steps: its statistics, its requests, and what each block holds.
+
+    blocks, host_blocks: runs [what, how many]; what: the index of the request that has the blocks alone, or one of
+    CODES. A request's name is made from its id, which it does not tell.
+    """
+    try:
+        stats, cache = await engine.call(lambda each: (each.stats(), each.cache_map()))
+    except EngineDeadError as error:
+        raise ApiError(503, str(error), code="engine_dead") from None
+    requests = [
+        {
+            "name": hashlib.sha256(request.request_id.encode()).hexdigest()[:6],
+            "state": request.state,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_output_tokens": request.num_output_tokens,
+        }
+        for request in cache.requests
+    ]
+    return JSONResponse(
+        {
+            "model": config.served_model_name,
+            "device": engine.engine.model_runner.device,
+            "block_size": engine.engine.model_runner.block_size,
+            "time": time.monotonic(),
+            "stats": dataclasses.asdict(stats),
+            "requests": requests,
+            "blocks": _runs(cache.blocks, cache.owners),
+            "host_blocks": _runs(cache.host_blocks, cache.host_owners),
+        }
+    )
+
+
+def _runs(states: Iterable[str], owners: Iterable[int]) -> list[tuple[int, int]]:
+    """What each block is, as in `state`, with neighbours that are alike counted."""
+    codes = (CODES.get(state, owner) for state, owner in zip(states, owners, strict=True))
+    return [(code, sum(1 for _ in alike)) for code, alike in groupby(codes)]

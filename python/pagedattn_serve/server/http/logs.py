@@ -1,0 +1,78 @@
+"""The server's log on standard error: lines of text, or a JSON object a line. All loggers of the process write to it.
+
+A record may bring fields beside its message, as `extra={"fields": {...}}`; those of a task that serves a request have
+its id.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from pagedattn_serve.server.http.request_context import current_request
+
+
+def set_up_logs(log_format: str, level: str) -> None:
+    """log_format, level: as `ServerConfig` has them. Others than this package tell warnings alone, unless "debug"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_request_id)
+    for name in list(logging.root.manager.loggerDict):  # as transformers has handlers and a level of its own
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+    logging.root.handlers = [handler]
+    logging.root.setLevel("WARNING" if level == "info" else level.upper())
+    logging.getLogger("pagedattn_serve").setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def add_request_id(record: logging.LogRecord) -> bool:
+    """A filter of handlers, which lets everything pass."""
+    context = current_request.get()
+    record.request_id = None if context is None else context.request_id
+    return True
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-22 12:00:00.000 INFO request method=GET path=/v1/models status=200`; a trace follows on its own lines.
+
+    Values that could be taken for something else, as with spaces or line ends in them, are quoted as in JSON.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        fields = "".join(f" {name}={plain(value)}" for name, value in all_fields(record).items())
+        first, *rest = record.getMessage().splitlines() or [""]
+        if record.exc_info:
+            rest.append(self.formatException(record.exc_info))
+        return "\n".join([f"{time} {record.levelname} {first}{fields}", *rest])
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time", "level", "logger", "message"}, the fields, and the trace as "exception" where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **all_fields(record),
+        }
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown, default=str)
+
+
+def all_fields(record: logging.LogRecord) -> dict[str, Any]:
+    request_id = getattr(record, "request_id", None)
+    fields = getattr(record, "fields", {})
+    return fields if request_id is None else {"request_id": request_id, **fields}
+
+
+def plain(value: object) -> str:
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

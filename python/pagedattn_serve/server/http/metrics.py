@@ -1,0 +1,190 @@
+"""What Prometheus scrapes at /metrics. Names are vLLM's, with `pagedattn:` in place of `vllm:`; docs/operations.md says
+which are our own.
+
+What the engine counts is read from its last step when somebody scrapes; times of requests are observed as outputs pass
+to the clients, once a request but for the time between outputs.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.server.http.request_context import current_request
+
+Stats = Callable[[], EngineStats]
+
+# Seconds. From a small model on a GPU to a large one on a CPU: at most a factor 2.5 from one to the next.
+FIRST_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+REQUEST_BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920, 3600)
+LENGTH_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+
+GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
+    ("num_requests_running", "Requests in the batches of the engine.", lambda s: s.num_running),
+    ("num_requests_waiting", "Requests that wait to be let in.", lambda s: s.num_waiting),
+    ("num_requests_swapped", "Requests whose blocks are in host memory.", lambda s: s.num_swapped),
+    ("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", lambda s: s.num_used_blocks / s.num_blocks),
+    (
+        "cpu_cache_usage_perc",
+        "Share of the blocks for swapping in use, 0 to 1.",
+        lambda s: s.num_used_host_blocks / max(s.num_host_blocks, 1),
+    ),
+]
+COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
+    ("prompt_tokens", "Tokens of prompts.", lambda s: s.num_prompt_tokens),
+    ("generation_tokens", "Tokens that were generated.", lambda s: s.num_output_tokens),
+    ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", lambda s: s.num_looked_up_tokens),
+    ("prefix_cache_hits", "Tokens of prompts that were found in the cache.", lambda s: s.num_found_tokens),
+    ("spec_decode_num_draft_tokens", "Tokens guessed by speculation.", lambda s: s.num_proposed_tokens),
+    ("spec_decode_num_accepted_tokens", "Guessed tokens that saved a step.", lambda s: s.num_accepted_tokens),
+    ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
+    ("engine_step_seconds", "Seconds that the steps took.", lambda s: s.step_seconds),
+    ("engine_execute_seconds", "Of these, seconds in model and sampler.", lambda s: s.execute_seconds),
+]
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of their own. stats: the engine's, after its last step."""
+
+    def __init__(self, stats: Stats, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(stats, model_name))
+        ProcessCollector(registry=self._registry)
+        self._model_name = model_name
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of a request, as clients get them.", TOKEN_BUCKETS
+        )
+        self._time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean, without its first token.", TOKEN_BUCKETS
+        )
+        self._e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its last token.", REQUEST_BUCKETS
+        )
+        self._prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", LENGTH_BUCKETS)
+        self._generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens that a request generated, all of its outputs.", LENGTH_BUCKETS
+        )
+        self._finished = Counter(
+            "pagedattn:request_success",
+            "Requests that ended, by how: stop, length, abort, error.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(model_name, reason)  # so that each is there, as 0
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"pagedattn:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+        return made.labels(self._model_name)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The page, and its content type: what a scraper asks for in its header Accept."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    async def watch(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """The same outputs of one request of the engine, observed, and its tokens added to the current HTTP request's.
+
+        A request that is refused before its first output counts for nothing, one whose reader leaves as "abort".
+        """
+        last: RequestOutput | None = None
+        last_time = 0.0
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    now = time.monotonic()
+                    if last is not None:
+                        self._inter_token_latency.observe(now - last_time)
+                    elif output.metrics.first_token_time is not None:
+                        self._time_to_first_token.observe(output.metrics.first_token_time - output.metrics.arrival_time)
+                    last, last_time = output, now
+                    yield output
+        except (GeneratorExit, asyncio.CancelledError):
+            if last is None or not last.finished:
+                self._count_end("abort")
+            raise
+        finally:
+            if last is not None:
+                self._observe_end(last)
+
+    def _observe_end(self, output: RequestOutput) -> None:
+        """The last output of a request that came to its reader."""
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        num_prompt_tokens = len(output.prompt_token_ids)
+        if context := current_request.get():
+            context.num_prompt_tokens += num_prompt_tokens
+            context.num_output_tokens += sum(lengths)
+        if not output.finished:
+            return
+        reasons = {completion.finish_reason for completion in output.outputs}
+        self._count_end(next(reason for reason in ("error", "abort", "length", "stop") if reason in reasons))
+        self._prompt_tokens.observe(num_prompt_tokens)
+        self._generation_tokens.observe(sum(lengths))
+        times = output.metrics
+        if times.finished_time is None:
+            return
+        self._e2e_latency.observe(times.finished_time - times.arrival_time)
+        if times.first_token_time is not None and max(lengths) > 1:
+            self._time_per_output_token.observe((times.finished_time - times.first_token_time) / (max(lengths) - 1))
+
+    def _count_end(self, reason: str) -> None:
+        self._finished.labels(self._model_name, reason).inc()
+
+
+class EngineCollector(Collector):
+    """What the engine counts, as it was after its last step."""
+
+    def __init__(self, stats: Stats, model_name: str) -> None:
+        self._stats = stats
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text, value in GAUGES:
+            gauge = GaugeMetricFamily(f"pagedattn:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value(stats))
+            yield gauge
+        for name, text, value in COUNTERS:
+            counter = CounterMetricFamily(f"pagedattn:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model_name], value(stats))
+            yield counter
+        preemptions = CounterMetricFamily(
+            "pagedattn:num_preemptions", "Times that a request lost its blocks.", labels=["model_name", "kind"]
+        )
+        preemptions.add_metric([self._model_name, "recompute"], stats.num_recomputes)
+        preemptions.add_metric([self._model_name, "swap"], stats.num_swaps)
+        yield preemptions
+        blocks = GaugeMetricFamily(
+            "pagedattn:kv_cache_blocks", "Blocks of the cache, by state.", labels=["model_name", "state"]
+        )
+        num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
+        for state, count in (
+            ("used", stats.num_used_blocks),
+            ("cached", stats.num_cached_blocks),
+            ("free", num_free),
+        ):
+            blocks.add_metric([self._model_name, state], count)
+        yield blocks
+
+
+def add_metrics_route(app: Starlette, metrics: ServerMetrics) -> None:
+    """GET /metrics."""
+
+    async def show(request: Request) -> Response:
+        body, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    app.add_route("/metrics", show, include_in_schema=False)

@@ -1,0 +1,344 @@
+"""What every request passes before the app and every answer after it, as plain ASGI: streams go through unbuffered, and
+the app sees its client go away.
+
+From the outside: `RequestLog` (id, log line, whatever goes wrong), `TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`,
+`HeadAsGet`. A request that is refused here is answered in OpenAI's shape, and its connection closed, so that nobody
+reads a body to its end for nothing.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagedattn_serve.server.http.config import ANY_HOST, ServerConfig
+from pagedattn_serve.server.http.errors import ApiError, encode_json
+from pagedattn_serve.server.http.request_context import RequestContext, current_request
+
+logger = logging.getLogger(__name__)
+
+# What is served without a key; all else, known or not, asks for one.
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
+OPEN_FOLDER = "/page/"
+# A header Host, with or without a port; of an address of version 6 in its brackets.
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@?#\s]+)(:[0-9]*)?", re.IGNORECASE)
+# What is asked all the time, and logged on the level "debug" alone unless it fails.
+POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
+
+# How many of a character a body may have, in its texts too: each may be a value, a field, an object or a list. The
+# parser makes ten million numbers a second, but one million fields or lists.
+MOST_OF = ((b",", 2**20), (b":", 2**17), (b"{", 2**17), (b"[", 2**17))
+
+# For a refused client to stop sending: closed before, the connection would take the answer with it.
+LINGER_SECONDS = 2.0
+
+
+def add_middleware(app: Starlette, config: ServerConfig) -> None:
+    """All of it, in its order. Sets `pagedattn.request_id` and `pagedattn.key_id` in each scope for the app.
+
+    request_id: as in the header X-Request-Id, the server's own, unguessable. key_id: a name of the API key that does
+    not tell the key, "" without one.
+    """
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.read_timeout)
+    app.add_middleware(KeyCheck, keys=config.api_keys)
+    if config.allowed_hosts is not None and ANY_HOST not in config.allowed_hosts:
+        app.add_middleware(HostCheck, names=(config.host, *config.allowed_hosts))
+    app.add_middleware(TimeLimit, seconds=config.request_timeout)
+    app.add_middleware(RequestLog)
+
+
+class RequestLog:
+    """Gives each request an id and, when it is over, a line in the log: no prompt, no key, no query string.
+
+    An error that no handler of the app has taken ends here, as status 500 where nothing was sent before; its text may
+    be a prompt's, so the log has its type and its place alone.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        context = RequestContext(secrets.token_hex(16))
+        current_request.set(context)  # each request has a task of its own
+        scope["pagedattn.request_id"] = context.request_id
+        request_id_header = (b"x-request-id", context.request_id.encode())
+        started = time.monotonic()
+        status = 499  # as proxies say of a client that left before there was an answer
+        is_gone = False
+
+        async def watched_receive() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone = is_gone or message["type"] == "http.disconnect"
+            return message
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), request_id_header]
+            await send(message)
+
+        try:
+            await self.app(scope, watched_receive, send_with_id)
+        except Exception as error:
+            level = logging.DEBUG if is_gone else logging.ERROR  # there is no one left whom the app could fail
+            trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            logger.log(level, "%s\n%s", type(error).__name__, trace)
+            if status == 499 and not is_gone:
+                await refuse(receive, send_with_id, 500, "the server failed; its log says where", "internal_error")
+        finally:
+            log_request(scope, context, status, time.monotonic() - started)
+
+
+def log_request(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
+    is_poll = scope["path"] in POLLED_PATHS and status < 400
+    fields: dict[str, Any] = {"method": scope["method"], "path": scope["path"][:200], "status": status}
+    if context.num_prompt_tokens:
+        fields |= {"prompt_tokens": context.num_prompt_tokens, "output_tokens": context.num_output_tokens}
+    fields["seconds"] = round(seconds, 3)
+    if context.key_number is not None:
+        fields["key"] = context.key_number
+    logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
+
+
+class TimeLimit:
+    """Ends a request after so many seconds: 504 if nothing was sent, else an error as the last event of a stream."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app = app
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start: Message | None = None
+
+        async def watched_send(message: Message) -> None:
+            nonlocal start
+            start = start or message
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self.seconds) as limit:
+                await self.app(scope, receive, watched_send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"request: expected its answer to end within {self.seconds:g} seconds"
+            if start is None:
+                # openai's clients would else ask again, twice.
+                await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
+            elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
+                body = b"data: " + error_json(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
+                with suppress(TimeoutError):  # of one who does not read
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class HostCheck:
+    """Answers those alone who call the server by its name; 421 for others.
+
+    A web page can have its own name lead to an address of the server. A browser then takes the server for a part of the
+    page, and lets the page ask and read everything. But the browser tells the page's name in the header Host. Nobody
+    can have the names of loopback addresses lead elsewhere, so they are the server's wherever it listens.
+
+    names: the server's others, without ports. The address that a connection came to is one, too.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self.app = app
+        self.names = frozenset(map(bare_name, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            # Every browser sends one Host. HTTP/1.0 needs none: health checks of load balancers come without.
+            is_right = (
+                self._is_own(hosts[0], scope) if len(hosts) == 1 else not hosts and scope["http_version"] == "1.0"
+            )
+            if not is_right:
+                got = ", ".join(hosts)[:100] or "none"
+                text = f"Host: expected localhost, 127.0.0.1 or a name that --allowed-hosts adds, got {got}"
+                return await refuse(receive, send, 421, text, "host_not_allowed")
+        await self.app(scope, receive, send)
+
+    def _is_own(self, host: str, scope: Scope) -> bool:
+        match = HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = bare_name(match[1])
+        return name in self.names or is_loopback(name) or name == scope["server"][0]
+
+
+def bare_name(host: str) -> str:
+    """A name or an address as it is compared: without brackets, capitals and the dot at the end of a full name."""
+    return host.strip("[]").lower().removesuffix(".")
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address means the machine itself; what ends in .localhost does so for every browser."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+class KeyCheck:
+    """Asks for one of the keys, as `Authorization: Bearer KEY`; 401 without it. How long it takes tells nothing."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["pagedattn.key_id"] = ""
+        if scope["type"] != "lifespan" and self._digests:
+            digest = presented_digest(scope["headers"])
+            number = self._number_of(digest)
+            if number is not None:
+                scope["pagedattn.key_id"] = digest.hex()
+                if context := current_request.get():
+                    context.key_number = number
+            elif scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
+                headers = {"www-authenticate": "Bearer"}
+                text = "Incorrect API key provided: expected one of this server's as Authorization: Bearer KEY"
+                return await refuse(receive, send, 401, text, "invalid_api_key", headers)
+        await self.app(scope, receive, send)
+
+    def _number_of(self, digest: bytes) -> int | None:
+        """The place of a key, from 1, among all, every one of which is looked at."""
+        number = None
+        for i, each in enumerate(self._digests):
+            if hmac.compare_digest(each, digest):
+                number = i + 1
+        return number
+
+
+def presented_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """SHA-256 of the key that a request brings, of b"" without one, which is no key."""
+    key = b""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.partition(b" ")
+            key = rest.strip() if scheme.lower() == b"bearer" else b""
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Reads each body before the app is called: 413 beyond max_bytes, of which no more are held, or with too many
+    values, 408 beyond seconds."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        length = headers.get("content-length")
+        if length is None and "transfer-encoding" not in headers:
+            return await self.app(scope, receive, send)
+        too_long = f"body: expected at most {self.max_bytes} bytes"
+        if length is not None and int(length) > self.max_bytes:
+            return await refuse(receive, send, 413, f"{too_long}, got {int(length)}", "request_too_large")
+        try:
+            async with asyncio.timeout(self.seconds):
+                body = await read_body(receive, self.max_bytes)
+        except TimeoutError:
+            text = f"body: expected all of it within {self.seconds:g} seconds"
+            return await refuse(receive, send, 408, text, "timeout")
+        except OverflowError:
+            return await refuse(receive, send, 413, f"{too_long}, got more", "request_too_large")
+        if body is None:
+            return
+        if (reason := too_intricate(body)) is not None:
+            return await refuse(receive, send, 413, reason, "request_too_large")
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        del body  # once the app has it, it is the app's alone
+
+        async def receive_body() -> Message:
+            nonlocal message
+            first, message = message, None
+            return await receive() if first is None else first
+
+        await self.app(scope, receive_body, send)
+
+
+class HeadAsGet:
+    """A HEAD is answered as the GET of its path; the server sends no body for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """A request's body; None if its client went away. Raises OverflowError beyond max_bytes."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise OverflowError
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def too_intricate(body: bytes) -> str | None:
+    """Why a body would take the parser long, if it would; counted before, in a millisecond a MiB.
+
+    In another thread it would hold up the event loop as long: the parser keeps Python's lock from beginning to end.
+    """
+    for character, most in MOST_OF:
+        if (number := body.count(character)) > most:
+            return f"body: expected at most {most:,} of {character.decode()!r}, got {number:,}"
+    return None
+
+
+def error_json(status: int, message: str, code: str) -> bytes:
+    return encode_json(ApiError(status, message, code=code).body).encode()
+
+
+async def refuse(
+    receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
+) -> None:
+    """Answer with an error, and close the connection once the client has seen it, or at least had the time to."""
+    body = error_json(status, message, code)
+    all_headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **(headers or {}),
+    }
+    raw_headers = [(name.encode(), value.encode()) for name, value in all_headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,211 @@
+"""From an engine and a config to a process that serves, and ends as it is told."""
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pagedattn_serve.async_engine import AsyncLLMEngine
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.connection import connection_class
+
+logger = logging.getLogger(__name__)
+
+MakeApp = Callable[[AsyncLLMEngine, ServerConfig], ASGIApp]
+
+KEEP_ALIVE_SECONDS = 65  # for an idle connection: longer than clients and proxies keep theirs, so that they close first
+FLUSH_SECONDS = 3.0  # for answers that are complete to be taken by their clients, when the server stops
+POLL_SECONDS = 0.02
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of a host, not listening yet, as clients shall not wait for a model that is loaded.
+
+    port 0: any that is free, the same for all addresses.
+
+    Raises OSError, which names what is wrong, with none of them open.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"host: expected a name or an address of this machine, got {host} ({error.strerror})") from None
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
+            sockets.append(socket.socket(family, kind, protocol))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sockets[-1].bind((address[0], port, *address[2:]))
+            port = port_of(sockets[0])
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise port_error(host, port, error) from None
+    return sockets
+
+
+def listen(host: str, sockets: list[socket.socket]) -> None:
+    """Take connections from here on. Raises OSError if somebody else does so on the port since it was bound."""
+    try:
+        for each in sockets:
+            each.listen()
+    except OSError as error:
+        raise port_error(host, port_of(sockets[0]), error) from None
+
+
+def port_error(host: str, port: int, error: OSError) -> OSError:
+    return OSError(f"port: expected one that is free on {host}, got {port} ({error.strerror})")
+
+
+def port_of(bound: socket.socket) -> int:
+    port: int = bound.getsockname()[1]
+    return port
+
+
+def run_server(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
+    """Serve on the sockets of `bind`, in the main thread, until a signal or the engine's end; returns the exit status.
+
+    SIGTERM or SIGINT: no new connection is taken, requests in flight have `shutdown_timeout` to end, what is left is
+    aborted, each with an answer that says so; status 0. A second signal ends the process at once, with 128 and its
+    number. An engine that breaks ends the process with status 1, once the requests in flight have their errors.
+    """
+    allow_many_connections()
+    gc.collect()
+    gc.freeze()  # else each full collection looks at all that was imported, 180 ms in which nobody is served
+    return asyncio.run(serve(make_app, engine, config, sockets))
+
+
+async def serve(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
+    async with AsyncLLMEngine(engine, config.max_waiting, on_death=lambda: server.stop()) as async_engine:
+        server = Server(make_app(async_engine, with_hosts(config, sockets)), async_engine, config)
+        listen(config.host, sockets)
+        announce(engine, config, sockets)
+        await server.serve(sockets)
+        if async_engine.error is None:
+            return 0
+        logger.error("the engine broke: %s", async_engine.error)
+        return 1
+
+
+def with_hosts(config: ServerConfig, sockets: list[socket.socket]) -> ServerConfig:
+    """The config with its allowed hosts decided: a server for this machine alone answers no others than its own."""
+    if config.allowed_hosts is None and are_loopback(sockets):
+        return replace(config, allowed_hosts=())
+    return config
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with an end of its own."""
+
+    def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection_class(config.read_timeout),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            )
+        )
+        self._engine = engine
+        self._shutdown_timeout = config.shutdown_timeout
+
+    def stop(self) -> None:
+        """Begin the end. Any thread may call it, and a signal handler."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The signals that end the server. They are not raised again behind it, as uvicorn does: the end was proper."""
+        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """In four stages, each for what the one before has left: wait, abort, cut off, leave it to asyncio."""
+        seconds = self._shutdown_timeout if self._engine.error is None else FLUSH_SECONDS
+        logger.info("stopping", extra={"fields": {"in_flight": len(self.server_state.tasks), "wait_seconds": seconds}})
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once if it is idle, else after its answer
+        await self._wait(seconds)
+        await self._engine.shutdown()
+        await self._wait(FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._wait(FLUSH_SECONDS)
+        logger.info("stopped")
+
+    async def _wait(self, seconds: float) -> None:
+        """Until no connection and no request is left, but no longer."""
+        end = time.monotonic() + seconds
+        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def allow_many_connections() -> None:
+    """As many open files as this process may have: by default it is a thousand connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def announce(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> None:
+    """What is served, and where: a table on standard output, or where the log is JSON one of its lines."""
+    facts = start_facts(engine, config, sockets)
+    if config.log_format == "json":
+        logger.info("serving", extra={"fields": facts})
+    else:
+        print("\n".join(f"{name:15}{value}" for name, value in facts.items()), flush=True)
+    if not config.api_keys and not are_loopback(sockets):
+        logger.warning("whoever can reach %s can use this server, as it asks for no API key (--api-key)", config.host)
+
+
+def are_loopback(sockets: list[socket.socket]) -> bool:
+    """Whether none of them can be reached from another machine."""
+    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
+    return all(address.is_loopback for address in addresses)
+
+
+def start_facts(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:
+    model, stats = engine.model_runner.model, engine.stats()
+    block_size = engine.model_runner.block_size
+    scheduler_config = engine.scheduler.config
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return {
+        "model": config.served_model_name,
+        "architecture": f"{model.architecture}, {model.runs}",
+        "device": engine.model_runner.device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache": f"{stats.num_blocks:,} blocks ({stats.num_blocks * block_size:,} tokens)",
+        "limits": f"{engine.max_model_len:,} tokens and {config.max_body_bytes:,} bytes a request; "
+        f"{scheduler_config.max_num_seqs:,} running, {config.max_waiting:,} waiting",
+        "API key": f"asked for, any of {len(config.api_keys)}" if config.api_keys else "not asked for",
+        "URL": f"http://{host}:{port_of(sockets[0])}",
+    }

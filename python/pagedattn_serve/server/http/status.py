@@ -1,0 +1,38 @@
+"""Whether the server works, and which version it is: /health, /version."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
+
+import pagedattn_ext
+from pagedattn_serve.async_engine import AsyncLLMEngine
+from pagedattn_serve.server.http.app_state import engine_of
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+
+router = APIRouter()
+
+
+class HealthResponse(TypedDict):
+    status: Literal["ok"]
+
+
+class VersionResponse(TypedDict):
+    version: str
+
+
+@router.get("/health", response_model=HealthResponse)
+async def health(engine: Annotated[AsyncLLMEngine, Depends(engine_of)]) -> Response:
+    """Whether the engine runs: status 503 if not."""
+    if not engine.is_running:
+        raise ApiError(503, engine.error or "the engine does not run", code="engine_dead")
+    response: HealthResponse = {"status": "ok"}
+    return JSONResponse(response)
+
+
+@router.get("/version", response_model=VersionResponse)
+async def version() -> Response:
+    """The version of this package."""
+    response: VersionResponse = {"version": pagedattn_ext.__version__}
+    return JSONResponse(response)

@@ -1,0 +1,52 @@
+"""The FastAPI app: routes, what wraps them, and how it describes itself."""
+
+from fastapi import FastAPI
+
+import pagedattn_ext
+from pagedattn_serve.async_engine import AsyncLLMEngine
+from pagedattn_serve.server.http import live, status
+from pagedattn_serve.server.http.app_state import set_app_state
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.metrics import add_metrics_route
+from pagedattn_serve.server.http.middleware import add_middleware
+from pagedattn_serve.server.openai import chat_completions, completions, models, tokenization
+from pagedattn_serve.server.openai.errors import add_error_handlers
+from pagedattn_serve.server.openai.responses import ErrorResponse
+from pagedattn_serve.server.openai.service import Service
+
+# How each route may fail; "default" keeps FastAPI from promising status 422.
+STATUSES = {
+    400: "the request is not valid",
+    401: "no API key, or a wrong one",
+    404: "no such model",
+    413: "the body is too large",
+    415: "the body is not announced as JSON",
+    429: "too many requests wait; Retry-After says for how many seconds to wait",
+    500: "the request failed",
+    503: "the engine does not run",
+}
+
+
+def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
+    """OpenAI's API on an engine, which the caller starts and shuts down.
+
+    Raises ValueError if the model has no tokenizer.
+    """
+    app = FastAPI(
+        title="pagedattn serve",
+        version=pagedattn_ext.__version__,
+        docs_url=None,  # pages that load scripts from elsewhere
+        redoc_url=None,
+        responses={
+            "default": {"model": ErrorResponse, "description": "any other error"},
+            **{code: {"model": ErrorResponse, "description": text} for code, text in STATUSES.items()},
+        },
+    )
+    set_app_state(app, engine, config)
+    app.state.service = service = Service(engine, config)
+    for module in (completions, chat_completions, models, tokenization, status, live):
+        app.include_router(module.router)
+    add_metrics_route(app, service.metrics)
+    add_error_handlers(app)
+    add_middleware(app, config)
+    return app

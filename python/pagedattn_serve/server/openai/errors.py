@@ -1,0 +1,152 @@
+"""What the engine, pydantic and Starlette raise, as errors in OpenAI's shape."""
+
+import re
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, JSONResponse, encode_json, error_response
+
+RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499  # what proxies log of a client that left
+_ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
+# Names in messages of the engine, and those that a client has for them.
+_PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
+_FORM = "structured_output: "
+_TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
+# Fields with several forms, of which pydantic would name one alone.
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "messages": "a list of objects with a role and a content",
+}
+
+
+def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]]) -> Response:
+    """An answer with its `choices`, each of which is made and written before the next.
+
+    Those with logprobs are large: so memory holds one of them, and between them another thread lets the event loop on.
+    """
+    texts = ",".join(encode_json(choice) for choice in choices)
+    # No text has this: its quotes are escaped.
+    before, after = encode_json({**answer, "choices": []}).split('"choices":[]')
+    content = f'{before}"choices":[{texts}]{after}'
+    return Response(content.encode("utf-8", "backslashreplace"), media_type=JSONResponse.media_type)
+
+
+def engine_error(
+    error: EngineBusyError | EngineDeadError | TypeError | ValueError | ImportError, form_field: str | None = None
+) -> ApiError:
+    """What the client is told of an error of the engine, or of what is made for it (SamplingParams).
+
+    form_field: the request's name for structured_output.
+    """
+    text = str(error)
+    if isinstance(error, EngineBusyError):
+        return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, text, code="engine_dead")
+    if form_field is not None and text.startswith(_FORM):
+        return ApiError(400, f"{form_field}: {text.removeprefix(_FORM)}", param=form_field)
+    found = _ENGINE_MESSAGE.match(text)
+    return ApiError(400, text, param=found and _PARAM_OF.get(found[1], found[1]))
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, as `name: expected X, got Y`."""
+    errors = error.errors()
+    first = next((each for each in errors if each["type"] in _TOO_LONG), errors[0])  # else, of a field with two forms
+    location = [str(part) for part in first["loc"][1:]]
+    given = first.get("input")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"body: expected JSON, got what is not: {first['ctx']['error']} at {location[0]}")
+    if isinstance(given, bytes):
+        return ApiError(415, "Content-Type: expected application/json")
+    if not location:
+        return ApiError(400, f"body: expected a JSON object, got {_short(given)}")
+    name = location[0]
+    if first["type"] == "extra_forbidden":
+        where = "" if len(location) == 1 else f" in {name}"
+        return ApiError(400, f"{location[-1]}: expected none, as it is not supported{where}", param=".".join(location))
+    if first["type"] == "missing":
+        return ApiError(400, f"{location[-1]}: expected a value, got none", param=".".join(location))
+    if first["type"] in _TOO_LONG:
+        what = _TOO_LONG[first["type"]]
+        expected = f"at most {first['ctx']['max_length']:,} {what}"
+        return ApiError(400, f"{name}: expected {expected}, got {len(given or ()):,}", param=name)
+    if first["type"] == "value_error":
+        return ApiError(400, str(first["ctx"]["error"]), param=name)
+    return ApiError(400, f"{name}: expected {_expected(name, first)}, got {_short(given)}", param=name)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error of an app in OpenAI's shape, those of its routing too."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 400:  # what json.loads raises other than JSONDecodeError
+            num_digits = sys.get_int_max_str_digits()
+            message = (
+                "body: expected JSON in UTF-8 that is not nested too deeply and has no integer of more than "
+                f"{num_digits:,} digits"
+            )
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+        headers = None if error.headers is None else dict(error.headers)
+        return error_response(ApiError(error.status_code, message, headers=headers))
+
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def _expected(name: str, error: dict[str, Any]) -> str:
+    """What a field wants, in words."""
+    if name in _FORMS and error["type"].endswith("_type"):
+        return _FORMS[name]
+    context = error.get("ctx", {})
+    for bound, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
+        if bound in context:
+            return f"a number {sign} {context[bound]:g}"
+    if "min_length" in context:
+        return f"a length of {context['min_length']} at least"
+    text: str = error["msg"].removeprefix("Input should be ")
+    return text
+
+
+class _Repr(reprlib.Repr):
+    """The beginning of a value, for which the rest of it is not looked at."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them all
+
+
+_REPR = _Repr()
+_REPR.maxlist = _REPR.maxdict = 10
+_REPR.maxstring = _REPR.maxlong = 100
+
+
+def _short(value: object) -> str:
+    text = _REPR.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,157 @@
+"""What every route needs: the engine, the config, and what turns a request into work for them."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from pagedattn_serve.async_engine import AsyncLLMEngine
+from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.errors import ApiError
+from pagedattn_serve.server.http.metrics import ServerMetrics
+from pagedattn_serve.server.openai.generation import Job, PromptTokens
+from pagedattn_serve.server.openai.requests import SamplingBody
+from pagedattn_serve.server.openai.sampling import form_field
+from pagedattn_serve.text.chat_template import render_chat
+
+T = TypeVar("T")
+
+LONG_TEXT = 4096  # characters that take longer to tokenize than a thread to be woken
+
+
+class Service:
+    """One model, served under one name. Raises ValueError if it has no tokenizer."""
+
+    def __init__(self, engine: AsyncLLMEngine, config: ServerConfig) -> None:
+        if engine.engine.tokenizer is None:
+            raise ValueError("model: expected a directory with a tokenizer, got one without, which serves no texts")
+        self.engine = engine
+        self._llm = engine.engine  # what never changes of it
+        self.config = config
+        self.metrics = ServerMetrics(engine.stats, config.served_model_name)
+        self.created = int(time.time())
+        self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self._llm.max_model_len
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """What the model says of requests that leave it out."""
+        return self._llm.get_default_sampling_params()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError unless it is the model's; None is."""
+        if name is not None and name != self.config.served_model_name:
+            message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
+        """Token ids of each text; raises ApiError, which names the field, for what UTF-8 cannot write."""
+        return await self._with_tokenizer(
+            sum(map(len, texts)), lambda: [self._llm.tokenize(text, add_special_tokens) for text in texts], param
+        )
+
+    async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
+        """The text of each prompt, special tokens too; raises ApiError, which names the field, for unknown ids."""
+        return await self._with_tokenizer(
+            sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param
+        )
+
+    async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """A chat as the text that its model continues; raises ApiError for what the template refuses."""
+        try:  # in a thread, as a template is a program
+            return await asyncio.to_thread(
+                render_chat, self.tokenizer, messages, self.config.chat_template, add_generation_prompt
+            )
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def check_characters(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that would not fit if all of its tokens were the longest one: to tokenize it could
+        take a minute, for which the tokenizer is nobody else's."""
+        if len(text) > self._max_characters:
+            raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
+
+    def job(
+        self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody, request: Request
+    ) -> Job:
+        """Work for the engine, under a new id, which begins with its kind."""
+        return Job(
+            request_id=f"{kind}-{secrets.token_hex(16)}",
+            created=int(time.time()),
+            model=self.config.served_model_name,
+            prompts=prompts,
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=self._salt(request.scope.get("pagedattn.key_id", ""), body.cache_salt or ""),
+            form_field=form_field(body),
+        )
+
+    def start(self, job: Job, place: int) -> AsyncGenerator[RequestOutput, None]:
+        """What the engine makes of one prompt of a job, as the metrics see it pass."""
+        return self.metrics.watch(
+            self.engine.generate(
+                {"prompt_token_ids": job.prompts[place].token_ids},
+                job.params,
+                f"{job.request_id}-{place}",
+                job.priority,
+                job.cache_salt,
+            )
+        )
+
+    def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:
+        """Raises ApiError if a prompt of that many tokens, and the output that was asked for, do not fit.
+
+        max_tokens: None where what fits is enough.
+        """
+        if num_tokens == 0:
+            raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
+        num_output = max_tokens or 1
+        if num_tokens + num_output > self.max_model_len:
+            requested = (
+                f"{num_tokens + num_output} tokens ({num_tokens} in the {param}, {num_output} for the completion)"
+            )
+            raise self._too_long(requested, param)
+
+    def _too_long(self, requested: str, param: str) -> ApiError:
+        """In OpenAI's words, which clients look for."""
+        text = (
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested}."
+        )
+        return ApiError(400, text, param=param, code="context_length_exceeded")
+
+    async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
+        """What `work` returns. Raises ApiError, which names the field, for what it refuses.
+
+        It is done in a thread if it is long, or while another thread has the tokenizer, which is for one at a time: the
+        event loop does not wait for that.
+        """
+        try:
+            if size < LONG_TEXT and not self._llm.is_tokenizing:
+                return work()
+            return await asyncio.to_thread(work)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"{param}: {str(error).partition(': ')[2] or error}", param=param) from None
+
+    def _salt(self, key_id: str, own: str) -> str:
+        """Prompts share cached blocks with those of the same salt alone: the request's own, within its key's."""
+        if not self.config.salt_by_key:
+            return own
+        return f"{key_id}:{own}"
+
+
+async def service_of(request: Request) -> Service:
+    """A FastAPI dependency; async, as it would else be given a thread."""
+    service: Service = request.app.state.service
+    return service

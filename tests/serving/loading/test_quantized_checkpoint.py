@@ -1,0 +1,252 @@
+"""Checkpoints that come quantized: the weights that they mean, the tokens that follow, or a refusal by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Checkpoint, change_config, greedy_reference, run, token_ids
+from quantized_checkpoints import (
+    AWQ,
+    CONFIGS,
+    GPTQ,
+    INT8,
+    ROWS_OF_8_BITS,
+    SHAPES,
+    compressed,
+    linear_layers,
+    matrix,
+    quantize_inputs,
+    save_quantized,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
+from pagedattn_serve.models.layers import ConvertedLinear
+from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
+from pagedattn_serve.sampling_params import SamplingParams
+
+PROMPTS = [[5], [(3 * i) % 97 for i in range(30)]]
+LAYER = "model.layers.0.self_attn"
+
+
+def change_weights(directory: Path, **changes: Tensor | None) -> None:
+    """Set tensors of the first layer's attention, by name with "__" for a dot; None removes one."""
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in changes.items():
+        name = f"{LAYER}.{name.replace('__', '.')}"
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# ---- what is loaded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_weights_are_the_checkpoint_s(tmp_path: Path, name: str, config: str) -> None:
+    """A row with a single one comes through its quantization, and shows the weights of an input."""
+    meant = {
+        layer: matrix(module)
+        for layer, module in linear_layers(save_quantized(tmp_path, name, CONFIGS[config])).items()
+    }
+    plain, model = build_model(tmp_path), load_model(tmp_path)
+    count = 0
+    for layer_name, layer in plain.named_modules():
+        if not isinstance(layer, nn.Linear) or layer_name == "lm_head":
+            continue
+        packed = model.get_submodule(layer_name)
+        assert type(packed) is (Int8Linear if config == "int8" else Int4Linear)
+        parts = layer.checkpoint_parts(layer_name) if isinstance(layer, ConvertedLinear) else [layer_name]
+        weights = [meant[part] for part in parts]
+        if isinstance(layer, ConvertedLinear) and not name.startswith("gpt2"):
+            weights = [layer.from_checkpoint("codes", weights)]
+        with torch.inference_mode():
+            shown = packed(torch.eye(layer.in_features)) - (0 if packed.bias is None else packed.bias)
+        torch.testing.assert_close(shown, weights[0].t(), rtol=1e-5, atol=1e-5)
+        count += len(parts)
+    assert count == len(meant) - 1
+    assert type(model.lm_head) is PackedLinear
+
+
+@pytest.mark.parametrize(("name", "config"), [("llama-gqa", "int8"), ("llama-gqa", "int4-zeros"), ("gpt2", "gptq-v2")])
+def test_greedy_tokens_are_those_of_plain_torch(tmp_path: Path, name: str, config: str) -> None:
+    """In fp32, with the weights that the checkpoint means, and rows quantized as the layers do it."""
+    meant = save_quantized(tmp_path, name, CONFIGS[config])
+    reference = quantize_inputs(
+        meant, lambda name, layer: None if name == "lm_head" else matrix(layer).shape[1] if config == "int8" else 32
+    )
+    expected = [greedy_reference(reference, prompt, 24) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    assert token_ids(run(LLMEngine(tmp_path), PROMPTS, params)) == expected
+
+
+def test_layers_that_are_left_as_they_are(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "llama-gqa", AWQ, leave=lambda name: "o_proj" in name or "layers.1" in name)
+    model = load_model(tmp_path)
+    kinds = [type(module) for module in model.modules() if isinstance(module, PackedLinear | Int4Linear)]
+    assert kinds.count(Int4Linear) == 3 and kinds.count(PackedLinear) == 1 + 4 + 1
+
+
+def test_zeros_for_a_bias_that_the_layer_does_not_have(tmp_path: Path) -> None:
+    """As the first GPTQ checkpoints have it."""
+    save_quantized(tmp_path, "llama-gqa", GPTQ)
+    change_weights(tmp_path, q_proj__bias=torch.zeros(64))
+    load_model(tmp_path)
+    change_weights(tmp_path, q_proj__bias=torch.ones(64))
+    with pytest.raises(ValueError, match=r"model: cannot read .*q_proj: bias: expected none, or zeros"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_gptq_without_g_idx_has_its_groups_in_order(tmp_path: Path, name: str) -> None:
+    """Some programs write g_idx only where it says something."""
+    save_quantized(tmp_path, name, CONFIGS["gptq-zeros-64" if name == "gpt2" else "gptq"])
+    expected = load_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(tensor.endswith(".g_idx") for tensor in tensors)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    loaded = load_model(tmp_path)
+    held = {
+        f"{layer_name} {name}": value
+        for layer_name, layer in expected.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(layer, Int4Linear) and isinstance(value, Tensor)
+    }
+    assert len(held) > 1
+    for name, value in held.items():
+        layer_name, _, attribute = name.partition(" ")
+        assert torch.equal(getattr(loaded.get_submodule(layer_name), attribute), value), name
+
+
+def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "llama-gqa", GPTQ)
+    model = build_model(tmp_path)
+    words = describe_linear_layers(model, linear_forms(model, "int4"))
+    assert words.startswith("int4, in groups of 32, as gptq made it") and words.endswith(PackedLinear.FORM)
+    load_model(tmp_path, quantization="int4")
+    with pytest.raises(ValueError, match=r"quantization: expected None or int4, in which gptq .*, got int8"):
+        load_model(tmp_path, quantization="int8")
+    with pytest.raises(ValueError, match=r"quantization_config: expected none on cuda, .* for the CPU"):
+        linear_forms(model, None, "cuda")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_cuda_has_no_quantized_weights(llama: Checkpoint, quantization: str) -> None:
+    model = build_model(llama.path)
+    assert linear_forms(model, None, "cuda:1") is None
+    with pytest.raises(ValueError, match=r"quantization: expected None on cuda:1, .* for the CPU"):
+        linear_forms(model, quantization, "cuda:1")
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+INT4 = compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (dict(quant_method="fp8"), "quant_method: expected compressed-tensors or gptq or awq, got 'fp8'"),
+    (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method: .*, got 'bitsandbytes'"),
+    (dict(bits=4), "quant_method: .*, got none"),
+    (GPTQ | dict(bits=8), "bits: expected 4, got 8"),
+    (GPTQ | dict(bits=3), "bits: expected 4, got 3"),
+    (GPTQ | dict(desc_act=True), "desc_act: expected False, got True"),
+    (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format: expected gptq or gptq_v2, got 'marlin'"),
+    (GPTQ | dict(is_marlin_format=True), "is_marlin_format: expected False"),
+    (GPTQ | dict(dynamic={"+:.*down_proj": {"bits": 8}}), "dynamic: expected None"),
+    (GPTQ | dict(group_size=None), "group_size: expected -1 or an int >= 1, got None"),
+    (GPTQ | dict(group_size=0), "group_size: expected -1 or an int >= 1, got 0"),
+    (AWQ | dict(bits=8), "bits: expected 4, got 8"),
+    (AWQ | dict(version="gemv"), "version: expected gemm or GEMM, got 'gemv'"),
+    (AWQ | dict(zero_point=False), "zero_point: expected True, got False"),
+    (INT8 | dict(format="float-quantized"), "format: expected int-quantized or pack-quantized, got 'float-quantized'"),
+    (INT8 | dict(format="marlin-24"), "format: .*, got 'marlin-24'"),
+    (INT8 | dict(sparsity_config=dict(format="sparse-24-bitmask")), "format: expected dense"),
+    (INT8 | dict(config_groups={}), "config_groups: expected one group of layers, got 0"),
+    (INT8 | dict(config_groups={"a": {}, "b": {}}), "config_groups: expected one group of layers, got 2"),
+    (INT8 | dict(config_groups=["Linear"]), "config_groups: expected an object, got"),
+    (INT8 | dict(config_groups={"a": "int8"}), "a: expected an object, got 'int8'"),
+    (compressed("int-quantized", None, num_bits=8, strategy="channel"), "num_bits: expected 8, got none"),
+    (
+        compressed("int-quantized", ROWS_OF_8_BITS | dict(dynamic=False), num_bits=8, strategy="channel"),
+        "dynamic: expected True, got False",
+    ),
+    (
+        compressed("int-quantized", ROWS_OF_8_BITS | dict(strategy="tensor"), num_bits=8, strategy="channel"),
+        "strategy: expected token, got 'tensor'",
+    ),
+    (
+        compressed("int-quantized", ROWS_OF_8_BITS, num_bits=8, strategy="channel", symmetric=False),
+        "symmetric: expected True, got False",
+    ),
+    (compressed("int-quantized", ROWS_OF_8_BITS, num_bits=4, strategy="channel"), "num_bits: expected 8, got 4"),
+    (compressed("pack-quantized", None, num_bits=8, strategy="channel"), "num_bits: expected 4, got 8"),
+    (compressed("pack-quantized", ROWS_OF_8_BITS, num_bits=4, strategy="group", group_size=32), "input_activations"),
+    (
+        compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, actorder="group"),
+        "actorder: expected None or weight or static, got 'group'",
+    ),
+    (
+        compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, type="float"),
+        "type: expected int",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_other_formats_are_refused_before_weights_are_read(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_quantized(tmp_path, "llama-gqa", GPTQ)
+    change_config(tmp_path, quantization_config=config)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"^quantization_config: {message}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("config", "size"), [(GPTQ, 48), (AWQ, 8), (INT4, 16)])
+def test_group_sizes_that_the_op_does_not_have(tmp_path: Path, config: dict[str, Any], size: int) -> None:
+    save_quantized(tmp_path, "llama-gqa", config)
+    other = config | dict(group_size=size)
+    if config is INT4:
+        other = compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=size)
+    change_config(tmp_path, quantization_config=other)
+    message = rf"cannot read .*q_proj: .*group_size: expected a multiple of 32 and a divisor of its 64 .*, got {size}"
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
+def test_groups_in_another_order(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "llama-gqa", GPTQ)
+    change_weights(tmp_path, o_proj__g_idx=torch.arange(64, dtype=torch.int32) % 2)
+    with pytest.raises(ValueError, match=r"cannot read .*o_proj: g_idx: expected groups in order, got a permutation"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (GPTQ, dict(q_proj__scales=None), "missing {}.q_proj.scales"),
+        (GPTQ, dict(q_proj__qweight=None), "missing {}.q_proj.qweight"),
+        (GPTQ, dict(q_proj__scales=torch.ones(1, 64)), r"{}.q_proj.scales: expected \[2, 64\], got \[1, 64\]"),
+        (GPTQ, dict(q_proj__perm=torch.ones(64)), "unexpected {}.q_proj.perm"),
+        (GPTQ, dict(q_proj__qweight=torch.zeros(8, 64)), "{}.q_proj: qweight: expected torch.int32, got torch.float32"),
+        (INT8, dict(v_proj__weight=torch.ones(32, 64)), "{}.v_proj: weight: expected torch.int8, got torch.float32"),
+        (INT8, dict(v_proj__weight_scale=torch.ones(1)), r"{}.v_proj.weight_scale: expected \[32, 1\], got \[1\]"),
+        (INT4, dict(k_proj__weight_packed=None, k_proj__weight=torch.ones(32, 64)), "missing {}.k_proj.weight_packed"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Tensor | None], message: str
+) -> None:
+    save_quantized(tmp_path, "llama-gqa", config)
+    change_weights(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message.format(LAYER)):
+        load_model(tmp_path)

@@ -1,0 +1,58 @@
+"""What the server's config takes and refuses."""
+
+import math
+from typing import Any
+
+import pytest
+
+from pagedattn_serve.server.http.config import ServerConfig
+
+
+def test_the_defaults_listen_to_this_machine_alone() -> None:
+    config = ServerConfig()
+    assert (config.host, config.port, config.api_keys, config.salt_by_key) == ("127.0.0.1", 8000, (), False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("host", "", ValueError, "host: expected a text, got an empty one"),
+        ("port", 65536, ValueError, "port: expected an int in [0, 65535], got 65536"),
+        ("port", "80", TypeError, "port: expected an int, got '80' of type str"),
+        ("served_model_name", None, TypeError, "served_model_name: expected a string, got NoneType"),
+        ("max_waiting", 0, ValueError, "max_waiting: expected an int >= 1, got 0"),
+        ("max_body_bytes", 0, ValueError, "max_body_bytes: expected an int >= 1, got 0"),
+        ("read_timeout", 0, ValueError, "read_timeout: expected a number of seconds > 0, got 0"),
+        ("request_timeout", math.inf, ValueError, "request_timeout: expected a finite number, got inf"),
+        ("shutdown_timeout", -1, ValueError, "shutdown_timeout: expected a number of seconds >= 0, got -1"),
+        ("log_format", "xml", ValueError, "log_format: expected text or json, got 'xml'"),
+        ("log_level", "all", ValueError, "log_level: expected debug or info or warning or error, got 'all'"),
+        ("salt_by_key", True, ValueError, "salt_by_key: expected False without API keys, by which prompts would be"),
+        ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings"),
+        ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings"),
+    ],
+)
+def test_what_is_refused(field: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        ServerConfig(**{field: value})
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("host", ["", "http://box", "box:80", "box/", "*.example", "two words", "[box]", "a..b"])
+def test_a_host_that_no_header_would_name(host: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^allowed_hosts: expected names or addresses without scheme and port"
+    ) as raised:
+        ServerConfig(allowed_hosts=("box.example", "*", "10.0.0.1", "::1", "[::1]", host))
+    assert str(raised.value).endswith(f"got {host!r}")
+
+
+@pytest.mark.parametrize("key", ["", "two words", "line\n", "schlüssel", "tab\t", "\x7f"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match=r"^api_keys: expected .* key 2 of 2") as raised:
+        ServerConfig(api_keys=("right", key))
+    assert not key or key not in str(raised.value)
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))

@@ -1,0 +1,351 @@
+"""Connections over real sockets: who is too slow, or sends too much, is cut off, and nobody else is."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pagedattn_serve.server.http import connection
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.middleware import add_middleware
+from pagedattn_serve.server.http.run import Server, bind, listen, port_of
+
+TIMEOUT = 0.3
+REQUEST = b"GET / HTTP/1.1\r\nHost: server\r\n\r\n"
+
+Client = Callable[[int], Awaitable[None]]
+
+
+class FakeEngine:
+    """As much of AsyncLLMEngine as a server's end asks of it."""
+
+    error = None
+    is_shut_down = False
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def echo_length(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+async def two_parts(request: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"first "
+        await asyncio.sleep(0.2)
+        yield b"second"
+
+    return StreamingResponse(parts())
+
+
+def unanswered(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
+    """No answer as long as the client is there; notes in `left` that it has gone."""
+
+    async def respond(request: Request) -> Response:
+        left.append("begun")
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        left.append("ended")
+        return Response()
+
+    return respond
+
+
+def endless(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
+    """More than the buffers of a connection hold, for ever; notes in `left` that it was ended."""
+
+    async def respond(request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 65536
+                    await asyncio.sleep(0)
+            finally:
+                left.append("ended")
+
+        return StreamingResponse(parts())
+
+    return respond
+
+
+def with_server(client: Client, left: list[str] | None = None, **config: Any) -> None:
+    """Run `client` on the port of a server, then end it."""
+
+    async def run() -> None:
+        routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"]), Route("/parts", two_parts)]
+        noted = left if left is not None else []
+        routes += [Route("/endless", endless(noted)), Route("/unanswered", unanswered(noted))]
+        app = Starlette(routes=routes)
+        server_config = ServerConfig(port=0, **{"read_timeout": TIMEOUT} | config)
+        add_middleware(app, server_config)
+        engine = FakeEngine()
+        server = Server(app, engine, server_config)  # type: ignore[arg-type]
+        sockets = bind("127.0.0.1", 0)
+        listen("127.0.0.1", sockets)
+        serving = asyncio.create_task(server.serve(sockets))
+        try:
+            async with asyncio.timeout(30):
+                await client(port_of(sockets[0]))
+        finally:
+            server.stop()
+            await serving
+        assert engine.is_shut_down and not server.server_state.connections
+
+    asyncio.run(run())
+
+
+async def seconds_until_cut(reader: asyncio.StreamReader) -> float:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with suppress(ConnectionError):
+        while await reader.read(65536):
+            pass
+    return loop.time() - started
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: ser"])
+def test_headers_that_do_not_come(sent: bytes) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert TIMEOUT * 0.5 < await seconds_until_cut(reader) < TIMEOUT + 5
+
+    with_server(client)
+
+
+def test_headers_that_trickle() -> None:
+    """However many bytes come, their time is counted from the first."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST[:-2])
+
+        async def trickle() -> None:
+            while True:
+                await asyncio.sleep(TIMEOUT / 10)
+                writer.write(b"X-A: b\r\n")
+
+        trickling = asyncio.create_task(trickle())
+        assert await seconds_until_cut(reader) < TIMEOUT + 5
+        trickling.cancel()
+
+    with_server(client)
+
+
+def test_headers_without_end() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST[:-2])
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(b"X-A: " + b"b" * 1000 + b"\r\n")
+                await writer.drain()
+        await seconds_until_cut(reader)
+
+    with_server(client, read_timeout=3600)
+
+
+def test_an_idle_connection_stays() -> None:
+    """Between two requests nobody owes anything."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(REQUEST)
+            response = await reader.readuntil(b"hello")
+            assert response.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-request-id: " in response
+            await asyncio.sleep(TIMEOUT * 2)
+
+    with_server(client)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 9])
+def test_an_offer_of_another_protocol_is_passed_by(num_parts: int) -> None:
+    """Java's client offers HTTP/2 with each request, until one is answered in it."""
+    request = (
+        b"POST /length HTTP/1.1\r\nHost: server\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAMAAABk\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
+    )
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            for i in range(num_parts):
+                writer.write(request[len(request) * i // num_parts : len(request) * (i + 1) // num_parts])
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+                assert await reader.readexactly(4) == b"5000"
+
+    with_server(client)
+
+
+def test_a_reader_that_stops_is_cut_off_and_its_request_ended() -> None:
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(REQUEST.replace(b"/", b"/endless", 1))
+        await reader.readuntil(b"xxx")
+        while not left:
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    with_server(client, left)
+    assert left == ["ended"]
+
+
+def test_a_reader_that_is_slow_is_not_cut_off() -> None:
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"/", b"/endless", 1))
+        for _ in range(6):
+            for _ in range(100):
+                await reader.readexactly(65536)
+            await asyncio.sleep(TIMEOUT / 2)
+        assert not left
+        writer.close()
+
+    with_server(client, left)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_too_much_sees_why(chunked: bool) -> None:
+    """A client that sends all of its body before it reads: the answer must not be lost with the connection."""
+
+    async def client(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, send_and_read, port)
+
+    def send_and_read(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 30000000"
+            connection.sendall(b"POST /length HTTP/1.1\r\nHost: server\r\n" + kind + b"\r\n\r\n")
+            for _ in range(30):
+                part = b"x" * 1_000_000
+                connection.sendall(b"f4240\r\n" + part + b"\r\n" if chunked else part)
+            if chunked:
+                connection.sendall(b"0\r\n\r\n")
+            response = b""
+            while received := connection.recv(65536):
+                response += received
+        assert response.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in response
+
+    with_server(client, read_timeout=20, max_body_bytes=1_000_000)
+
+
+def test_a_body_that_stops_coming() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /length HTTP/1.1\r\nHost: server\r\nContent-Length: 100\r\n\r\nsome")
+        assert (await reader.read(65536)).startswith(b"HTTP/1.1 408 ")
+        await seconds_until_cut(reader)
+
+    with_server(client)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 99]
+)
+def test_what_is_not_http(sent: bytes) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+    with_server(client, read_timeout=20)
+
+
+def answer_to(request: bytes, half_closes: bool = False) -> bytes:
+    """All that a server sends to one who asks, ends its side if it half-closes, and waits for the server's end."""
+    received = b""
+
+    async def client(port: int) -> None:
+        nonlocal received
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        if half_closes:
+            writer.write_eof()
+        received = await reader.read()
+        writer.close()
+
+    with_server(client, read_timeout=20)
+    return received
+
+
+@pytest.mark.parametrize("path", [b"/", b"/parts"])
+@pytest.mark.parametrize("half_closes", [False, True])
+def test_http_1_0_knows_no_chunks(path: bytes, half_closes: bool) -> None:
+    head, _, body = answer_to(b"GET " + path + b" HTTP/1.0\r\n\r\n", half_closes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"connection: close" in head
+    assert b"transfer-encoding" not in head and (b"content-length" in head) == (path == b"/")
+    assert body == (b"hello" if path == b"/" else b"first second")
+
+
+def test_who_ends_its_side_gets_all_that_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `nc -N` does, here with two requests at once, the first of which has an answer in chunks."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05, raising=False)
+    first, second = (REQUEST.replace(b"/", path, 1) for path in (b"/parts", b"/"))
+    answer = answer_to(first + second, half_closes=True)
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == 2
+    assert b"6\r\nfirst \r\n6\r\nsecond\r\n0\r\n\r\n" in answer and answer.endswith(b"\r\n\r\nhello")
+
+
+@pytest.mark.parametrize("request_", [b"", b"GET / HT", b"POST /length HTTP/1.1\r\nContent-Length: 5\r\n\r\nsome"])
+def test_who_ends_its_side_within_a_request_gets_nothing(request_: bytes) -> None:
+    assert answer_to(request_, half_closes=True) == b""
+
+
+@pytest.mark.parametrize("path", [b"/unanswered", b"/endless"])
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_a_client_that_goes_away_ends_its_request(monkeypatch: pytest.MonkeyPatch, path: bytes, how: str) -> None:
+    """Whether its answer has begun or not. A client that closes looks like one that ends its side alone."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05)
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            if how == "resets":
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.sendall(REQUEST.replace(b"/", path, 1))
+            while path == b"/unanswered" and not left:
+                await asyncio.sleep(0.01)
+        while "ended" not in left:
+            await asyncio.sleep(0.01)
+
+    with_server(client, left, read_timeout=20)
+
+
+def test_who_ends_its_side_and_waits_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to see whether it still is says nothing, and goes on until it is not."""
+    monkeypatch.setattr(connection, "FIRST_PROBE_SECONDS", 0.05)
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"/", b"/unanswered", 1))
+        writer.write_eof()
+        for _ in range(3):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert left == ["begun"]
+        writer.transport.abort()
+        while "ended" not in left:
+            await asyncio.sleep(0.01)
+
+    with_server(client, left, read_timeout=20)

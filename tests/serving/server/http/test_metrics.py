@@ -1,0 +1,236 @@
+"""The metrics: what the engine counted and what clients met, under the names that dashboards of vLLM ask for."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
+from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics
+from pagedattn_serve.server.http.request_context import RequestContext, current_request
+
+NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
+
+
+def samples(metrics: ServerMetrics) -> dict[str, float]:
+    """Values by name and labels, as `name{a=b}`, without the label that all have."""
+    body, content_type = metrics.render("text/plain")
+    assert content_type.startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name.startswith("pagedattn:"):
+                assert labels.pop("model_name") == "demo"
+            shown = ",".join(f"{name}={value}" for name, value in labels.items())
+            found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return found
+
+
+def output(
+    *lengths: int, finish_reason: str | None = None, metrics: RequestMetrics | None = None, num_prompt_tokens: int = 3
+) -> RequestOutput:
+    completions = [
+        CompletionOutput(i, "", list(range(length)), 0.0, None, finish_reason) for i, length in enumerate(lengths)
+    ]
+    times = metrics or RequestMetrics(100.0, 101.0, None if finish_reason is None else 103.0)
+    return RequestOutput("a", None, [0] * num_prompt_tokens, completions, finish_reason is not None, times)
+
+
+async def give(*outputs: RequestOutput, error: Exception | None = None) -> AsyncGenerator[RequestOutput, None]:
+    for each in outputs:
+        yield each
+    if error is not None:
+        raise error
+
+
+def watch_all(metrics: ServerMetrics, *outputs: RequestOutput, error: Exception | None = None) -> list[RequestOutput]:
+    async def run() -> list[RequestOutput]:
+        return [each async for each in metrics.watch(give(*outputs, error=error))]
+
+    return asyncio.run(run())
+
+
+def test_a_request() -> None:
+    """Arrival at 100, first token at 101, end at 103 with 5 tokens."""
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    outputs = [output(1), output(2), output(5, finish_reason="length")]
+    assert watch_all(metrics, *outputs) == outputs
+    found = samples(metrics)
+    for name, total, count in [
+        ("time_to_first_token_seconds", 1, 1),
+        ("request_time_per_output_token_seconds", 0.5, 1),
+        ("e2e_request_latency_seconds", 3, 1),
+        ("request_prompt_tokens", 3, 1),
+        ("request_generation_tokens", 5, 1),
+    ]:
+        assert found[f"pagedattn:{name}_sum"] == pytest.approx(total)
+        assert found[f"pagedattn:{name}_count"] == count
+    assert found["pagedattn:inter_token_latency_seconds_count"] == 2
+    assert 0 <= found["pagedattn:inter_token_latency_seconds_sum"] < 1
+    assert found["pagedattn:time_to_first_token_seconds_bucket{le=1.0}"] == 1
+    assert found["pagedattn:time_to_first_token_seconds_bucket{le=0.5}"] == 0
+    assert ended(metrics) == {"length": 1}
+
+
+def ended(metrics: ServerMetrics) -> dict[str, float]:
+    """How many requests ended how."""
+    name = "pagedattn:request_success_total{finished_reason="
+    counts = {key.removeprefix(name)[:-1]: value for key, value in samples(metrics).items() if key.startswith(name)}
+    assert counts.keys() == {"stop", "length", "abort", "error"}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_how_requests_end(reason: str) -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    watch_all(metrics, output(1), output(2, finish_reason=reason))
+    watch_all(metrics, output(1, finish_reason=reason))  # one token alone has no time between tokens
+    assert ended(metrics) == {reason: 2}
+    assert samples(metrics)["pagedattn:request_time_per_output_token_seconds_count"] == 1
+
+
+def test_several_outputs_are_one_request() -> None:
+    """Its time a token is that of the longest, as they run side by side."""
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    watch_all(metrics, output(2, 5, 3, finish_reason="stop"))
+    found = samples(metrics)
+    assert ended(metrics) == {"stop": 1} and found["pagedattn:request_generation_tokens_sum"] == 10
+    assert found["pagedattn:request_time_per_output_token_seconds_sum"] == pytest.approx(0.5)
+
+
+def test_a_request_that_ended_without_a_token() -> None:
+    """As one that was aborted while it waited."""
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    watch_all(metrics, output(0, finish_reason="abort", metrics=RequestMetrics(100.0, None, 102.0)))
+    found = samples(metrics)
+    assert ended(metrics) == {"abort": 1} and found["pagedattn:time_to_first_token_seconds_count"] == 0
+    assert found["pagedattn:e2e_request_latency_seconds_sum"] == 2
+
+
+def test_a_request_that_is_refused_counts_for_nothing() -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    before = samples(metrics)
+    with pytest.raises(ValueError, match="too long"):
+        watch_all(metrics, error=ValueError("too long"))
+    after = samples(metrics)
+    assert {name for name in before if before[name] != after[name]} <= {"process_cpu_seconds_total"}
+
+
+@pytest.mark.parametrize("num_outputs", [0, 2])
+def test_a_reader_that_leaves_counts_as_abort_and_ends_the_request(num_outputs: int) -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    closed: list[bool] = []
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        try:
+            for i in range(num_outputs):
+                yield output(i + 1)
+            await asyncio.sleep(30)
+        finally:
+            closed.append(True)
+
+    async def read() -> None:
+        async for _ in metrics.watch(outputs()):
+            pass
+
+    async def run() -> None:
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert ended(metrics) == {"abort": 1} and closed == [True]
+
+
+def test_a_generator_that_is_closed_closes_the_engines() -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    closed: list[bool] = []
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        try:
+            yield output(1)
+        finally:
+            closed.append(True)
+
+    async def run() -> None:
+        watched = metrics.watch(outputs())
+        await anext(watched)
+        await watched.aclose()
+        assert closed == [True]
+
+    asyncio.run(run())
+    assert ended(metrics) == {"abort": 1}
+
+
+def test_tokens_are_added_to_the_http_request() -> None:
+    """Of which several may be to the engine, and one that was left counts with what it had."""
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+
+    async def run() -> RequestContext:
+        context = RequestContext("id")
+        current_request.set(context)
+
+        async def read(*outputs: RequestOutput) -> None:
+            async for _ in metrics.watch(give(*outputs)):
+                pass
+
+        await asyncio.gather(read(output(1), output(4, finish_reason="stop")), read(output(2, 3)))
+        return context
+
+    context = asyncio.run(run())
+    assert (context.num_prompt_tokens, context.num_output_tokens) == (6, 9)
+
+
+def test_what_the_engine_counts() -> None:
+    engine = LLMEngine(DEMO_MODEL, num_blocks=8, max_num_seqs=4, preemption_mode="swap", speculation="ngram")
+    metrics = ServerMetrics(engine.stats, "demo")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for i in range(6):
+        engine.add_request(str(i), "The with statement. " * 4 + f"The {i}", params)
+    engine.add_request("many", "A class", SamplingParams(n=4, max_tokens=40, ignore_eos=True, seed=1))
+    seen: list[list[float]] = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        found, stats = samples(metrics), engine.stats()
+        now = [found[f"pagedattn:num_requests_{name}"] for name in ("running", "waiting", "swapped")]
+        assert now == [stats.num_running, stats.num_waiting, stats.num_swapped]
+        assert found["pagedattn:kv_cache_usage_perc"] == stats.num_used_blocks / 8
+        assert found["pagedattn:kv_cache_blocks{state=used}"] == stats.num_used_blocks
+        assert sum(found[f"pagedattn:kv_cache_blocks{{state={each}}}"] for each in ("used", "cached", "free")) == 8
+        seen.append(now)
+    assert all(map(max, zip(*seen, strict=True)))  # there were some of each
+    engine.add_request("alone", "The with statement. " * 4, params)  # with blocks to spare for drafts
+    while engine.has_unfinished_requests():
+        engine.step()
+    found, stats = samples(metrics), engine.stats()
+    assert found["pagedattn:prompt_tokens_total"] == stats.num_prompt_tokens > 0
+    assert found["pagedattn:generation_tokens_total"] == stats.num_output_tokens > 0
+    assert found["pagedattn:prefix_cache_queries_total"] >= found["pagedattn:prefix_cache_hits_total"] > 0
+    assert found["pagedattn:num_preemptions_total{kind=recompute}"] == stats.num_recomputes
+    assert found["pagedattn:num_preemptions_total{kind=swap}"] == stats.num_swaps > 0
+    assert found["pagedattn:spec_decode_num_draft_tokens_total"] == stats.num_proposed_tokens > 0
+    assert found["pagedattn:engine_steps_total"] == stats.num_steps
+    assert found["pagedattn:kv_cache_usage_perc"] == 0
+
+
+def test_every_metric_has_its_help_and_type() -> None:
+    body, _ = ServerMetrics(lambda: NO_STATS, "demo").render("")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert all(family.documentation and family.type != "unknown" for family in families.values())
+    assert families.keys() >= {f"pagedattn:{name}" for name, _, _ in GAUGES + COUNTERS}
+    assert "process_resident_memory_bytes" in families
+
+
+def test_openmetrics_for_who_asks() -> None:
+    body, content_type = ServerMetrics(lambda: NO_STATS, "demo").render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
+
+
+def test_two_servers_of_a_process_count_for_themselves() -> None:
+    first, second = (ServerMetrics(lambda: NO_STATS, "demo") for _ in range(2))
+    watch_all(first, output(1, finish_reason="stop"))
+    assert ended(first) == {"stop": 1} and ended(second) == {}

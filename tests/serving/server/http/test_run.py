@@ -1,0 +1,224 @@
+"""The server as a process: how it starts, how it is told to end, and what it does then."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from server_process import SLOW_COMMAND, ServerProcess, running
+
+from pagedattn_serve.cli import main
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.run import bind, listen, port_of, with_hosts
+
+# 500 tokens of the demo model, at SLOW_COMMAND: a second or more.
+HOSTS = ("localhost", "name-of-a-page.example")
+LONG = {"model": "demo_model", "prompt": "A class", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
+
+
+class Streams:
+    """Clients that stream at once, each in a thread; `texts` has what each was sent, or its error."""
+
+    def __init__(self, server: ServerProcess, count: int) -> None:
+        self.texts = [""] * count
+        self._threads = [threading.Thread(target=self._read, args=(server.url, i)) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+        while not all(self.texts):  # each has got its first bytes
+            time.sleep(0.01)
+
+    def _read(self, url: str, i: int) -> None:
+        body = {**LONG, "prompt": f"A class {i}", "stream": True}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+                for text in response.iter_text():
+                    self.texts[i] += text
+        except httpx.HTTPError as error:
+            self.texts[i] += repr(error)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def test_its_life() -> None:
+    """Table, answers, and SIGTERM while requests run: they end as if nothing was, and no new one begins."""
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
+        names = [line[:15].rstrip() for line in server.stdout.splitlines()]
+        assert names == ["model", "architecture", "device", "dtype", "cache", "limits", "API key", "URL"]
+        assert httpx.get(f"{server.url}/health").status_code == httpx.head(f"{server.url}/health").status_code == 200
+        assert [httpx.get(f"{server.url}/state", headers={"Host": host}).status_code for host in HOSTS] == [200, 421]
+        streams = Streams(server, 4)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):  # soon: it looks for signals ten times a second
+            for _ in range(100):
+                httpx.get(f"{server.url}/health")
+                time.sleep(0.02)
+        streams.join()
+        assert server.process.wait(30) == 0
+        for text in streams.texts:
+            assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        assert "Traceback" not in server.stderr and server.stderr.count("status=200") == 4
+        assert "in_flight=4" in server.stderr and server.stderr.rstrip().endswith("stopped")
+
+
+def test_what_does_not_end_in_time_is_aborted() -> None:
+    """With an answer that says so. The log is JSON here, and has neither key nor prompt."""
+    options = ["--shutdown-timeout", "0", "--log-format", "json", "--served-model-name", "demo_model"]
+    environment = {"PAGEDATTN_API_KEY": "first-key,second-key"}
+    with running(*options, python=sys.executable, environment=environment, program=SLOW_COMMAND) as server:
+        headers = {"Authorization": "Bearer second-key"}
+        assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
+        body = {**LONG, "max_tokens": 2, "prompt": "secret-prompt"}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+        responses: list[httpx.Response] = []
+
+        def ask() -> None:
+            responses.append(httpx.post(f"{server.url}/v1/completions", json=LONG, headers=headers, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while 'num_requests_running{model_name="demo_model"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGINT)
+        asking.join()
+        assert server.process.wait(30) == 0
+        [response] = responses
+        assert response.status_code == 503 and set(response.json()) == {"error"}
+        lines = [json.loads(line) for line in server.stderr.splitlines()]
+        [serving] = [line for line in lines if line["message"] == "serving"]
+        assert server.stdout == "" and serving["API key"] == "asked for, any of 2"
+        requests = [line for line in lines if line["message"] == "request"]
+        assert [(line["status"], line.get("key")) for line in requests] == [(401, None), (200, 2), (503, 2)]
+        assert requests[1]["output_tokens"] == 2 and requests[1]["prompt_tokens"] > 0
+        assert not any(word in server.stderr for word in ("first-key", "second-key", "secret-prompt", "A class"))
+
+
+def test_a_second_signal_waits_for_nothing() -> None:
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
+        streams = Streams(server, 2)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 128 + signal.SIGTERM
+        streams.join()
+        assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
+
+
+BREAKS = """
+import sys
+from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.logs import set_up_logs
+from pagedattn_serve.server.http.run import bind, run_server
+from pagedattn_serve.server.openai.app import make_app
+
+def fail(batch):
+    raise RuntimeError("planted")
+
+engine = LLMEngine(DEMO_MODEL, num_blocks=64)
+engine.model_runner.execute = fail
+set_up_logs("text", "info")
+sys.exit(run_server(make_app, engine, ServerConfig(), bind("127.0.0.1", 0)))
+"""
+
+
+def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
+    """Its requests have their errors before."""
+    with running(python=sys.executable, program=BREAKS) as server:
+        statuses = []
+        while server.process.poll() is None and len(statuses) < 20:
+            try:
+                statuses.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60).status_code)
+            except httpx.TransportError:
+                break
+        assert server.process.wait(30) == 1
+        assert statuses and set(statuses) <= {500, 503}
+        assert "the engine broke: RuntimeError: planted" in server.stderr
+
+
+# --- what keeps it from starting ---
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is found before the model is loaded."""
+    sockets = bind("127.0.0.1", 0)
+    listen("127.0.0.1", sockets)
+    port = port_of(sockets[0])
+    assert main(["serve", "no/such/model", "--port", str(port)]) == 1
+    sockets[0].close()
+    message = f"pagedattn: error: port: expected one that is free on 127.0.0.1, got {port} (Address already in use)\n"
+    assert capsys.readouterr() == ("", message)
+
+
+def test_a_port_that_is_taken_while_the_model_is_loaded() -> None:
+    first, second = bind("127.0.0.1", 0), []
+    try:
+        second = bind("127.0.0.1", port_of(first[0]))  # as nobody listens yet
+        listen("127.0.0.1", second)
+        with pytest.raises(OSError, match=rf"^port: expected one that is free on 127.0.0.1, got {port_of(first[0])} "):
+            listen("127.0.0.1", first)
+    finally:
+        for each in (*first, *second):
+            each.close()
+
+
+def test_a_host_that_is_none_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", "no.such.host.invalid"]) == 1
+    assert "host: expected a name or an address of this machine, got no.such.host.invalid" in capsys.readouterr().err
+
+
+def test_a_name_with_several_addresses_has_one_port() -> None:
+    sockets = bind("localhost", 0)
+    assert len({port_of(each) for each in sockets}) == 1
+    assert all(each.family in (socket.AF_INET, socket.AF_INET6) for each in sockets)
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "decided"),
+    [
+        ("127.0.0.1", None, ()),
+        ("localhost", None, ()),
+        ("127.0.0.1", ("box.example",), ("box.example",)),
+        ("0.0.0.0", None, None),
+        ("0.0.0.0", ("box.example",), ("box.example",)),
+    ],
+)
+def test_which_names_a_server_answers(
+    host: str, given: tuple[str, ...] | None, decided: tuple[str, ...] | None
+) -> None:
+    """None: all of them. Whoever opens a server to other machines knows what they call it, and may not say."""
+    sockets = bind(host, 0)
+    assert with_hosts(ServerConfig(host=host, allowed_hosts=given), sockets).allowed_hosts == decided
+    for each in sockets:
+        each.close()
+
+
+INTERRUPTED = """
+import os, sys
+import pagedattn_serve.cli.serve as serve
+from pagedattn_serve.cli import main
+
+def make_engine(args):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    while True:
+        pass
+
+serve.make_engine = make_engine
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_is_loaded(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(int(number))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (128 + number, "", "")

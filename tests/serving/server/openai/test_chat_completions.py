@@ -1,0 +1,80 @@
+"""/v1/chat/completions: messages in, OpenAI's form of the answer out."""
+
+from typing import Any
+
+import pytest
+from checkpoints import BEGINNING, SPEECH
+from pydantic import TypeAdapter
+
+from pagedattn_serve.server.openai.responses import ChatCompletionResponse
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": BEGINNING}]
+
+
+def test_the_next_message(client: Any) -> None:
+    answer = client.answer(PATH, messages=MESSAGES, temperature=0)
+    TypeAdapter(ChatCompletionResponse).validate_python(answer, strict=True)
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": SPEECH, "refusal": None}
+    assert (choice["finish_reason"], choice["index"], choice["logprobs"]) == ("stop", 0, None)
+
+
+def test_content_in_parts(client: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": BEGINNING}]}]
+    assert client.answer(PATH, messages=messages, temperature=0)["choices"][0]["message"]["content"] == SPEECH
+
+
+def test_what_a_client_sends_back_is_taken(client: Any) -> None:
+    """An assistant's message as openai's client dumps it, with all the fields that it has."""
+    empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": " cat", **empty}]
+    assert client.answer(PATH, messages=messages, temperature=0)["choices"][0]["message"]["content"] == SPEECH
+
+
+def test_the_default_is_what_fits(client: Any) -> None:
+    answer = client.answer(PATH, messages=MESSAGES, temperature=0, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == client.engine.engine.max_model_len
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 9, "max_completion_tokens": 3}]
+)
+def test_both_names_of_max_tokens(client: Any, fields: dict[str, int]) -> None:
+    assert client.answer(PATH, messages=MESSAGES, **fields)["usage"]["completion_tokens"] == 3
+
+
+def test_n(demo: Any) -> None:
+    choices = demo.answer(PATH, messages=MESSAGES, n=3, seed=1, max_tokens=8)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in choices}) == 3
+
+
+def test_logprobs(client: Any) -> None:
+    [choice] = client.answer(PATH, messages=MESSAGES, temperature=0, logprobs=True, top_logprobs=2)["choices"]
+    content = choice["logprobs"]["content"]
+    for token in content:
+        assert len(token["top_logprobs"]) == 2
+        assert token["top_logprobs"][0] == {name: token[name] for name in ("token", "logprob", "bytes")}
+    assert bytes(byte for token in content[:-1] for byte in token["bytes"] or b"?").startswith(b" sat on the mat ????")
+    assert content[0]["bytes"] == list(content[0]["token"].encode())
+
+
+def test_no_top_logprobs_where_none_are_asked_for(client: Any) -> None:
+    [choice] = client.answer(PATH, messages=MESSAGES, temperature=0, logprobs=True, max_tokens=2)["choices"]
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
+
+
+def test_prompt_logprobs(client: Any) -> None:
+    answer = client.answer(PATH, messages=MESSAGES, max_tokens=1, prompt_logprobs=0)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    assert all(len(each) == 1 for each in answer["prompt_logprobs"][1:])
+
+
+def test_special_tokens_are_the_templates_alone(client: Any) -> None:
+    by_chat = client.answer("/tokenize", messages=MESSAGES)["tokens"]
+    assert by_chat == client.answer("/tokenize", prompt=BEGINNING, add_special_tokens=False)["tokens"]

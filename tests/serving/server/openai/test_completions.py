@@ -1,0 +1,260 @@
+"""/v1/completions: the forms of a prompt, what the fields of a request do, OpenAI's form of the answer."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import BEGINNING, SPEECH
+from pydantic import TypeAdapter
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server.openai import logprobs
+from pagedattn_serve.server.openai.errors import JSONResponse, response_of
+from pagedattn_serve.server.openai.responses import CompletionResponse
+
+PATH = "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 100}
+
+
+def test_a_text_is_continued(client: Any) -> None:
+    answer = client.answer(PATH, prompt=BEGINNING, **GREEDY)
+    TypeAdapter(CompletionResponse).validate_python(answer, strict=True)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [
+        {"index": 0, "text": SPEECH, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+
+
+def test_usage_counts_the_tokens(client: Any) -> None:
+    tokenizer = client.engine.engine.tokenizer
+    num_prompt, num_output = len(tokenizer(BEGINNING).input_ids), len(tokenizer(SPEECH).input_ids) + 1  # EOS
+    usage = client.answer(PATH, prompt=[BEGINNING, BEGINNING], n=2, **GREEDY)["usage"]
+    assert usage == {
+        "prompt_tokens": 2 * num_prompt,
+        "completion_tokens": 4 * num_output,
+        "total_tokens": 2 * num_prompt + 4 * num_output,
+    }
+
+
+def test_the_model_need_not_be_named(client: Any) -> None:
+    assert client.answer(PATH, prompt=BEGINNING, model=None, **GREEDY)["model"] == "tiny"
+
+
+def test_max_tokens_is_16_if_nothing_is_said(client: Any) -> None:
+    answer = client.answer(PATH, prompt=BEGINNING, temperature=0)
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_ids_are_not_told_twice(client: Any) -> None:
+    ids = {client.answer(PATH, prompt=BEGINNING, max_tokens=1)["id"] for _ in range(5)}
+    assert len(ids) == 5
+    assert all(len(each) >= 32 for each in ids)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_four_forms_of_a_prompt(client: Any, as_ids: bool, as_list: bool) -> None:
+    tokenizer = client.engine.engine.tokenizer
+    prompt = tokenizer(BEGINNING).input_ids if as_ids else BEGINNING
+    answer = client.answer(PATH, prompt=[prompt, prompt] if as_list else prompt, **GREEDY)
+    assert [choice["text"] for choice in answer["choices"]] == [SPEECH] * (1 + as_list)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(1 + as_list))
+
+
+def test_choices_are_numbered_prompt_by_prompt(demo: Any) -> None:
+    prompts = ["A class", "The for statement", "Lists"]
+    answer = demo.answer(PATH, prompt=prompts, n=2, seed=7, max_tokens=8)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in answer["choices"]]
+    for place, prompt in enumerate(prompts):
+        alone = demo.answer(PATH, prompt=prompt, n=2, seed=7, max_tokens=8)["choices"]
+        assert [choice["text"] for choice in alone] == texts[2 * place : 2 * place + 2]
+
+
+def test_best_of_returns_the_likeliest(demo: Any) -> None:
+    body = dict(prompt="A class", seed=3, max_tokens=6, logprobs=0)
+    every = demo.answer(PATH, n=4, **body)["choices"]
+    best = demo.answer(PATH, n=2, best_of=4, **body)["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:2]]
+
+
+def test_beam_search_needs_no_temperature(demo: Any) -> None:
+    answer = demo.answer(PATH, prompt="A class", use_beam_search=True, n=2, best_of=4, max_tokens=8)
+    assert [choice["text"] for choice in answer["choices"]] == [" can be overridden by  ", " can be overridden by\n"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "stop_reason"),
+    [
+        ({"stop": " mat"}, " sat on the", " mat"),
+        ({"stop": ["nowhere", " hat"]}, " sat on the mat 🙂🙂 on the", " hat"),
+        ({"stop": [" mat"], "include_stop_str_in_output": True}, " sat on the mat", " mat"),
+        ({"stop": []}, SPEECH, None),
+        ({"stop": ["z"] * 9}, SPEECH, None),
+    ],
+)
+def test_stop(client: Any, fields: dict[str, Any], text: str, stop_reason: str | None) -> None:
+    [choice] = client.answer(PATH, prompt=BEGINNING, **GREEDY, **fields)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", stop_reason)
+
+
+def test_a_stop_token(client: Any) -> None:
+    [token_id] = client.engine.engine.tokenizer(" on").input_ids[-1:]
+    [choice] = client.answer(PATH, prompt=BEGINNING, stop_token_ids=[token_id], **GREEDY)["choices"]
+    assert choice["stop_reason"] == token_id
+    assert SPEECH.startswith(choice["text"])
+
+
+def test_logit_bias_keys_are_strings(demo: Any) -> None:
+    [first] = demo.answer("/tokenize", prompt=" lists")["tokens"][:1]
+    answer = demo.answer(PATH, prompt="A class", logit_bias={str(first): 100}, temperature=0, max_tokens=3, logprobs=0)
+    [text] = demo.answer("/detokenize", tokens=[first] * 3).values()
+    assert answer["choices"][0]["text"] == text
+
+
+def test_a_seed_gives_the_same_again(demo: Any) -> None:
+    texts = {demo.answer(PATH, prompt="A class", seed=5, max_tokens=12)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_what_the_model_says_of_sampling_is_the_default(speaker_path: str, tmp_path: Path, serve: Any) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(speaker_path, directory)
+    (directory / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 100.0, "top_k": 1, "max_new_tokens": 3, "eos_token_id": 1})
+    )
+    with serve(LLMEngine(directory)) as client:
+        [choice] = client.answer(PATH, prompt=BEGINNING)["choices"]
+        assert SPEECH.startswith(choice["text"])  # by top_k, whatever the temperature
+        assert choice["finish_reason"] == "length"
+        assert client.answer(PATH, prompt=BEGINNING)["usage"]["completion_tokens"] == 16  # OpenAI's, not the model's
+        other = client.answer(PATH, prompt=BEGINNING, top_k=0, seed=1)["choices"][0]["text"]
+        assert not SPEECH.startswith(other)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_echo(client: Any, as_ids: bool) -> None:
+    prompt = client.engine.engine.tokenizer(BEGINNING).input_ids if as_ids else BEGINNING
+    [choice] = client.answer(PATH, prompt=prompt, echo=True, **GREEDY)["choices"]
+    assert choice["text"] == BEGINNING + SPEECH
+
+
+def test_logprobs(demo: Any) -> None:
+    [choice] = demo.answer(PATH, prompt="A class", temperature=0, max_tokens=8, logprobs=3)["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert all(
+        choice["text"][at:].startswith(t) for at, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+    )
+    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"]  # greedy
+    assert all(len(top) == 3 for top in logprobs["top_logprobs"])
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+
+
+def test_echoed_logprobs_score_a_text(demo: Any) -> None:
+    """What evaluation harnesses ask for: the logprobs of a text, and whether its end is what greedy search says."""
+    [made] = demo.answer(PATH, prompt="A class", temperature=0, max_tokens=6, logprobs=1)["choices"]
+    whole = "A class" + made["text"]
+    for num_new in (0, 1):
+        [scored] = demo.answer(PATH, prompt=whole, temperature=0, max_tokens=num_new, logprobs=1, echo=True)["choices"]
+        logprobs = scored["logprobs"]
+        assert scored["text"].startswith(whole)
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        lengths = {len(each) for each in logprobs.values()}
+        assert lengths == {len(demo.answer("/tokenize", prompt=whole)["tokens"]) + num_new}
+        begin = next(i for i, at in enumerate(logprobs["text_offset"]) if at >= len("A class"))
+        end = len(logprobs["tokens"]) - num_new
+        assert logprobs["token_logprobs"][begin:end] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+        for logprob, top in zip(
+            logprobs["token_logprobs"][begin:end], logprobs["top_logprobs"][begin:end], strict=True
+        ):
+            assert logprob == max(top.values())
+
+
+def test_nothing_but_the_prompt_is_shown_with_max_tokens_0(demo: Any) -> None:
+    answer = demo.answer(PATH, prompt="A class", max_tokens=0, echo=True)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("A class", "length", None)
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_offsets_of_characters_in_several_tokens(client: Any) -> None:
+    [choice] = client.answer(PATH, prompt=BEGINNING, echo=True, logprobs=1, **GREEDY)["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    at = text.index("🙂")
+    assert logprobs["text_offset"].count(at) == 4  # tokens of an emoji
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        if "\ufffd" not in token and token != "</s>":
+            assert text[offset:].startswith(token)
+
+
+def test_no_top_logprobs_where_none_are_asked_for(demo: Any) -> None:
+    logprobs = demo.answer(PATH, prompt="A class", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] is None
+    assert len(logprobs["token_logprobs"]) == 2
+
+
+def test_prompt_logprobs(demo: Any) -> None:
+    [choice] = demo.answer(PATH, prompt="A class", max_tokens=1, prompt_logprobs=2, echo=True, logprobs=1)["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    token_ids = demo.answer("/tokenize", prompt="A class")["tokens"]
+    logprobs = choice["logprobs"]["token_logprobs"][1 : len(token_ids)]
+    for token_id, entries, logprob in zip(token_ids[1:], rest, logprobs, strict=True):
+        assert entries[str(token_id)]["logprob"] == logprob
+        assert sum(entry["rank"] <= 2 for entry in entries.values()) == 2
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])  # one, and the prompt's own
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_short_prompt_waits_for_no_other_thread(client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something of the request was given to a thread")
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", refuse)
+    response = client.post("/v1/completions", prompt=BEGINNING, max_tokens=2, stream=stream)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATH, {"prompt": "A class", "logprobs": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A class"}], "logprobs": True}),
+    ],
+)
+def test_logprobs_are_written_beside_the_event_loop(
+    demo: Any, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 256 outputs of 430 tokens take seconds."""
+    in_loop: list[bool] = []
+
+    def watched(entry: Any) -> Any:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return real(entry)
+
+    real = logprobs._finite
+    monkeypatch.setattr(logprobs, "_finite", watched)
+    answer = demo.answer(path, **fields, n=2, max_tokens=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert in_loop and not any(in_loop)
+
+
+def test_an_answer_written_choice_by_choice() -> None:
+    """Is that which is written at once, whatever its texts hold."""
+    text = 'a "choices":[] \ud800 é'
+    answer, choices = {"model": text, "choices": [], "usage": {"n": 1}}, [{"text": text, "index": i} for i in range(3)]
+    written = response_of(answer, iter(choices))
+    assert written.body == JSONResponse({**answer, "choices": choices}).body
+    assert written.headers["content-type"] == "application/json"

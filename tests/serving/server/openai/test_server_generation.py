@@ -1,0 +1,235 @@
+"""The prompts of a request through the engine: at once, and gone when one of them fails or nobody listens any more."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.openai.app import make_app
+from pagedattn_serve.server.openai.errors import ApiError
+from pagedattn_serve.server.openai.generation import Job, PromptTokens, finished_outputs, generate
+from pagedattn_serve.server.openai.streaming import EventStream
+
+Outputs = AsyncGenerator[RequestOutput, None]
+
+
+def job(num_prompts: int) -> Job:
+    return Job("id", 0, "tiny", [PromptTokens(None, [5])] * num_prompts, SamplingParams())
+
+
+def output(num_tokens: int, finish_reason: str | None = None, error: str | None = None) -> RequestOutput:
+    completion = CompletionOutput(0, "x" * num_tokens, [7] * num_tokens, 0.0, None, finish_reason)
+    return RequestOutput("id", None, [5], [completion], finish_reason is not None, RequestMetrics(0.0), error)
+
+
+class FakeEngine:
+    """Prompts that get a token at each turn of the event loop, until `end` says how one ends.
+
+    open: the places of those that the engine has.
+    """
+
+    def __init__(self, end: Callable[[int, int], RequestOutput | Exception | None]) -> None:
+        self.open: set[int] = set()
+        self._end = end
+
+    async def start(self, job: Job, place: int) -> Outputs:
+        self.open.add(place)
+        try:
+            num_tokens = 0
+            while True:
+                await asyncio.sleep(0)
+                num_tokens += 1
+                end = self._end(place, num_tokens)
+                if isinstance(end, Exception):
+                    raise end
+                yield end or output(num_tokens)
+                if end is not None:
+                    return
+        finally:
+            self.open.remove(place)
+
+
+def test_each_prompt_tells_all_it_has() -> None:
+    """And in steps: that a reader who keeps up misses none is what makes it a stream."""
+    engine = FakeEngine(lambda place, num_tokens: output(num_tokens, "stop") if num_tokens == 3 + place else None)
+
+    async def main() -> None:
+        told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for place, each in generate(engine.start, job(3)):
+            told[place].append(each.outputs[0].num_tokens)
+        assert [steps[-1] for steps in told.values()] == [3, 4, 5]
+        assert all(steps == sorted(set(steps)) for steps in told.values())
+        assert [each async for each in generate(engine.start, job(1))] == [
+            (0, output(1)), (0, output(2)), (0, output(3, "stop"))
+        ]  # fmt: skip
+        finals = await finished_outputs(engine.start, job(3))
+        assert [each.outputs[0].num_tokens for each in finals] == [3, 4, 5]
+
+    asyncio.run(main())
+    assert not engine.open
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (EngineBusyError("full"), 429),
+        (ValueError("n: expected less"), 400),
+        (output(4, "error", "ValueError: nothing left"), 500),
+        (output(4, "abort"), 503),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_when_one_fails_the_others_are_left(end: RequestOutput | Exception, status: int, num_prompts: int) -> None:
+    last = num_prompts - 1
+    engine = FakeEngine(lambda place, num_tokens: end if (place, num_tokens) == (last, 4) else None)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(finished_outputs(engine.start, job(num_prompts)))
+    assert caught.value.status == status
+    assert not engine.open
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_a_reader_that_leaves_takes_all_of_them_along(num_prompts: int) -> None:
+    engine = FakeEngine(lambda place, num_tokens: None)
+
+    async def main() -> None:
+        outputs = generate(engine.start, job(num_prompts))
+        await anext(outputs)
+        assert len(engine.open) == num_prompts
+        await outputs.aclose()
+        assert not engine.open
+
+    asyncio.run(main())
+
+
+class FakeConnection:
+    """One HTTP request straight to an app. The client is gone once `leave` is set; `started` is, with the answer."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.leave, self.started = asyncio.Event(), asyncio.Event()
+        self.status = 0
+        self.sent = b""
+        self._body: bytes | None = json.dumps(body).encode()
+
+    async def run(self, app: Any, path: str) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body or b"")).encode())]
+        scope = dict(type="http", method="POST", path=path, raw_path=path.encode(), query_string=b"", headers=headers)
+        await app({**scope, "http_version": "1.1", "scheme": "http", "root_path": ""}, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        self.sent += message.get("body", b"")
+        if self.sent:
+            self.started.set()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["A class", ["A class", "Lists", "Sets"]], ids=["one", "three"])
+def test_a_client_that_disconnects(
+    demo_engine: LLMEngine, stream: bool, prompt: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its requests are gone from the engine after the step that runs."""
+
+    async def main() -> None:
+        async with AsyncLLMEngine(demo_engine) as engine:
+            app = make_app(engine, ServerConfig(served_model_name="tiny"))
+            body = {"prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": stream, "n": 2}
+            connection = FakeConnection(body)
+            request = asyncio.create_task(connection.run(app, "/v1/completions"))
+            if stream:
+                await connection.started.wait()
+            while engine.stats().num_running < (1 if isinstance(prompt, str) else 3):
+                await asyncio.sleep(0.001)
+            connection.leave.set()
+            await request
+            num_steps = demo_engine._num_steps  # engine.stats() may be some steps behind
+            assert engine.num_unfinished == 0
+            stats = await engine.call(lambda llm: llm.stats())
+            assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
+            assert stats.num_steps <= num_steps + 1
+            assert b"[DONE]" not in connection.sent
+
+    asyncio.run(main())
+    assert demo_engine.get_num_unfinished_requests() == 0
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_an_error_in_mid_stream_is_its_last_event(demo_engine: LLMEngine) -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine(demo_engine) as engine:
+            app = make_app(engine, ServerConfig(served_model_name="tiny"))
+            connection = FakeConnection({"prompt": "A class", "max_tokens": 500, "ignore_eos": True, "stream": True})
+            request = asyncio.create_task(connection.run(app, "/v1/completions"))
+            await connection.started.wait()
+            await engine.shutdown()
+            await request
+            assert connection.status == 200
+            *_, error, done, nothing = connection.sent.split(b"\n\n")
+            assert (done, nothing) == (b"data: [DONE]", b"")
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "aborted"
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_mid_stream_is_its_last_event_too() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: {}\n\n"
+        raise KeyError("bug")
+
+    async def main() -> None:
+        connection = FakeConnection({})
+        await connection._receive()
+        with pytest.raises(KeyError):
+            await EventStream(events())({"type": "http"}, connection._receive, connection._send)
+        first, error, done, nothing = connection.sent.split(b"\n\n")
+        assert (first, done, nothing) == (b"data: {}", b"data: [DONE]", b"")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+
+    asyncio.run(main())
+
+
+def test_a_full_queue(demo_engine: LLMEngine) -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine(demo_engine, max_waiting=2) as engine:
+            app = make_app(engine, ServerConfig(served_model_name="tiny", max_waiting=2))
+            connections = [FakeConnection({"prompt": "A class", "max_tokens": 4}) for _ in range(8)]
+            await asyncio.gather(*(connection.run(app, "/v1/completions") for connection in connections))
+            assert {connection.status for connection in connections} == {200, 429}
+            assert all(b"rate_limit_exceeded" in each.sent for each in connections if each.status == 429)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("salt_by_key", [False, True])
+def test_who_shares_cached_blocks(demo_engine: LLMEngine, serve: Any, salt_by_key: bool) -> None:
+    """Those of one key, if that is asked for, and within it those of one cache_salt."""
+    prompt = list(range(100, 140))  # two full blocks, and more
+    keys = ("first", "second")
+
+    def num_found(client: Any, key: str, **fields: Any) -> int:
+        before = demo_engine.stats().num_found_tokens
+        client.http.headers["Authorization"] = f"Bearer {key}"
+        client.answer("/v1/completions", prompt=prompt, max_tokens=1, **fields)
+        return demo_engine.stats().num_found_tokens - before
+
+    with serve(demo_engine, api_keys=keys, salt_by_key=salt_by_key) as client:
+        salt = {"cache_salt": f"salt {salt_by_key}"}  # the engine is shared with other tests
+        num_found(client, "first", **salt)
+        assert num_found(client, "first", **salt) == 32
+        assert num_found(client, "second", **salt) == (0 if salt_by_key else 32)
+        assert num_found(client, "first", cache_salt=f"other {salt_by_key}") == 0
