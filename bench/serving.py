@@ -6,7 +6,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
 
-Lengths are those of ShareGPT or Alpaca (serve/requests.py), prompts are random tokens, and outputs never stop early.
+Lengths are those of ShareGPT or Alpaca (serve/workloads.py), prompts are random tokens, and outputs never stop early.
 
 report, greedy: first the engine serves all requests: throughput, latencies, cache. A step's host time is the
 CPU's, outside of the model and the sampler: scheduling, inputs, outputs. Then engine and peers take turns at the first
@@ -43,8 +43,8 @@ from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_ro
 from serve.http_server import compare_server
 from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
 from serve.profile import limits_of_profile, run_profile
-from serve.requests import SHAPES, WORKLOADS, Request, make_model, make_requests
 from serve.run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
+from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 

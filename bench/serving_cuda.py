@@ -2,7 +2,7 @@
 
 Usage: python bench/serving_cuda.py [--device cpu] [--requests N] [--json FILE]
 
-A LLaMA with random weights, prompts of random tokens with the lengths of ShareGPT (serve/requests.py), outputs with a
+A LLaMA with random weights, prompts of random tokens with the lengths of ShareGPT (serve/workloads.py), outputs with a
 mean of 64 tokens, all there at once; one round, after a short one to warm up. Peers: `generate` with padded batches,
 and the continuous batching of transformers, as it is and on our ops. The JSON file is written anew after each system.
 """
@@ -15,8 +15,8 @@ import torch
 import transformers
 from harness import add_device_option, check_device, hardware, prepare, write_json
 from serve.peers import compare, load_peers, print_comparison, run_in_turns
-from serve.requests import make_requests
 from serve.run import Run, warm_server
+from serve.workloads import make_requests
 
 from pagedattn_serve import LLMEngine
 

@@ -50,7 +50,7 @@ def check(report: dict) -> None:
 def draw_requests(monkeypatch):
     """make_requests without the tokens, which take the time: lengths of prompts and outputs."""
     monkeypatch.syspath_prepend(str(BENCH))
-    from serve.requests import make_requests
+    from serve.workloads import make_requests
 
     def draw(*args, **kwargs) -> tuple[list[int], list[int]]:
         requests = make_requests(*args, vocab_size=2, seed=0, **kwargs)
@@ -253,7 +253,7 @@ def peer_modules(monkeypatch):
 def micro_model(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
-        from serve.requests import make_model
+        from serve.workloads import make_model
 
         directory = tmp_path_factory.mktemp("micro")
         make_model("micro", 0, str(directory))
@@ -283,7 +283,7 @@ def test_openvino_chooses_its_arithmetic_and_its_cache(peer_modules, micro_model
 def test_llama_cpp_has_a_cache_that_requests_share(peer_modules, micro_model, tmp_path):
     """Its faster way with many requests: a part of the cache for each makes 12% fewer tokens."""
     from serve.engines import PEERS, load_peer
-    from serve.requests import Request
+    from serve.workloads import Request
 
     llama_cpp, contexts = peer_modules["llama_cpp"], []
     llama_cpp.llama_context_default_params = SimpleNamespace

@@ -29,8 +29,8 @@ from harness import draw_bars, keep_freed_memory, print_table, write_files
 
 from pagedattn_serve import LLMEngine
 from serve.peers import System, compare, run_in_turns
-from serve.requests import SHAPES, Request, make_model, make_requests
 from serve.run import Run, engine_options, warm_server
+from serve.workloads import SHAPES, Request, make_model, make_requests
 
 
 class Peer(NamedTuple):

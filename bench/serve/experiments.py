@@ -17,8 +17,8 @@ import numpy
 from harness import draw_bars, print_table
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from serve.requests import WORKLOADS, Request, make_requests
 from serve.run import ServedRun, Server, percentiles, warm_server
+from serve.workloads import WORKLOADS, Request, make_requests
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "samples": {"temperature": 1.0},

@@ -27,8 +27,8 @@ from harness import draw_bars, hardware, print_table, write_files
 
 from pagedattn_serve import LLM, SamplingParams
 from serve.http_streams import exchange, make_message, read_stream
-from serve.requests import Request, make_requests
 from serve.run import engine_options, percentiles
+from serve.workloads import Request, make_requests
 
 SERVE = "import sys; from pagedattn_serve.cli import main; sys.exit(main())"
 STOP_SECONDS = 60

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from serve.requests import Request
+from serve.workloads import Request
 
 TIMEOUT_SECONDS = 60  # without a byte on any stream
 EVENT = re.compile(rb"data: (\{.*\})\n\n")  # lies whole in one chunk of the body

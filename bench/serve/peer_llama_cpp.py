@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from serve.peers import System, measure
-from serve.requests import Request
 from serve.run import Run
+from serve.workloads import Request
 
 FORMATS = {
     "float32": gguf.GGMLQuantizationType.F32,

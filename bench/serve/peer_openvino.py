@@ -22,8 +22,8 @@ from openvino import opset15 as ov
 from safetensors.torch import load_file
 
 from serve.peers import System, measure
-from serve.requests import Request
 from serve.run import Run
+from serve.workloads import Request
 
 CACHE_GIB = 2
 MAX_BATCH_TOKENS, MAX_SEQUENCES = 2048, 256

@@ -11,8 +11,8 @@ import torch
 import transformers
 from harness import print_table
 
-from serve.requests import Request
 from serve.run import Run
+from serve.workloads import Request
 
 STATIC_BATCH_SIZE = 16
 # Without flash attention, continuous batching in transformers computes each query against the keys of the whole batch

@@ -14,7 +14,7 @@ from harness import load_pyplot
 
 import pagedattn_ext
 from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, SamplingParams
-from serve.requests import Request
+from serve.workloads import Request
 
 FULL = 0.9  # a step with this share of the largest batch counts as full
 

@@ -11,7 +11,7 @@ from pagedattn_serve.server.http.metrics import add_metrics_route
 from pagedattn_serve.server.http.middleware import add_middleware
 from pagedattn_serve.server.openai import chat_completions, completions, models, tokenization
 from pagedattn_serve.server.openai.errors import add_error_handlers
-from pagedattn_serve.server.openai.responses import ErrorResponse
+from pagedattn_serve.server.openai.response_bodies import ErrorResponse
 from pagedattn_serve.server.openai.service import Service
 
 # How each route may fail; "default" keeps FastAPI from promising status 422.

@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import encode_json
+from pagedattn_serve.server.openai.body_params import chat_params
 from pagedattn_serve.server.openai.errors import response_of
 from pagedattn_serve.server.openai.generation import Job, PromptTokens, finished_outputs, while_connected
 from pagedattn_serve.server.openai.logprobs import ChatLogprobsFormat, prompt_logprobs
-from pagedattn_serve.server.openai.requests import ChatCompletionRequest
-from pagedattn_serve.server.openai.responses import EVENT_STREAM, ChatChoice, ChatCompletionResponse
-from pagedattn_serve.server.openai.sampling import chat_params
+from pagedattn_serve.server.openai.request_bodies import ChatCompletionRequest
+from pagedattn_serve.server.openai.response_bodies import EVENT_STREAM, ChatChoice, ChatCompletionResponse
 from pagedattn_serve.server.openai.service import Service, service_of
 from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, StreamedChoice, chunks, make_usage
 

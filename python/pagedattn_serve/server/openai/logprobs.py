@@ -6,7 +6,7 @@ Both format tokens as they come: `add` takes the next ones of an output.
 from typing import Any, Self
 
 from pagedattn_serve.outputs import Logprob, RequestOutput
-from pagedattn_serve.server.openai.responses import (
+from pagedattn_serve.server.openai.response_bodies import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprobs,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from pagedattn_serve.server.http.errors import JSONResponse
-from pagedattn_serve.server.openai.responses import Model, ModelList
+from pagedattn_serve.server.openai.response_bodies import Model, ModelList
 from pagedattn_serve.server.openai.service import Service, service_of
 
 router = APIRouter()

@@ -14,9 +14,9 @@ from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import ServerMetrics
+from pagedattn_serve.server.openai.body_params import form_field
 from pagedattn_serve.server.openai.generation import Job, PromptTokens
-from pagedattn_serve.server.openai.requests import SamplingBody
-from pagedattn_serve.server.openai.sampling import form_field
+from pagedattn_serve.server.openai.request_bodies import SamplingBody
 from pagedattn_serve.text.chat_template import render_chat
 
 T = TypeVar("T")

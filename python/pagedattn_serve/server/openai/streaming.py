@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, encode_json
 from pagedattn_serve.server.openai.generation import Job, Start, generate, while_connected
-from pagedattn_serve.server.openai.requests import StreamOptions
-from pagedattn_serve.server.openai.responses import Usage
+from pagedattn_serve.server.openai.request_bodies import StreamOptions
+from pagedattn_serve.server.openai.response_bodies import Usage
 
 logger = logging.getLogger(__name__)
 

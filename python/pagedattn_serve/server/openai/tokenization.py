@@ -6,8 +6,8 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.requests import DetokenizeRequest, TokenizeRequest
-from pagedattn_serve.server.openai.responses import DetokenizeResponse, TokenizeResponse
+from pagedattn_serve.server.openai.request_bodies import DetokenizeRequest, TokenizeRequest
+from pagedattn_serve.server.openai.response_bodies import DetokenizeResponse, TokenizeResponse
 from pagedattn_serve.server.openai.service import Service, service_of
 
 router = APIRouter()

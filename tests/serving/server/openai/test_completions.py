@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.server.openai import logprobs
 from pagedattn_serve.server.openai.errors import JSONResponse, response_of
-from pagedattn_serve.server.openai.responses import CompletionResponse
+from pagedattn_serve.server.openai.response_bodies import CompletionResponse
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 100}

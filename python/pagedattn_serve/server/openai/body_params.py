@@ -6,7 +6,7 @@ from typing import Any
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.errors import engine_error
-from pagedattn_serve.server.openai.requests import ChatCompletionRequest, CompletionRequest, SamplingBody
+from pagedattn_serve.server.openai.request_bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from pagedattn_serve.structured_output import StructuredOutput
 
 OPENAI_MAX_TOKENS = 16  # OpenAI's default for completions
