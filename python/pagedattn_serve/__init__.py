@@ -46,7 +46,7 @@ _PUBLIC = {
     "StructuredOutput": "structured_output",
     "calibrate_kv_scales": "calibration",
 }
-__all__ = list(_PUBLIC)
+__all__ = [*_PUBLIC, "__version__"]
 
 # What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
@@ -74,4 +74,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC, "__version__"})
+    return sorted(__all__)

@@ -18,13 +18,26 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_names_and_version() -> None:
-    assert set(pagedattn_serve.__all__) < set(dir(pagedattn_serve))
-    assert {"LLM", "__version__", "__doc__"} < set(dir(pagedattn_serve))
+    assert dir(pagedattn_serve) == sorted(pagedattn_serve.__all__)  # nothing that the package itself imports
+    assert {"LLM", "SamplingParams", "__version__"} < set(dir(pagedattn_serve))
     for name in pagedattn_serve.__all__:
         assert getattr(pagedattn_serve, name) is not None
     assert pagedattn_serve.__version__ == PROJECT["version"]
     with pytest.raises(AttributeError, match="module 'pagedattn_serve' has no attribute 'LMM'"):
         pagedattn_serve.LMM  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_imports_that_take_long_come_with_a_model_that_needs_them() -> None:
+    """transformers with the first model, the fallback for models without a file of their own with none of the demo."""
+    done = python(
+        "import sys; from pagedattn_serve import DEMO_MODEL, LLM\n"
+        "slow = ['huggingface_hub', 'transformers', 'pagedattn_serve.models.transformers_model']\n"
+        "print([name for name in slow if name in sys.modules])\n"
+        "LLM(DEMO_MODEL, num_blocks=64)\n"
+        "print([name for name in slow if name in sys.modules])\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "['huggingface_hub', 'transformers']"]
 
 
 EXTRA = ["huggingface_hub", "numpy", "safetensors", "tqdm", "transformers"]

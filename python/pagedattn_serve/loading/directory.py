@@ -5,9 +5,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 
 def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
     """The directory `path`, "~" expanded; or what Hugging Face's cache holds of the repository of that name; or None.
@@ -19,6 +16,9 @@ def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
+    from huggingface_hub import snapshot_download  # here, as the import takes long and most models are directories
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(str(path), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):

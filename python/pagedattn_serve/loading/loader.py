@@ -5,11 +5,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
@@ -21,9 +20,12 @@ from pagedattn_serve.models.linear import LinearForms, check_quantization, pack_
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 from pagedattn_serve.models.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.models.transformers_model import TransformersCausalLM
 
-# The others run through transformers.
+if TYPE_CHECKING:
+    from pagedattn_serve.models.transformers_model import TransformersCausalLM
+
+# Every other architecture runs through transformers. What the fallback imports takes longer than all of this package,
+# so the fallback is imported for a model that needs it.
 NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "BloomForCausalLM": BloomForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
@@ -78,11 +80,11 @@ def load_model(
     model = build_model(directory, dtype)
     forms = linear_forms(model, quantization, device)
     description = describe_linear_layers(model, forms)
-    if isinstance(model, TransformersCausalLM):
+    if isinstance(model, NativeCausalLM):
+        load_weights(model, directory, device, forms)
+    else:
         weight_files(directory)  # raises if there are none
         model.load_weights(directory, device)
-    else:
-        load_weights(model, directory, device, forms)
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)
@@ -101,7 +103,9 @@ def look_up_directly(model: nn.Module) -> None:
         vars(module).update(module._modules | module._parameters | module._buffers)
 
 
-def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") -> NativeCausalLM | TransformersCausalLM:
+def build_model(
+    path: str | PathLike[str], dtype: str | torch.dtype = "auto"
+) -> "NativeCausalLM | TransformersCausalLM":
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     config = read_config(model_directory(path) / "config.json")
     architecture = (config.architectures or ["none"])[0]
@@ -117,10 +121,17 @@ def build_model(path: str | PathLike[str], dtype: str | torch.dtype = "auto") ->
                 )
         del config.quantization_config  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
+    model_class = NATIVE.get(architecture) or transformers_fallback()
     with torch.device("meta"):
-        model = NATIVE.get(architecture, TransformersCausalLM)(config, torch_dtype)
+        model = model_class(config, torch_dtype)
     model.checkpoint_format = weights
     return model
+
+
+def transformers_fallback() -> "type[TransformersCausalLM]":
+    from pagedattn_serve.models.transformers_model import TransformersCausalLM
+
+    return TransformersCausalLM
 
 
 def linear_forms(model: CausalLM, quantization: str | None, device: str = "cpu") -> LinearForms | None:
@@ -163,6 +174,8 @@ def read_config(file: Path) -> Any:
         size = fields.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{name}: expected an int >= 1 in {file}, got {size!r}")
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     except Exception as error:  # of any type: its checks of the fields, and what follows from those it does not check

@@ -6,13 +6,9 @@ from functools import partial
 from os.path import commonprefix
 from typing import Any, Protocol, Self
 
-from transformers import PreTrainedTokenizerFast
-
 # Enough of the prompt for a tokenizer to decide whether the first new token starts with a space.
 NUM_CONTEXT_TOKENS = 6
 REPLACEMENT = "\ufffd"
-# How a fast tokenizer decodes, unless its class has a way of its own: through its backend.
-_FAST_DECODE = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
 
 
 class Tokenizer(Protocol):
@@ -84,8 +80,10 @@ class IncrementalDetokenizer:
 
 def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """`tokenizer.decode` with the options of a stream; cleaning up spaces would change text given out already."""
-    fast: Any = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-    if fast is not None and (type(fast).decode, type(fast)._decode) == _FAST_DECODE:
-        # What `decode` comes down to, for a sixth of its time.
+    from transformers import PreTrainedTokenizerFast as Fast  # here, as the import takes long
+
+    fast: Any = tokenizer if isinstance(tokenizer, Fast) else None
+    if fast is not None and (type(fast).decode, type(fast)._decode) == (Fast.decode, Fast._decode):
+        # The class has no way of its own. `decode` comes down to this call, which takes a sixth of the time.
         return partial(fast.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -3,8 +3,6 @@
 from os import PathLike
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pagedattn_serve.loading.directory import find_directory, read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -15,6 +13,8 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
 
     Raises FileNotFoundError if `tokenizer` is given and has none, ValueError if it cannot be loaded.
     """
+    from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
+
     directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
     if directory is None or not any((directory / name).is_file() for name in FILES):
         if tokenizer is None:
