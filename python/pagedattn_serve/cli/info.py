@@ -5,13 +5,16 @@ import sys
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
+from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 
 
 def info(args: argparse.Namespace) -> int:
     CacheConfig(num_blocks=1, block_size=args.block_size)  # checks block_size
-    model = build_model(args.model, args.dtype)
-    linear_layers = describe_linear_layers(model, linear_forms(model, args.quantization))
+    directory = model_directory(args.model)
+    model, stored = build_model(directory, args.dtype), checkpoint_format(directory)
+    linear_layers = describe_linear_layers(model, stored, linear_forms(model, stored, args.quantization))
     memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
     block_bytes = block_bytes_of(model, args.block_size, args.kv_cache_dtype)
     num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize, args.kv_cache_dtype)

@@ -12,6 +12,7 @@ from torch import nn
 
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
+from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
 from pagedattn_serve.loading.weights import load_weights, open_checkpoint, weight_files
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
@@ -19,7 +20,6 @@ from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.linear import LinearForms, check_quantization, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
-from pagedattn_serve.models.quantized_checkpoint import checkpoint_format
 
 if TYPE_CHECKING:
     from pagedattn_serve.models.transformers_model import TransformersCausalLM
@@ -78,10 +78,11 @@ def load_model(
     """
     directory = model_directory(path)
     model = build_model(directory, dtype)
-    forms = linear_forms(model, quantization, device)
-    description = describe_linear_layers(model, forms)
+    stored = checkpoint_format(directory)
+    forms = linear_forms(model, stored, quantization, device)
+    description = describe_linear_layers(model, stored, forms)
     if isinstance(model, NativeCausalLM):
-        load_weights(model, directory, device, forms)
+        load_weights(model, directory, device, stored, forms)
     else:
         weight_files(directory)  # raises if there are none
         model.load_weights(directory, device)
@@ -107,25 +108,19 @@ def build_model(
     path: str | PathLike[str], dtype: str | torch.dtype = "auto"
 ) -> "NativeCausalLM | TransformersCausalLM":
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
-    config = read_config(model_directory(path) / "config.json")
+    directory = model_directory(path)
+    config = read_config(directory / "config.json")
     architecture = (config.architectures or ["none"])[0]
-    quantization = getattr(config, "quantization_config", None)
-    weights = None
-    if quantization is not None:
-        if not is_for_cache_alone(quantization):
-            weights = checkpoint_format(quantization)
-            if architecture not in NATIVE:
-                raise ValueError(
-                    f"quantization_config: expected none, as {architecture} runs through transformers, where quantized "
-                    "weights are not supported"
-                )
-        del config.quantization_config  # transformers would look for quantized weights
+    if checkpoint_format(directory) is not None and architecture not in NATIVE:
+        raise ValueError(
+            f"quantization_config: expected none, as {architecture} runs through transformers, where quantized "
+            "weights are not supported"
+        )
+    vars(config).pop("quantization_config", None)  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
     model_class = NATIVE.get(architecture) or transformers_fallback()
     with torch.device("meta"):
-        model = model_class(config, torch_dtype)
-    model.checkpoint_format = weights
-    return model
+        return model_class(config, torch_dtype)
 
 
 def transformers_fallback() -> "type[TransformersCausalLM]":
@@ -134,34 +129,36 @@ def transformers_fallback() -> "type[TransformersCausalLM]":
     return TransformersCausalLM
 
 
-def linear_forms(model: CausalLM, quantization: str | None, device: str = "cpu") -> LinearForms | None:
+def linear_forms(
+    model: CausalLM, stored: CheckpointFormat | None, quantization: str | None, device: str = "cpu"
+) -> LinearForms | None:
     """Which forms the linear layers take that the checkpoint has not quantized; None: they stay as they are, on CUDA.
+
+    stored: what `checkpoint_format` says of the checkpoint.
 
     Raises ValueError for another quantization than the checkpoint's own, and on CUDA for any.
     """
     check_quantization(quantization)
-    own = model.checkpoint_format
     if device != "cpu":
-        if own is not None:
+        if stored is not None:
             raise ValueError(f"quantization_config: expected none on {device}, as quantized weights are for the CPU")
         if quantization is not None:
             raise ValueError(f"quantization: expected None on {device}, as quantized weights are for the CPU")
         return None
-    if own is not None and quantization not in (None, own.QUANTIZATION):
+    if stored is not None and quantization not in (None, stored.QUANTIZATION):
         raise ValueError(
-            f"quantization: expected None or {own.QUANTIZATION}, in which {own.METHOD} has quantized the checkpoint, "
-            f"got {quantization}"
+            f"quantization: expected None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the "
+            f"checkpoint, got {quantization}"
         )
-    return LinearForms(model.vocab_size, None if own is not None else quantization)
+    return LinearForms(model.vocab_size, None if stored is not None else quantization)
 
 
-def describe_linear_layers(model: CausalLM, forms: LinearForms | None) -> str:
+def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, forms: LinearForms | None) -> str:
     """In words, of a model as `build_model` makes it."""
     if forms is None:
         return "torch's own"
     words = forms.describe(model)
-    own = model.checkpoint_format
-    return words if own is None else f"{own.describe()}; where the checkpoint is not quantized: {words}"
+    return words if stored is None else f"{stored.describe()}; where the checkpoint is not quantized: {words}"
 
 
 def read_config(file: Path) -> Any:
@@ -180,15 +177,6 @@ def read_config(file: Path) -> Any:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     except Exception as error:  # of any type: its checks of the fields, and what follows from those it does not check
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
-
-
-def is_for_cache_alone(quantization: Any) -> bool:
-    """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
-    return (
-        isinstance(quantization, dict)
-        and bool(quantization.get("kv_cache_scheme"))
-        and not quantization.get("config_groups")
-    )
 
 
 def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.loading.kv_scales import is_kv_scale
+from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.linear import LinearForms, quantized_linear
-from pagedattn_serve.models.quantized_checkpoint import is_quantized, read_weight
 
 # In order of preference: the one file, and the index that stands there if the weights lie in several.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -32,10 +32,18 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
 
 
-def load_weights(model: NativeCausalLM, directory: Path, device: str, forms: LinearForms | None = None) -> None:
+def load_weights(
+    model: NativeCausalLM,
+    directory: Path,
+    device: str,
+    stored: CheckpointFormat | None = None,
+    forms: LinearForms | None = None,
+) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors.
 
-    Linear layers take these forms one after the other, so that no two are in memory twice; all but a tied lm_head.
+    stored: how the checkpoint has quantized its weights, if it has.
+    forms: what the linear layers become, one layer after the other, so that memory holds one layer twice at most. A
+        tied lm_head keeps its form.
     """
     with ExitStack() as open_files:
         tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
@@ -47,7 +55,6 @@ def load_weights(model: NativeCausalLM, directory: Path, device: str, forms: Lin
             unexpected.difference_update(shapes)
             return read_tensors(tensors, shapes, problems)
 
-        own = model.checkpoint_format
         # No bar where nobody looks: disable=None is "unless on a terminal".
         bar = tqdm(parameters, desc="Loading weights", disable=None, leave=False)
         for layer_name, names in groupby(bar, lambda name: name.rpartition(".")[0]):
@@ -55,8 +62,8 @@ def load_weights(model: NativeCausalLM, directory: Path, device: str, forms: Lin
             quantized = None
             for name in names:
                 kind = name.removeprefix(f"{layer_name}.")
-                if own is not None and kind == "weight" and is_quantized(layer, layer_name, own, tensors):
-                    quantized = read_weight(layer, layer_name, own, tensors, read)
+                if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
+                    quantized = read_weight(layer, layer_name, stored, tensors, read)
                 elif (parts := read(checkpoint_shapes(model, name))) is not None and not problems:
                     weight = convert(model, name, parts)
                     # Packed layers take weights of any dtype: 16 bits stay as they are, in fp32 and in the other 16.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.models.quantized_checkpoint import CheckpointFormat
 
 
 class CausalLM(nn.Module):
@@ -16,7 +15,6 @@ class CausalLM(nn.Module):
 
     runs: what computes it, in words. max_model_len: positions that it knows.
     head_size: of a key in the cache, and of a value, which is padded if it is narrower.
-    checkpoint_format: of its weights, if they come quantized.
     """
 
     runs: str
@@ -28,7 +26,6 @@ class CausalLM(nn.Module):
     head_size: int
     vocab_size: int
     max_model_len: int
-    checkpoint_format: CheckpointFormat | None = None
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata

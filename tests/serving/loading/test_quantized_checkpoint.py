@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.sampling_params import SamplingParams
@@ -130,22 +131,22 @@ def test_gptq_without_g_idx_has_its_groups_in_order(tmp_path: Path, name: str) -
 
 def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama-gqa", GPTQ)
-    model = build_model(tmp_path)
-    words = describe_linear_layers(model, linear_forms(model, "int4"))
+    model, stored = build_model(tmp_path), checkpoint_format(tmp_path)
+    words = describe_linear_layers(model, stored, linear_forms(model, stored, "int4"))
     assert words.startswith("int4, in groups of 32, as gptq made it") and words.endswith(PackedLinear.FORM)
     load_model(tmp_path, quantization="int4")
     with pytest.raises(ValueError, match=r"quantization: expected None or int4, in which gptq .*, got int8"):
         load_model(tmp_path, quantization="int8")
     with pytest.raises(ValueError, match=r"quantization_config: expected none on cuda, .* for the CPU"):
-        linear_forms(model, None, "cuda")
+        linear_forms(model, stored, None, "cuda")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_cuda_has_no_quantized_weights(llama: Checkpoint, quantization: str) -> None:
     model = build_model(llama.path)
-    assert linear_forms(model, None, "cuda:1") is None
+    assert linear_forms(model, None, None, "cuda:1") is None
     with pytest.raises(ValueError, match=r"quantization: expected None on cuda:1, .* for the CPU"):
-        linear_forms(model, quantization, "cuda:1")
+        linear_forms(model, None, quantization, "cuda:1")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

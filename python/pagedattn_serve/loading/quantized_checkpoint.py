@@ -6,11 +6,13 @@ say so, so whatever a checkpoint leaves as it is (lm_head, mostly) needs no list
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.quantization import Int4Weight, Int8Weight
 
@@ -149,8 +151,22 @@ def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 # ---- what config.json says ------------------------------------------------------------------------------------------
 
 
-def checkpoint_format(config: Any) -> CheckpointFormat:
-    """What a quantization_config means. Raises ValueError, with the name of the field, for what is not supported."""
+def checkpoint_format(directory: Path) -> CheckpointFormat | None:
+    """How the weights of the checkpoint in a directory are quantized; None: they are not.
+
+    Raises ValueError, with the name of the field, for a quantization_config that is not supported.
+    """
+    config = read_json(directory / "config.json").get("quantization_config")
+    return None if config is None or is_for_cache_alone(config) else parse_format(config)
+
+
+def is_for_cache_alone(config: Any) -> bool:
+    """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
+    return isinstance(config, dict) and bool(config.get("kv_cache_scheme")) and not config.get("config_groups")
+
+
+def parse_format(config: Any) -> CheckpointFormat:
+    """What a quantization_config says of weights. Raises as `checkpoint_format` does."""
     if not isinstance(config, dict):
         raise ValueError(f"quantization_config: expected an object, got {config!r:.80}")
     match expect(config, "quant_method", "compressed-tensors", "gptq", "awq"):
