@@ -1,4 +1,5 @@
-"""The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature."""
+"""The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature; links
+between the documents lead somewhere."""
 
 import doctest
 import inspect
@@ -14,7 +15,9 @@ import torch
 import pagedattn_ext
 from pagedattn_ext import ops
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TEXT = (DOCS / "ops.md").read_text()
 FLAT_TEXT = " ".join(TEXT.split())  # a schema may be broken over lines
 
@@ -97,3 +100,22 @@ def signature(function) -> str:
 
 def test_every_op_is_found():
     assert {*OP_NAMES, *PACKERS} == set(ops.__all__)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of each heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_the_readme_leads_to_every_document():
+    linked = set(re.findall(r"\((docs/[\w-]+\.md)", PAGES[0].read_text()))
+    assert linked == {f"docs/{page.name}" for page in DOCS.glob("*.md")}
