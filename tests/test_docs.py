@@ -62,7 +62,7 @@ def test_commands_of_serving():
 
 def run_session(code, name):
     # doctest wants the traceback's header, which the document leaves out for the reader.
-    code = re.sub(r"^(\w+Error: )", r"Traceback (most recent call last):\n\1", code, flags=re.MULTILINE)
+    code = re.sub(r"^([\w.]+Error: )", r"Traceback (most recent call last):\n\1", code, flags=re.MULTILINE)
     session = doctest.DocTestParser().get_doctest(code, {}, name, name, 0)
     report = []
     results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(session, out=report.append)

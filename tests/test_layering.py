@@ -84,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
     "requests.beam_request": {"requests.request", "scheduling.beam_search"},
     "requests.request": {"requests.completion", "scheduling.scheduler"},
     "requests.completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
-    "requests.prompts": set(),
+    "requests.prompts": {"errors"},
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {
@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
-    "scheduling.beam_search": set(),
+    "scheduling.beam_search": {"errors"},
     "scheduling.batch": {"scheduling.sequence_group"},  # the runner reads it, too
     "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.prompt_lookup": {"scheduling.sequence"},
@@ -119,9 +119,9 @@ ARROWS: dict[str, set[str]] = {
     | {"loading.weights"},
     "loading.weights": {"loading.quantized_checkpoint", "loading.kv_scales", "models.causal_lm", "models.linear"},
     "loading.quantized_checkpoint": {"loading.directory", "models.layers", "models.quantization"},
-    "loading.kv_scales": set(),
+    "loading.kv_scales": {"errors"},
     "loading.generation_config": {"loading.directory", "sampling_params"},
-    "loading.directory": set(),
+    "loading.directory": {"errors"},
     # the families and what they share
     "models": set(),
     "models.bloom": {"models.causal_lm", "models.layers"},
@@ -131,7 +131,7 @@ ARROWS: dict[str, set[str]] = {
     "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_trial"},
     "models.transformers_trial": set(),
     "models.causal_lm": {"models.metadata"},
-    "models.linear": {"models.quantization", "pagedattn_ext"},
+    "models.linear": {"models.quantization", "errors", "pagedattn_ext"},
     "models.quantization": set(),
     "models.layers": {"models.metadata", "models.rope", "pagedattn_ext"},
     "models.rope": set(),
@@ -143,11 +143,12 @@ ARROWS: dict[str, set[str]] = {
     "text.stop_strings": set(),
     "text.tokenizer": {"loading.directory"},
     # plain data that users hold and any room may read
-    "outputs": set(),
+    "outputs": {"errors"},
     "sampling_params": {"structured_output"},
     "grammar": {"structured_output"},
     "structured_output": {"config"},
-    "config": set(),
+    "config": {"errors"},
+    "errors": set(),
     # the op package: nothing of ours to its right
     "pagedattn_ext": set(),
 }
@@ -159,7 +160,7 @@ def room(name: str) -> set[str]:
 
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
-PLAIN_DATA = {"config", "sampling_params", "structured_output", "outputs"}
+PLAIN_DATA = {"errors", "config", "sampling_params", "structured_output", "outputs"}
 DOORS = room("cli") | room("server")
 DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
 WALLS: dict[str, set[str]] = {

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pagedattn_serve.calibration import calibrate_kv_scales as calibrate_kv_scales
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
+    from pagedattn_serve.errors import ArgumentError as ArgumentError
+    from pagedattn_serve.errors import ArgumentTypeError as ArgumentTypeError
     from pagedattn_serve.llm import LLM as LLM
     from pagedattn_serve.outputs import CacheMap as CacheMap
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "DEMO_MODEL": "config",
+    "ArgumentError": "errors",
+    "ArgumentTypeError": "errors",
     "LLM": "llm",
     "AsyncLLMEngine": "async_engine",
     "CacheMap": "outputs",

@@ -9,6 +9,7 @@ from torch import Tensor
 from pagedattn_ext import ops
 from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.metadata import AttentionMetadata
@@ -36,11 +37,11 @@ def calibrate_kv_scales(
     """
     fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
     if fp8 == torch.float32:
-        raise ValueError(f"kv_cache_dtype: expected fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype}")
+        raise ArgumentError("kv_cache_dtype", "fp8, fp8_e4m3 or fp8_e5m2", kv_cache_dtype)
     engine = LLMEngine(model, tokenizer=tokenizer, dtype=dtype, device=device, max_num_seqs=1)
     all_token_ids = [check_prompt(engine, prompt) for prompt in split_prompts(prompts)]
     if not all_token_ids:
-        raise ValueError("prompts: expected at least one, got none")
+        raise ArgumentError("prompts", "at least one", "none")
     runner = engine.model_runner
     caches = runner.cache_engine.kv_caches
     largest = torch.zeros(len(caches), 2)
@@ -54,7 +55,7 @@ def calibrate_kv_scales(
             largest[layer] = torch.maximum(largest[layer], absolute)
     if not largest.isfinite().all():
         layer = int((~largest.isfinite()).any(dim=1).nonzero()[0])
-        raise ValueError(f"prompts: expected finite keys and values, got NaN or infinity in layer {layer}")
+        raise ArgumentError("prompts", "finite keys and values", f"NaN or infinity in layer {layer}")
     scales = torch.where(largest > 0, largest / torch.finfo(fp8).max, 1.0)
     return [(k_scale, v_scale) for k_scale, v_scale in scales.tolist()]
 

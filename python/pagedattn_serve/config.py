@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+
 # The small LLaMA that comes with the package (see its README.md).
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
@@ -13,46 +15,46 @@ DEFAULT_WATERMARK = 0.01
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise TypeError unless `value` is an int (a bool is not), ValueError unless it lies in [minimum, maximum]."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "an int", f"{value!r} of type {type(value).__name__}")
     if value < minimum or (maximum is not None and value > maximum):
         expected = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-        raise ValueError(f"{name}: expected an int {expected}, got {value}")
+        raise ArgumentError(name, f"an int {expected}", value)
 
 
 def check_float(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "a number", f"{value!r} of type {type(value).__name__}")
     try:
         is_finite = math.isfinite(value)
     except OverflowError:  # an int beyond what a float holds
         is_finite = False
     if not is_finite:
-        raise ValueError(f"{name}: expected a finite number, got {value}")
+        raise ArgumentError(name, "a finite number", value)
 
 
 def check_bool(name: str, value: object) -> bool:
     """`value`; raises TypeError unless it is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "a bool", f"{value!r} of type {type(value).__name__}")
     return value
 
 
 def check_text(name: str, value: object) -> str:
     """`value`; raises TypeError unless it is a string, ValueError unless UTF-8 can write it."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a string, got {type(value).__name__}")
+        raise ArgumentTypeError(name, "a string", type(value).__name__)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: expected text that UTF-8 can write, got {error}") from None
+        raise ArgumentError(name, "text that UTF-8 can write", error) from None
     return value
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+        raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class SchedulerConfig:
         check_choice("scheduling_policy", self.policy, ("fcfs", "priority"))
         check_choice("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         if self.speculation is not None and self.speculation != "ngram":
-            raise ValueError(f'speculation: expected None or "ngram", got {self.speculation!r}')
+            raise ArgumentError("speculation", 'None or "ngram"', repr(self.speculation))
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_int("max_beam_width", self.max_beam_width, 1)
 
@@ -117,10 +119,10 @@ class CacheConfig:
         check_int("num_blocks", self.num_blocks, 1)
         check_int("block_size", self.block_size, 8, 256)
         if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
+            raise ArgumentError("block_size", "a power of two", self.block_size)
         check_int("num_host_blocks", self.num_host_blocks, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_float("watermark", self.watermark)
         if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark: expected a share in [0, 1), got {self.watermark}")
+            raise ArgumentError("watermark", "a share in [0, 1)", self.watermark)
         check_int("num_host_blocks", self.num_host_blocks, 0)

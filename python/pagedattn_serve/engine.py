@@ -18,6 +18,8 @@ from pagedattn_serve.engine_setup import (
     limit_to_cache,
     too_large,
 )
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
+from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
@@ -169,9 +171,9 @@ class LLMEngine:
         try:
             model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
             scheduler = Scheduler(scheduler_config, cache_config)
+        except HostMemoryError:
+            raise
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
-            if str(error).startswith("swap_space:"):
-                raise
             raise too_large(causal_lm, cache_config, error) from None
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
@@ -309,10 +311,10 @@ class LLMEngine:
         could be served, or registered prefixes would leave too little of the cache for a sequence of max_model_len.
         """
         if not self.scheduler.block_manager.prefix_caching:
-            raise ValueError("enable_prefix_caching: expected True for prefixes to be kept, got False")
+            raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
         _, token_ids = self._inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
-            raise ValueError(f"prefix: expected 1 to {self.max_model_len - 1} tokens, got {len(token_ids)}")
+            raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))
         self._settle()
         return self.scheduler.pin_prefix(token_ids)
 
@@ -378,7 +380,7 @@ class LLMEngine:
             ended = [self.abort_request(each) for each in request_id]
             return [output for output in ended if output is not None]
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id: expected a string or a list of strings, got {type(request_id).__name__}")
+            raise ArgumentTypeError("request_id", "a string or a list of strings", type(request_id).__name__)
         self._settle()
         request = self._requests.get(request_id)
         if request is None:
@@ -496,8 +498,8 @@ class LLMEngine:
                 return request.add_verified(tokens, self.scheduler)
             return request.add_tokens(tokens, self.scheduler)
         except Exception as error:  # of its logits, or whatever a tokenizer raises
-            text = f"{type(error).__name__}: {error}"
-            has_trace = not isinstance(error, FloatingPointError)  # that of the logits shows nothing
+            text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
+            has_trace = not isinstance(error, FloatingPointError | BadArgument)  # whose traces show nothing
             logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
             request.fail(text, self.scheduler)
             return 0

@@ -8,6 +8,7 @@ import torch
 
 import pagedattn_ext
 from pagedattn_serve.config import CacheConfig, SchedulerConfig, check_bool, check_float, check_int
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.cache_memory import (
     DEFAULT_CPU_MEMORY,
@@ -47,20 +48,20 @@ def check_options(
     check_int("seed", seed, 0, 2**64 - 1)
     check_float("swap_space", swap_space)
     if swap_space < 0:
-        raise ValueError(f"swap_space: expected a number >= 0, got {swap_space}")
+        raise ArgumentError("swap_space", "a number >= 0", swap_space)
     check_float("gpu_memory_utilization", gpu_memory_utilization)
     if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
+        raise ArgumentError("gpu_memory_utilization", "a share in (0, 1]", gpu_memory_utilization)
     if num_blocks is not None:
         check_int("num_blocks", num_blocks, 1)
     if num_blocks is not None and kv_cache_memory is not None:
-        raise ValueError("kv_cache_memory: expected None beside num_blocks, which says the same")
+        raise ArgumentError("kv_cache_memory", "None beside num_blocks, which says the same")
     if check_bool("trust_remote_code", trust_remote_code):
-        raise ValueError("trust_remote_code: expected False, as running a checkpoint's own code is not supported")
+        raise ArgumentError("trust_remote_code", "False, as running a checkpoint's own code is not supported")
     check_bool("enforce_eager", enforce_eager)
     check_int("tensor_parallel_size", tensor_parallel_size, 1)
     if tensor_parallel_size != 1:
-        raise ValueError(f"tensor_parallel_size: expected 1, as more are not supported, got {tensor_parallel_size}")
+        raise ArgumentError("tensor_parallel_size", "1, as more are not supported", tensor_parallel_size)
     choose_cache_dtype(kv_cache_dtype, torch.float32)
     check_quantization(quantization)
     check_int("max_beam_width", max_beam_width, 1)
@@ -72,12 +73,12 @@ def choose_device(name: str) -> str:
     if name == "auto":
         return "cuda" if has_cuda else "cpu"
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+        raise ArgumentError("device", "auto, cpu, cuda or cuda:N", repr(name))
     if name != "cpu" and not has_cuda:
         reason = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
         if not pagedattn_ext.build_info()["cuda_arches"]:
             reason = "this build of pagedattn_ext has no CUDA kernels"
-        raise ValueError(f"device: expected cpu ({reason}), got {name}")
+        raise ArgumentError("device", f"cpu ({reason})", name)
     return name
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Self
 
+from pagedattn_serve.errors import ArgumentError, ArgumentImportError
 from pagedattn_serve.structured_output import StructuredOutput
 
 _MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
@@ -63,16 +64,16 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         if find_spec("llguidance") is None:
-            raise ImportError("structured_output: expected llguidance: pip install 'pagedattn-ext[structured]'")
+            raise ArgumentImportError("structured_output", "llguidance: pip install 'pagedattn-ext[structured]'")
         from llguidance.hf import from_tokenizer
 
         if not eos_token_ids:
-            raise ValueError("structured_output: expected a model with an end-of-sequence token, which ends the output")
+            raise ArgumentError("structured_output", "a model with an end-of-sequence token, which ends the output")
         try:
             num_tokens = max(vocab_size, *(token_id + 1 for token_id in tokenizer.get_vocab().values()))
             tokens = from_tokenizer(tokenizer, num_tokens, sorted(eos_token_ids))
         except Exception as error:  # of any type, as the tokenizer has it
-            raise ValueError(f"structured_output: expected a tokenizer that llguidance can read ({error})") from None
+            raise ArgumentError("structured_output", f"a tokenizer that llguidance can read ({error})") from None
         self._num_mask_words = -(-tokens.vocab_size // 32)
         self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, tokens))
 
@@ -84,9 +85,13 @@ class GrammarCompiler:
         return TokenMatcher(self._compile(form), self._num_mask_words)
 
 
-def error_of(matcher: Any) -> str | None:
-    """What llguidance cannot go on for, in a line: the form is too complex, or the output does not follow it."""
-    return matcher.get_error().partition("\n")[0] if matcher.is_error() else None
+def error_of(matcher: Any) -> ArgumentError | None:
+    """Why llguidance cannot go on, in a line: the form is too complex, or the output does not follow the form."""
+    if not matcher.is_error():
+        return None
+    return ArgumentError(
+        "structured_output", "a form that the output can be held to", matcher.get_error().split("\n")[0]
+    )
 
 
 def _compile(tokens: Any, form: StructuredOutput) -> Any:
@@ -96,13 +101,17 @@ def _compile(tokens: Any, form: StructuredOutput) -> Any:
     try:
         grammar = _grammar(form)
     except ValueError as error:
-        raise ValueError(f"structured_output: {form.kind}: {error}") from None
+        raise _refusal(form, error) from None
     limits = LLParserLimits(verbose_errors=False)
     matcher = _with_deep_stack(partial(LLMatcher, tokens, grammar, log_level=0, limits=limits))
     if matcher.is_error():
-        reason = matcher.get_error().removesuffix("\n<non-verbose/>").strip()
-        raise ValueError(f"structured_output: {form.kind}: {reason}")
+        raise _refusal(form, matcher.get_error().removesuffix("\n<non-verbose/>").strip())
     return matcher
+
+
+def _refusal(form: StructuredOutput, reason: object) -> ArgumentError:
+    """reason: llguidance's message."""
+    return ArgumentError("structured_output", f"a form ({form.kind}) that an output can be held to", reason)
 
 
 def _grammar(form: StructuredOutput) -> str:

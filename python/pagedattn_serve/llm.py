@@ -7,6 +7,7 @@ import torch
 from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, with_place
 from pagedattn_serve.loading.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
@@ -154,10 +155,10 @@ class LLM:
         conversations it names the one, by its place.
         """
         if not isinstance(messages, list | tuple):
-            raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+            raise ArgumentTypeError("messages", "a list of messages", type(messages).__name__)
         template = None if chat_template is None else load_chat_template(chat_template)
         if messages and isinstance(messages[0], list | tuple):
-            places = [f"conversation {i} of {len(messages)}: " for i in range(len(messages))]
+            places = [f"conversation {i} of {len(messages)}" for i in range(len(messages))]
             conversations = messages
         else:
             places, conversations = [""], [messages]
@@ -166,7 +167,7 @@ class LLM:
             try:
                 prompts.append(self._chat_prompt(conversation, template, add_generation_prompt))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{place}{error}") from None
+                raise (with_place(error, place) if place else error) from None
         return self.generate(prompts, sampling_params, None, use_tqdm)
 
     def _chat_prompt(self, messages: Any, template: str | None, add_generation_prompt: bool) -> Prompt:
@@ -183,7 +184,7 @@ class LLM:
             self.llm_engine.add_request(request_id, prompt, param)
         except (TypeError, ValueError) as error:
             self._request_ids.pop()  # if the id is taken, that request is somebody else's
-            raise type(error)(f"{place}: {str(error).removeprefix('prompt: ')}") from None
+            raise with_place(error, place) from None
 
     def _abort_all(self) -> None:
         """After an error or an interrupt, no request of the call stays behind."""
@@ -193,11 +194,11 @@ class LLM:
 
 def list_prompts(prompts: Any | None, prompt_token_ids: Any | None) -> list[Prompt]:
     if (prompts is None) == (prompt_token_ids is None):
-        raise ValueError("prompts: expected either prompts or prompt_token_ids")
+        raise ArgumentError("prompts", "either prompts or prompt_token_ids")
     if prompt_token_ids is None:
         return split_prompts(prompts)
     if not isinstance(without_array(prompt_token_ids), list | tuple):
-        raise TypeError(f"prompt_token_ids: expected a list of lists, got {type(prompt_token_ids).__name__}")
+        raise ArgumentTypeError("prompt_token_ids", "a list of lists", type(prompt_token_ids).__name__)
     return [{"prompt_token_ids": token_ids} for token_ids in split_prompts(prompt_token_ids)]
 
 
@@ -205,5 +206,5 @@ def one_each(params: SamplingParams | list[SamplingParams] | None, count: int) -
     if not isinstance(params, list):
         return [params] * count
     if len(params) != count:
-        raise ValueError(f"sampling_params: expected one for all or one for each of {count} prompts, got {len(params)}")
+        raise ArgumentError("sampling_params", f"one for all or one for each of {count} prompts", len(params))
     return list(params)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from pagedattn_serve.errors import BadArgument
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -152,6 +154,7 @@ class RequestOutput(_CopiedWhenRead):
         cumulative logprob or by the search's score: until the request is finished, others may take their places.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
         that the tokenizer failed to decode, or what its parameters say of the logits, or `LLMEngine.fail_batch`.
+    argument_error: the error as it was raised, if an argument of the request is to blame.
     prompt_logprobs: for each token of the prompt its logprob and those of the most likely ones, None for the first, as
         far as it is computed; None if not asked for.
     """
@@ -163,6 +166,7 @@ class RequestOutput(_CopiedWhenRead):
     finished: bool
     metrics: RequestMetrics = field(compare=False)
     error: str | None = None
+    argument_error: BadArgument | None = field(default=None, compare=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     COPIED = ("prompt_token_ids", "prompt_logprobs", "metrics")
@@ -211,7 +215,7 @@ def request_output(
     outputs: list[CompletionOutput],
     finished: bool,
     metrics: RequestMetrics,
-    error: str | None,
+    error: str | BadArgument | None,
     prompt_logprobs: list[PackedLogprobs | None] | None,
 ) -> RequestOutput:
     """The metrics may not be written to from here on."""
@@ -220,7 +224,8 @@ def request_output(
     output.prompt = prompt
     output.outputs = outputs
     output.finished = finished
-    output.error = error
+    output.error = None if error is None else str(error)
+    output.argument_error = error if isinstance(error, BadArgument) else None
     output._token_ids = prompt_token_ids
     output._logprobs = prompt_logprobs
     output._num_logprobs = 0 if prompt_logprobs is None else len(prompt_logprobs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20  # of a token; what OpenAI's API and vLLM's default allow
@@ -100,10 +101,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_float("temperature", self.temperature)
         if not 0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise ValueError(f"temperature: expected a number in [0, {_MAX_TEMPERATURE:g}], got {self.temperature}")
+            raise ArgumentError("temperature", f"a number in [0, {_MAX_TEMPERATURE:g}]", self.temperature)
         check_float("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+            raise ArgumentError("top_p", "a number in (0, 1]", self.top_p)
         check_int("top_k", self.top_k, -1)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
@@ -113,7 +114,7 @@ class SamplingParams:
         check_bool("ignore_eos", self.ignore_eos)
         check_float("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p: expected a number in [0, 1], got {self.min_p}")
+            raise ArgumentError("min_p", "a number in [0, 1]", self.min_p)
         self._keep("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -121,19 +122,18 @@ class SamplingParams:
             penalty = getattr(self, name)
             check_float(name, penalty)
             if not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
-                raise ValueError(f"{name}: expected a number in [-{_MAX_PENALTY}, {_MAX_PENALTY}], got {penalty}")
+                raise ArgumentError(name, f"a number in [-{_MAX_PENALTY}, {_MAX_PENALTY}]", penalty)
         check_float("repetition_penalty", self.repetition_penalty)
         if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise ValueError(
-                f"repetition_penalty: expected a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}], "
-                f"got {self.repetition_penalty}"
+            raise ArgumentError(
+                "repetition_penalty",
+                f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
+                self.repetition_penalty,
             )
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens: expected an int <= max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
-            )
+            raise ArgumentError("min_tokens", f"an int <= max_tokens, which is {self.max_tokens}", self.min_tokens)
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _logit_bias(self.logit_bias))
@@ -142,10 +142,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self._keep("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids: expected one token id at least, or None for all, got none")
+                raise ArgumentError("allowed_token_ids", "one token id at least, or None for all", "none")
         self._keep("logits_processors", _processors(self.logits_processors))
         if not check_bool("detokenize", self.detokenize) and self.stop:
-            raise ValueError(f"detokenize: expected True, as stop strings {self.stop} are looked for in the text")
+            raise ArgumentError("detokenize", f"True, as stop strings {self.stop} are looked for in the text")
         self._check_sequences()
         self._check_structured_output()
         self._keep(
@@ -160,43 +160,41 @@ class SamplingParams:
         if self.best_of is not None:
             check_int("best_of", self.best_of, 1)
             if self.best_of < self.n:
-                raise ValueError(f"best_of: expected an int >= n, which is {self.n}, got {self.best_of}")
+                raise ArgumentError("best_of", f"an int >= n, which is {self.n}", self.best_of)
         check_float("length_penalty", self.length_penalty)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             kind = type(self.early_stopping).__name__
-            error = ValueError if isinstance(self.early_stopping, str) else TypeError
-            raise error(f'early_stopping: expected True, False or "never", got {self.early_stopping!r} of type {kind}')
+            error = ArgumentError if isinstance(self.early_stopping, str) else ArgumentTypeError
+            raise error("early_stopping", 'True, False or "never"', f"{self.early_stopping!r} of type {kind}")
         if check_bool("use_beam_search", self.use_beam_search):
             if not self.greedy:
-                raise ValueError(f"temperature: expected 0, as use_beam_search draws nothing, got {self.temperature}")
+                raise ArgumentError("temperature", "0, as use_beam_search draws nothing", self.temperature)
             for name, default in (("top_p", (1,)), ("top_k", (-1, 0)), ("min_p", (0,))):
                 if getattr(self, name) not in default:
-                    raise ValueError(
-                        f"{name}: expected {default[0]}, as use_beam_search draws nothing, got {getattr(self, name)}"
-                    )
+                    raise ArgumentError(name, f"{default[0]}, as use_beam_search draws nothing", getattr(self, name))
             if self.beam_width < 2:
-                raise ValueError(
-                    "best_of: expected a beam width of 2 at least with use_beam_search, as one of width 1 is greedy "
-                    "(use_beam_search=False, temperature=0), got 1"
+                raise ArgumentError(
+                    "best_of",
+                    "a beam width of 2 at least with use_beam_search, as one of width 1 is greedy "
+                    "(use_beam_search=False, temperature=0)",
+                    "1",
                 )
             return
         if self.length_penalty != 1:
-            raise ValueError(f"length_penalty: expected 1 without use_beam_search, got {self.length_penalty}")
+            raise ArgumentError("length_penalty", "1 without use_beam_search", self.length_penalty)
         if self.early_stopping is not False:
-            raise ValueError(f"early_stopping: expected False without use_beam_search, got {self.early_stopping!r}")
+            raise ArgumentError("early_stopping", "False without use_beam_search", repr(self.early_stopping))
 
     def _check_structured_output(self) -> None:
         if self.structured_output is None:
             return
         if not isinstance(self.structured_output, StructuredOutput):
             kind = type(self.structured_output).__name__
-            raise TypeError(f"structured_output: expected StructuredOutput, got {kind}")
+            raise ArgumentTypeError("structured_output", "StructuredOutput", kind)
         if self.use_beam_search:
-            raise ValueError("use_beam_search: expected False beside structured_output, got True")
+            raise ArgumentError("use_beam_search", "False beside structured_output", "True")
         if self.ignore_eos:
-            raise ValueError(
-                "ignore_eos: expected False beside structured_output, which ends with that token, got True"
-            )
+            raise ArgumentError("ignore_eos", "False beside structured_output, which ends with that token", "True")
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: written at construction and never again
@@ -239,9 +237,7 @@ class SamplingParams:
         it has."""
         num_allowed = len(self.allowed_token_ids or ())
         if num_allowed > vocab_size:
-            raise ValueError(
-                f"allowed_token_ids: expected at most {vocab_size} token ids, the vocabulary, got {num_allowed}"
-            )
+            raise ArgumentError("allowed_token_ids", f"at most {vocab_size} token ids, the vocabulary", num_allowed)
         for name, token_ids in (
             ("logit_bias", [token_id for token_id, _ in self.bias_of_token_ids]),
             ("allowed_token_ids", self.allowed_token_ids or ()),
@@ -272,7 +268,7 @@ class TokenRules:
             check_int("end_token_ids", token_id, 0)
         for word in self.bad_words:
             if not word:
-                raise ValueError("bad_words: expected one token id at least in each, got none")
+                raise ArgumentError("bad_words", "one token id at least in each", "none")
             for token_id in word:
                 check_int("bad_words", token_id, 0)
 
@@ -286,16 +282,17 @@ def takes_prompt(processor: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(processor)
     except ValueError:  # as of some that are written in C
-        raise TypeError(f"logits_processors: expected a callable with a signature, got {processor!r}") from None
+        raise ArgumentTypeError("logits_processors", "a callable with a signature", repr(processor)) from None
     for num_arguments in (2, 3):
         try:
             signature.bind(*[None] * num_arguments)
         except TypeError:
             continue
         return num_arguments == 3
-    raise TypeError(
-        "logits_processors: expected f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits), "
-        f"got {processor!r} with {signature}"
+    raise ArgumentTypeError(
+        "logits_processors",
+        "f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits)",
+        f"{processor!r} with {signature}",
     )
 
 
@@ -303,7 +300,7 @@ def _items(name: str, value: object, kind: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{name}: expected a list of {kind}, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, f"a list of {kind}", f"{value!r} of type {type(value).__name__}")
     return tuple(value)
 
 
@@ -311,9 +308,9 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     texts = _items(name, value, "strings")
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"{name}: expected strings, got {text!r} of type {type(text).__name__}")
+            raise ArgumentTypeError(name, "strings", f"{text!r} of type {type(text).__name__}")
         if not text:
-            raise ValueError(f"{name}: expected non-empty strings, got {list(texts)}")
+            raise ArgumentError(name, "non-empty strings", list(texts))
     return texts
 
 
@@ -332,18 +329,18 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for pair in _items("logit_bias", value, "pairs, or a dict"):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"logit_bias: expected pairs of token id and bias, got {pair!r}")
+            raise ArgumentTypeError("logit_bias", "pairs of token id and bias", repr(pair))
         token_id, bias = pair
         if isinstance(token_id, str):
             if not re.fullmatch("[0-9]+", token_id):
-                raise ValueError(f"logit_bias: expected token ids, got {token_id!r}")
+                raise ArgumentError("logit_bias", "token ids", repr(token_id))
             token_id = int(token_id)
         check_int("logit_bias", token_id, 0)
         check_float("logit_bias", bias)
         if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            raise ValueError(f"logit_bias: expected numbers in [-{_MAX_BIAS}, {_MAX_BIAS}], got {bias}")
+            raise ArgumentError("logit_bias", f"numbers in [-{_MAX_BIAS}, {_MAX_BIAS}]", bias)
         if token_id in pairs:
-            raise ValueError(f"logit_bias: expected each token id once, got {token_id} twice")
+            raise ArgumentError("logit_bias", "each token id once", f"{token_id} twice")
         pairs[token_id] = bias
     return tuple(pairs.items())
 
@@ -353,6 +350,6 @@ def _processors(value: object) -> tuple[Callable[..., Any], ...]:
     for processor in processors:
         if not callable(processor):
             kind = type(processor).__name__
-            raise TypeError(f"logits_processors: expected callables, got {processor!r} of type {kind}")
+            raise ArgumentTypeError("logits_processors", "callables", f"{processor!r} of type {kind}")
         takes_prompt(processor)
     return processors

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedattn_serve.config import check_bool, check_text
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 # Of a schema, regex or grammar, or of all choices: bounds how long it takes to compile, and how deep that recurses.
 MAX_CHARACTERS = 100_000
@@ -40,7 +41,7 @@ class StructuredOutput:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
-            raise ValueError(f"structured_output: expected one of {', '.join(KINDS)}, got {got}")
+            raise ArgumentError("structured_output", f"one of {', '.join(KINDS)}", got)
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:
@@ -49,7 +50,7 @@ class StructuredOutput:
             if (text := getattr(self, name)) is not None:
                 _check_text(name, text)
         if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
-            raise ValueError(f"whitespace_pattern: expected None beside {self.kind}, got {self.whitespace_pattern!r}")
+            raise ArgumentError("whitespace_pattern", f"None beside {self.kind}", repr(self.whitespace_pattern))
 
     @property
     def kind(self) -> str:
@@ -71,7 +72,7 @@ class StructuredOutput:
 def _schema(schema: object) -> str:
     """As text, which is the user's own where it came as such. Whether it is a schema, llguidance says."""
     if not isinstance(schema, str | Mapping):
-        raise TypeError(f"json: expected a JSON schema as a dict or a string, got {type(schema).__name__}")
+        raise ArgumentTypeError("json", "a JSON schema as a dict or a string", type(schema).__name__)
     if isinstance(schema, str):
         _check_text("json", schema)  # before it is read
     try:
@@ -79,25 +80,25 @@ def _schema(schema: object) -> str:
             return json.dumps(dict(schema), allow_nan=False)
         json.loads(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json: expected a JSON schema, got what is no JSON ({error})") from None
+        raise ArgumentError("json", "a JSON schema", f"what is no JSON ({error})") from None
     return schema
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     if not isinstance(choices, list | tuple):
-        raise TypeError(f"choice: expected a list of strings, got {type(choices).__name__}")
+        raise ArgumentTypeError("choice", "a list of strings", type(choices).__name__)
     if len(choices) > MAX_CHARACTERS:
-        raise ValueError(f"choice: expected at most {MAX_CHARACTERS:,} characters together, got {len(choices):,} texts")
+        raise ArgumentError("choice", f"at most {MAX_CHARACTERS:,} characters together", f"{len(choices):,} texts")
     if not choices or "" in choices:
-        raise ValueError(f"choice: expected one string at least, and no empty one, got {list(choices)}")
+        raise ArgumentError("choice", "one string at least, and no empty one", list(choices))
     for each in choices:
         _check_text("choice", each)
     if (length := sum(map(len, choices))) > MAX_CHARACTERS:
-        raise ValueError(f"choice: expected at most {MAX_CHARACTERS:,} characters together, got {length:,}")
+        raise ArgumentError("choice", f"at most {MAX_CHARACTERS:,} characters together", f"{length:,}")
     return tuple(choices)
 
 
 def _check_text(name: str, text: object) -> None:
     length = len(check_text(name, text))
     if length > MAX_CHARACTERS:
-        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {length:,}")
+        raise ArgumentError(name, f"at most {MAX_CHARACTERS:,} characters", f"{length:,}")

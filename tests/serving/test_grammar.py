@@ -1,6 +1,7 @@
 """Forms of output: what a user may say, what llguidance makes of it, and how a matcher follows an output."""
 
 import json
+import re
 import sys
 import threading
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pagedattn_serve import DEMO_MODEL, StructuredOutput, grammar
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.grammar import GrammarCompiler, error_of
 from pagedattn_serve.structured_output import MAX_CHARACTERS
 
@@ -104,24 +106,28 @@ def test_each_kind(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "reason"),
     [
-        ({"json": {"type": "strin"}}, "json: Invalid type: strin"),
-        ({"json": "[]"}, "json: "),
-        ({"json": "[]", "whitespace_pattern": ""}, "json: "),
-        ({"json": "false"}, "json: Unsatisfiable schema"),
-        ({"json": {"type": "array", "uniqueItems": True}}, r'json: Unimplemented keys: \["uniqueItems"\]'),
-        ({"json": {"$ref": "https://example.com/schema"}}, "json: Resource"),
-        ({"json_object": True, "whitespace_pattern": "["}, "json_object: regex parse error"),
-        ({"regex": "(a"}, r'regex: (.|\n)*invalid regex "\(a"'),
-        ({"regex": "(?=a)b"}, r"regex: (.|\n)*look-around"),
-        ({"grammar": "start: b"}, 'grammar: (.|\n)*unknown name: "b"'),
-        ({"grammar": ""}, "grammar: "),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": "[]"}, "schema must be an object"),
+        ({"json": "[]", "whitespace_pattern": ""}, "Expecting object schema"),
+        ({"json": "false"}, "Unsatisfiable schema"),
+        ({"json": {"type": "array", "uniqueItems": True}}, r'Unimplemented keys: \["uniqueItems"\]'),
+        ({"json": {"$ref": "https://example.com/schema"}}, "Resource"),
+        ({"json_object": True, "whitespace_pattern": "["}, "regex parse error"),
+        ({"regex": "(a"}, r'(.|\n)*invalid regex "\(a"'),
+        ({"regex": "(?=a)b"}, r"(.|\n)*look-around"),
+        ({"grammar": "start: b"}, '(.|\n)*unknown name: "b"'),
+        ({"grammar": ""}, "Empty grammar"),
     ],
 )
-def test_a_form_that_cannot_be_held_to(compiler: GrammarCompiler, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^structured_output: {message}"):
-        compiler.matcher(StructuredOutput(**fields))
+def test_a_form_that_cannot_be_held_to(compiler: GrammarCompiler, fields: dict[str, Any], reason: str) -> None:
+    form = StructuredOutput(**fields)
+    expected = f"a form ({form.kind}) that an output can be held to"
+    message = re.escape(f"structured_output: expected {expected}, got ")
+    with pytest.raises(ArgumentError, match=f"^{message}{reason}") as caught:
+        compiler.matcher(form)
+    assert (caught.value.argument, caught.value.expected) == ("structured_output", expected)
 
 
 def test_references_in_a_row_do_not_end_the_process(compiler: GrammarCompiler) -> None:
@@ -207,7 +213,8 @@ def test_a_matcher_follows(compiler: GrammarCompiler, tokenizer: PreTrainedToken
 def test_an_output_that_does_not_follow(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     matcher = compiler.matcher(StructuredOutput(regex="ab")).advance(ids(tokenizer, "b"))
     error = error_of(matcher)
-    assert error is not None and "doesn't satisfy the grammar" in error and "\n" not in error
+    assert error is not None and error.argument == "structured_output"
+    assert "doesn't satisfy the grammar" in error.got and "\n" not in error.got
 
 
 def test_an_interrupt_while_it_follows(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagedattn_serve import DEMO_MODEL, RequestOutput, SamplingParams, StructuredOutput
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import ArgumentError
 
 EOS = (0, 1)  # of ending_model
 PERSON = {
@@ -212,11 +213,12 @@ def test_nothing_left_to_choose(engine: LLMEngine, options: dict[str, Any]) -> N
 
 def test_a_form_too_complex_to_go_on(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What llguidance reports in the middle ends the request in an error, though its mask then allows the end."""
-    reports = iter([None, None, "lexer too complex"])
+    reports = iter([None, None, ArgumentError("structured_output", "a form", "lexer too complex")])
     monkeypatch.setattr("pagedattn_serve.execution.token_masks.error_of", lambda matcher: next(reports))
     [output] = run(engine, ["the cat"], params_of("json", temperature=0))
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("error", 2)
-    assert output.error == "structured_output: lexer too complex"
+    assert output.error == "structured_output: expected a form, got lexer too complex"
+    assert output.argument_error is not None and output.argument_error.argument == "structured_output"
 
 
 @pytest.mark.parametrize(
@@ -237,13 +239,13 @@ def test_what_does_not_go_together(options: dict[str, Any], error: type[Exceptio
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"json": {"type": "x"}}, "json: "), ({"regex": "("}, "regex: "), ({"grammar": "start: b"}, "grammar: ")],
+    ("kind", "form"),
+    [("json", {"type": "x"}), ("regex", "("), ("grammar", "start: b")],
 )
-def test_a_bad_form_is_refused_when_added(engine: LLMEngine, fields: dict[str, Any], message: str) -> None:
+def test_a_bad_form_is_refused_when_added(engine: LLMEngine, kind: str, form: Any) -> None:
     engine.add_request("good", "the cat", params_of("choice", temperature=0))
-    with pytest.raises(ValueError, match=f"^structured_output: {message}"):
-        engine.add_request("bad", "the cat", SamplingParams(structured_output=StructuredOutput(**fields)))
+    with pytest.raises(ValueError, match=rf"^structured_output: expected a form \({kind}\) that .*, got "):
+        engine.add_request("bad", "the cat", SamplingParams(structured_output=StructuredOutput(**{kind: form})))
     assert finish_all(engine).keys() == {"good"}
 
 

@@ -19,6 +19,7 @@ from pagedattn_serve.async_engine.loop import EngineLoop, News, describe
 from pagedattn_serve.async_engine.stream import Stream
 from pagedattn_serve.config import check_int
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import EngineStats, RequestOutput
 from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.sampling_params import SamplingParams
@@ -189,7 +190,7 @@ class AsyncLLMEngine:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("generate: expected to be called in the event loop that start() was called in")
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
+            raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         if request_id in self._streams:
             raise ValueError(f"request_id: {request_id!r} is taken by an unfinished request")
         num_waiting = len(self._in_hand) + self._num_waiting

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedattn_serve.cli.engine import make_engine
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -35,7 +36,7 @@ def generate(args: argparse.Namespace) -> int:
         try:
             engine.add_request(str(i), prompt, params)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"prompt {i + 1} of {len(prompts)}: {error}") from None
+            raise with_place(error, f"prompt {i + 1} of {len(prompts)}") from None
     errors |= (write_json if args.json else write_text)(engine, prompts, errors)
     if errors:
         first = min(errors)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from pagedattn_serve.cli.engine import make_engine
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
 from pagedattn_serve.server.http.run import bind, run_server
@@ -54,4 +55,4 @@ def read_text(name: str, file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: expected UTF-8 in {file}, got {error}") from None
+        raise ArgumentError(name, f"UTF-8 in {file}", error) from None

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.metadata import KVCache
 
 FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class HostMemoryError(MemoryError):
+    """The pool on the host does not fit."""
 
 
 class CacheEngine:
@@ -22,7 +27,7 @@ class CacheEngine:
 
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
 
-    Raises ValueError for head sizes above 256, MemoryError for a pool on the host that does not fit.
+    Raises ValueError for head sizes above 256, HostMemoryError for a pool on the host that does not fit.
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class CacheEngine:
     ) -> None:
         head_size = padded_head_size(head_size, dtype)
         if head_size > 256:
-            raise ValueError(f"head_size: expected at most 256, got {head_size}")
+            raise ArgumentError("head_size", "at most 256", head_size)
         on_cuda = torch.device(device).type == "cuda"
         # Not filled: a slot is written before it is read, and memory that is never used is never taken.
         pairs = allocate_kv_cache(num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers)
@@ -60,7 +65,7 @@ class CacheEngine:
             )
         except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
             num_bytes = num_host_blocks * bytes_per_block(num_layers, num_kv_heads, head_size, block_size, dtype)
-            raise MemoryError(
+            raise HostMemoryError(
                 f"swap_space: expected a pool that fits in the host's memory, got {num_host_blocks:,} blocks of "
                 f"{block_size} tokens, {num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
             ) from None
@@ -145,5 +150,5 @@ def choose_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     if kv_cache_dtype == "auto":
         return dtype
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in FP8_DTYPES:
-        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(FP8_DTYPES)}, got {kv_cache_dtype}")
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", kv_cache_dtype)
     return FP8_DTYPES[kv_cache_dtype]

@@ -5,6 +5,7 @@ import math
 import torch
 
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import bytes_per_block, choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
@@ -36,7 +37,7 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
     check_int("kv_cache_memory", memory, 1)
     block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
     if memory < block_bytes:
-        raise ValueError(f"kv_cache_memory: expected at least one block, {block_bytes} bytes, got {memory}")
+        raise ArgumentError("kv_cache_memory", f"at least one block, {block_bytes} bytes", memory)
     return min(memory // block_bytes, at_most)
 
 
@@ -85,9 +86,10 @@ def cuda_memory(
     torch.cuda.empty_cache()
     available = int(total * gpu_memory_utilization) - needed
     if available <= 0:
-        raise ValueError(
-            f"gpu_memory_utilization: expected more than {needed / total:.2f}, what the model needs without a cache, "
-            f"got {gpu_memory_utilization}"
+        raise ArgumentError(
+            "gpu_memory_utilization",
+            f"more than {needed / total:.2f}, what the model needs without a cache",
+            gpu_memory_utilization,
         )
     return available
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.sampling_params import takes_prompt
 
 
-def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, str]:
+def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, ArgumentError]:
     """Change logits, fp32 [num_rows, vocab_size] and contiguous, in place: those of the rows in `indices`.
 
     In vLLM's order: logits_processors, allowed_token_ids, bad_words and min_tokens, logit_bias, penalties. Returns what
@@ -34,7 +35,7 @@ def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[
     return errors
 
 
-def _call_processors(logits: Tensor, row: Row) -> str | None:
+def _call_processors(logits: Tensor, row: Row) -> ArgumentError | None:
     """Replace logits, [vocab_size], by what the user's callables make of them; returns what went wrong.
 
     One that fails is that request's affair: the other rows of the batch go on.
@@ -43,19 +44,17 @@ def _call_processors(logits: Tensor, row: Row) -> str | None:
         arguments = [list(row.output_token_ids), logits.clone()]
         if takes_prompt(processor):
             arguments.insert(0, list(row.prompt_token_ids))
+        expected = f"callables that return logits of shape {list(logits.shape)}"
         try:
-            logits.copy_(_checked(processor(*arguments), logits))
+            result = processor(*arguments)
+            if not isinstance(result, Tensor):
+                return ArgumentError("logits_processors", expected, type(result).__name__)
+            if result.shape != logits.shape:
+                return ArgumentError("logits_processors", expected, f"shape {list(result.shape)}")
+            logits.copy_(result)
         except Exception as error:  # whatever it raises
-            return f"logits_processors: {type(error).__name__}: {error}"
+            return ArgumentError("logits_processors", expected, f"{type(error).__name__}: {error}")
     return None
-
-
-def _checked(result: object, logits: Tensor) -> Tensor:
-    if not isinstance(result, Tensor):
-        raise TypeError(f"expected logits to be returned, got {type(result).__name__}")
-    if result.shape != logits.shape:
-        raise ValueError(f"expected logits of shape {list(logits.shape)} to be returned, got {list(result.shape)}")
-    return result
 
 
 def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> None:

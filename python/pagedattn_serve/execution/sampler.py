@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.logits_processors import process_logits
 from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.execution.token_masks import TokenMasks
@@ -47,7 +48,7 @@ class SamplerOutput:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     candidates: list[list[tuple[int, float]] | None] = field(default_factory=list)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, ArgumentError] = field(default_factory=dict)
 
 
 class Sampler:
@@ -105,9 +106,8 @@ class Sampler:
         if changed or structured:
             for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
                 if not math.isnan(output.logprobs[i]):
-                    output.errors.setdefault(
-                        i, "sampling_params: expected a token to choose, got masks that leave none"
-                    )
+                    no_token = ArgumentError("sampling_params", "a token to choose", "masks that leave none")
+                    output.errors.setdefault(i, no_token)
         if searching:
             assert logprobs is not None
             _find_candidates(logprobs, rows, searching, output)

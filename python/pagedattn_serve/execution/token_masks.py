@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.grammar import error_of
 
@@ -23,7 +24,7 @@ class TokenMasks:
         self._pin_memory = torch.device(device).type == "cuda"
         self._masks = torch.empty(0, 0, dtype=torch.int32)
 
-    def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, str]:
+    def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, ArgumentError]:
         """The tokens that the forms of the rows in `indices` do not allow get -inf, in place; before min_tokens, so do
         those that end an output, unless its form allows nothing else.
 
@@ -33,7 +34,7 @@ class TokenMasks:
 
         Returns what llguidance could not do for a row.
         """
-        errors: dict[int, str] = {}
+        errors: dict[int, ArgumentError] = {}
         runs: list[tuple[int, Any, int, list[int]]] = []  # of a sequence: row, matcher, place of its mask, drafts
         last, num_tokens = None, 0
         for place, i in enumerate(indices):
@@ -52,7 +53,7 @@ class TokenMasks:
                 _keep_out(rows[i].token_rules.end_token_ids, masks.numpy()[place])
         for i, matcher, _, _ in runs:
             if error := error_of(matcher):
-                errors[i] = f"structured_output: {error}"
+                errors[i] = error
         of_rows = None
         if len(indices) < len(logits):
             of_rows = torch.tensor(indices, device="cpu").to(logits.device, non_blocking=True)

@@ -5,6 +5,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pagedattn_serve.errors import ArgumentTypeError
+
 
 def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
     """The directory `path`, "~" expanded; or what Hugging Face's cache holds of the repository of that name; or None.
@@ -12,7 +14,7 @@ def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
     The network is never asked. Raises TypeError, with the name of the argument, for what is not a path.
     """
     if not isinstance(path, str | PathLike):
-        raise TypeError(f"{argument}: expected a directory as a string or a path, got {type(path).__name__}")
+        raise ArgumentTypeError(argument, "a directory as a string or a path", type(path).__name__)
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.config import check_int
+from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -118,10 +119,9 @@ def _params(chosen: dict[str, Any]) -> SamplingParams:
     """SamplingParams(**chosen), whose errors say the file's names of the fields."""
     try:
         return SamplingParams(**chosen)
-    except (TypeError, ValueError) as error:
-        own_name, _, text = str(error).partition(": ")
+    except BadArgument as error:
         names = {own: name for name, own in (HONOURED | OF_BEAMS).items()}
-        raise ValueError(f"{names.get(own_name, own_name)}: {text}") from None
+        raise error.renamed(names.get(error.argument, error.argument)) from None
 
 
 def _bias_of_tokens(sequence_bias: Any) -> dict[int, float] | None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+
 KVScales = tuple[tuple[float, float], ...]
 GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
 
@@ -33,17 +35,15 @@ def scales_in_checkpoint(tensors: Iterable[tuple[str, Tensor]], num_layers: int)
     for name, tensor in tensors:
         if match := SCALE_NAME.search(name):
             if tensor.numel() != 1:
-                raise ValueError(
-                    f"kv_scales: expected one number in {name} of the checkpoint, got {list(tensor.shape)}"
-                )
+                raise ArgumentError("kv_scales", f"one number in {name} of the checkpoint", list(tensor.shape))
             for letter in "".join(filter(None, match.groups()[1:])):
                 found[int(match[1]), letter] = float(tensor)
     if not found:
         return None
     wanted = [(layer, letter) for layer in range(num_layers) for letter in "kv"]
     if missing := [f"{letter}_scale of layer {layer}" for layer, letter in wanted if (layer, letter) not in found]:
-        raise ValueError(
-            f"kv_scales: expected two for each of {num_layers} layers in the checkpoint, but {missing[0]} is missing"
+        raise ArgumentError(
+            "kv_scales", f"two for each of {num_layers} layers in the checkpoint, but {missing[0]} is missing"
         )
     return check_scales([(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)], num_layers)
 
@@ -62,7 +62,7 @@ def given_scales(kv_scales: Any, num_layers: int) -> KVScales:
         try:
             kv_scales = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"kv_scales: expected JSON in {file}, got {error}") from None
+            raise ArgumentError("kv_scales", f"JSON in {file}", error) from None
         if isinstance(kv_scales, dict):
             kv_scales = scales_of_vllm(kv_scales, file)
     if is_pair(kv_scales):
@@ -75,7 +75,7 @@ def scales_of_vllm(content: dict[str, Any], file: Path) -> list[tuple[Any, Any]]
         [of_layers] = content["kv_cache"]["scaling_factor"].values()  # of one process
         return [(of_layers[str(layer)],) * 2 for layer in range(len(of_layers))]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"kv_scales: expected kv_cache.scaling_factor.0 with a number a layer in {file}") from None
+        raise ArgumentError("kv_scales", f"kv_cache.scaling_factor.0 with a number a layer in {file}") from None
 
 
 def is_number(value: Any) -> bool:
@@ -88,15 +88,16 @@ def is_pair(value: Any) -> bool:
 
 def check_scales(kv_scales: Any, num_layers: int) -> KVScales:
     if not isinstance(kv_scales, list | tuple) or not all(map(is_pair, kv_scales)):
-        raise TypeError(
-            f"kv_scales: expected a pair of numbers (k_scale, v_scale), a list of one a layer, or a JSON file, "
-            f"got {kv_scales!r:.80}"
+        raise ArgumentTypeError(
+            "kv_scales",
+            "a pair of numbers (k_scale, v_scale), a list of one a layer, or a JSON file",
+            f"{kv_scales!r:.80}",
         )
     if len(kv_scales) != num_layers:
-        raise ValueError(f"kv_scales: expected a pair for each of {num_layers} layers, got {len(kv_scales)}")
+        raise ArgumentError("kv_scales", f"a pair for each of {num_layers} layers", len(kv_scales))
     for layer, pair in enumerate(kv_scales):
         for scale in pair:
             rounded = torch.tensor(float(scale), dtype=torch.float32).item()  # what the ops take
             if not (rounded > 0 and math.isfinite(rounded)):
-                raise ValueError(f"kv_scales: expected positive and finite numbers, got {scale} in layer {layer}")
+                raise ArgumentError("kv_scales", "positive and finite numbers", f"{scale} in layer {layer}")
     return tuple((float(k_scale), float(v_scale)) for k_scale, v_scale in kv_scales)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
@@ -112,9 +113,9 @@ def build_model(
     config = read_config(directory / "config.json")
     architecture = (config.architectures or ["none"])[0]
     if checkpoint_format(directory) is not None and architecture not in NATIVE:
-        raise ValueError(
-            f"quantization_config: expected none, as {architecture} runs through transformers, where quantized "
-            "weights are not supported"
+        raise ArgumentError(
+            "quantization_config",
+            f"none, as {architecture} runs through transformers, where quantized weights are not supported",
         )
     vars(config).pop("quantization_config", None)  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
@@ -141,14 +142,15 @@ def linear_forms(
     check_quantization(quantization)
     if device != "cpu":
         if stored is not None:
-            raise ValueError(f"quantization_config: expected none on {device}, as quantized weights are for the CPU")
+            raise ArgumentError("quantization_config", f"none on {device}, as quantized weights are for the CPU")
         if quantization is not None:
-            raise ValueError(f"quantization: expected None on {device}, as quantized weights are for the CPU")
+            raise ArgumentError("quantization", f"None on {device}, as quantized weights are for the CPU")
         return None
     if stored is not None and quantization not in (None, stored.QUANTIZATION):
-        raise ValueError(
-            f"quantization: expected None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the "
-            f"checkpoint, got {quantization}"
+        raise ArgumentError(
+            "quantization",
+            f"None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the checkpoint",
+            quantization,
         )
     return LinearForms(model.vocab_size, None if stored is not None else quantization)
 
@@ -166,11 +168,11 @@ def read_config(file: Path) -> Any:
     fields = read_json(file)
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"architectures: expected a list of names in {file}, got {architectures!r}")
+        raise ArgumentError("architectures", f"a list of names in {file}", repr(architectures))
     for name in SIZES if NATIVE.keys() & architectures else ():
         size = fields.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{name}: expected an int >= 1 in {file}, got {size!r}")
+            raise ArgumentError(name, f"an int >= 1 in {file}", repr(size))
     from transformers import AutoConfig
 
     try:
@@ -186,7 +188,7 @@ def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layer
     """
     if kv_cache_dtype == "auto":
         if given is not None:
-            raise ValueError("kv_scales: expected None with kv_cache_dtype auto, which scales nothing")
+            raise ArgumentError("kv_scales", "None with kv_cache_dtype auto, which scales nothing")
         return None
     if given is not None:
         return given_scales(given, num_layers)
@@ -210,5 +212,5 @@ def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> 
     if name == "auto":
         return next((dtype for dtype in DTYPES.values() if dtype == of_checkpoint), torch.float32)
     if name not in DTYPES:
-        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {name}")
+        raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name)
     return DTYPES[name]

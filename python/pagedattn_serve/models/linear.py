@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
@@ -123,7 +124,7 @@ def quantized_linear(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> nn
 def check_quantization(quantization: object) -> None:
     """Raises ValueError unless it is None or one of QUANTIZATIONS."""
     if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization: expected None, {' or '.join(QUANTIZATIONS)}, got {quantization!r}")
+        raise ArgumentError("quantization", f"None, {' or '.join(QUANTIZATIONS)}", repr(quantization))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -1,5 +1,6 @@
 """A request whose outputs beam search chooses, as the engine holds it."""
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.scheduling.beam_search import BeamSearch, Continuation
@@ -59,7 +60,7 @@ class BeamRequest(Request):
         self._search.update(step, ended)
         if self._search.done:
             if not self._search.pool:
-                raise ValueError("sampling_params: expected a token to choose, got masks that leave none")
+                raise ArgumentError("sampling_params", "a token to choose", "masks that leave none")
             running: list[Completion] = []
         else:
             running = self._continue(step.running, scheduler)

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.beam_request import BeamRequest
@@ -55,7 +56,7 @@ class InputProcessor:
         check_bool("add_special_tokens", add_special_tokens)
         if self._tokenizer is None:
             expected = "prompt_token_ids" if name == "prompt" else "none"
-            raise ValueError(f"{name}: expected {expected}, as the model's directory has no tokenizer")
+            raise ArgumentError(name, f"{expected}, as the model's directory has no tokenizer")
         with self._lock:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
@@ -63,7 +64,7 @@ class InputProcessor:
         """`LLMEngine.detokenize`."""
         token_ids = to_ids(token_ids, name="token_ids")
         if self._tokenizer is None:
-            raise ValueError("token_ids: expected none, as the model's directory has no tokenizer")
+            raise ArgumentError("token_ids", "none, as the model's directory has no tokenizer")
         for token_id in token_ids:
             check_int("token_ids", token_id, 0, self._num_token_ids - 1)
         with self._lock:
@@ -75,14 +76,14 @@ class InputProcessor:
         Raises ValueError or TypeError if it has none that the model knows.
         """
         if (prompt is None) == (token_ids is None):
-            raise ValueError("prompt: expected either prompt or prompt_token_ids")
+            raise ArgumentError("prompt", "either prompt or prompt_token_ids")
         text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
         if ids is None:
             assert text is not None
             ids = self.tokenize(text, name="prompt")
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
-                raise ValueError(f"prompt_token_ids: expected an int in [0, {self._vocab_size - 1}], got {token_id}")
+                raise ArgumentError("prompt_token_ids", f"an int in [0, {self._vocab_size - 1}]", token_id)
         return text, ids
 
     def make_request(
@@ -98,17 +99,17 @@ class InputProcessor:
         """A request that is not queued yet. The arguments and the errors are those of `LLMEngine.add_request`, but for
         what depends on the other requests and on the length of the prompt, which the scheduler checks."""
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id: expected a string, got {type(request_id).__name__}")
+            raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         params = self.defaults.params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
+            raise ArgumentTypeError("sampling_params", "SamplingParams", type(params).__name__)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
         check_int("priority", priority, -(2**31), 2**31 - 1)
         check_text("cache_salt", cache_salt)
         text, token_ids = self.prompt_tokens(prompt, prompt_token_ids)
         if self._tokenizer is None and params.stop:
-            raise ValueError("stop: expected none, as the model's directory has no tokenizer")
+            raise ArgumentError("stop", "none, as the model's directory has no tokenizer")
         params.check_token_ids(self._vocab_size)
         is_default = sampling_params is None
         token_rules = self._token_rules(params, self.defaults.bad_words if is_default else ())
@@ -124,7 +125,7 @@ class InputProcessor:
         """What `params` leave to the tokenizer and the model; bad_words: more of them."""
         if params.bad_words:
             if self._tokenizer is None:
-                raise ValueError("bad_words: expected none, as the model's directory has no tokenizer")
+                raise ArgumentError("bad_words", "none, as the model's directory has no tokenizer")
             with self._lock:
                 bad_words = (*bad_words, *bad_word_ids(self._tokenizer, params.bad_word_strings))
         end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
@@ -134,7 +135,7 @@ class InputProcessor:
         if params.structured_output is None:
             return None
         if self._tokenizer is None:
-            raise ValueError("structured_output: expected none, as the model's directory has no tokenizer")
+            raise ArgumentError("structured_output", "none, as the model's directory has no tokenizer")
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)

@@ -3,6 +3,8 @@
 from operator import index
 from typing import Any
 
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+
 # A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with either or both, under
 # their names. Where it has both, the ids count, and the text is what `RequestOutput.prompt` shows.
 Prompt = Any
@@ -14,7 +16,7 @@ def split_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise TypeError(f"prompts: expected a string or a list of strings, got {type(prompts).__name__}")
+        raise ArgumentTypeError("prompts", "a string or a list of strings", type(prompts).__name__)
     if prompts and is_int(prompts[0]):
         return [prompts]
     return list(prompts)
@@ -26,18 +28,18 @@ def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, dict):
         if not prompt or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(str, prompt)) or "none"
-            raise ValueError(f"prompt: expected a dict with prompt, prompt_token_ids or both, got {keys}")
+            raise ArgumentError("prompt", "a dict with prompt, prompt_token_ids or both", keys)
         if "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
             if "prompt" in prompt and not isinstance(text, str):
-                raise TypeError(f"prompt: expected a string beside prompt_token_ids, got {type(text).__name__}")
+                raise ArgumentTypeError("prompt", "a string beside prompt_token_ids", type(text).__name__)
             return text, to_ids(prompt["prompt_token_ids"])
         prompt = prompt["prompt"]
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(without_array(prompt), list | tuple):
         return None, to_ids(prompt)
-    raise TypeError(f"prompt: expected a string, token ids or a dict, got {type(prompt).__name__}")
+    raise ArgumentTypeError("prompt", "a string, token ids or a dict", type(prompt).__name__)
 
 
 def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
@@ -47,11 +49,11 @@ def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
     """
     token_ids = without_array(token_ids)
     if not isinstance(token_ids, list | tuple):
-        raise TypeError(f"{name}: expected a list of token ids, got {type(token_ids).__name__}")
+        raise ArgumentTypeError(name, "a list of token ids", type(token_ids).__name__)
     for token_id in token_ids:
         if type(token_id) is not int and not is_int(token_id):
             kind = type(token_id).__name__
-            raise TypeError(f"{name}: expected an int, got {token_id!r} of type {kind}")
+            raise ArgumentTypeError(name, "an int", f"{token_id!r} of type {kind}")
     return list(map(index, token_ids))
 
 

@@ -1,5 +1,6 @@
 """A request as the engine holds it: its group of sequences, their outputs, and what its user is told."""
 
+from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_output
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken, decode_tokens
 from pagedattn_serve.scheduling.scheduler import Scheduler
@@ -26,7 +27,7 @@ class Request:
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         self.group = group
         self.metrics = RequestMetrics(group.arrival_time)  # outputs have it, too: replaced, never written to
-        self.error: str | None = None
+        self.error: str | BadArgument | None = None
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         self._prompt = prompt
         self._params = rules.params
@@ -92,7 +93,7 @@ class Request:
             scheduler.finish(self.group, completion.sequence, status)
         return num_added
 
-    def fail(self, error: str, scheduler: Scheduler) -> None:
+    def fail(self, error: str | BadArgument, scheduler: Scheduler) -> None:
         """End all that is unfinished of it."""
         self.error = error
         for sequence in list(self.group.sequences):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from pagedattn_serve.errors import ArgumentError
+
 T = TypeVar("T")
 
 # Powers of a length stay this far within what a normal fp32 number holds, so that no score becomes infinite or 0 / 0.
@@ -86,9 +88,10 @@ class BeamSearch(Generic[T]):
             if value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if not abs(length_penalty) * math.log2(max_tokens) <= MAX_EXPONENT:
-            raise ValueError(
-                f"length_penalty: expected {max_tokens} (max_tokens) to its power between 2 ** -{MAX_EXPONENT} "
-                f"and 2 ** {MAX_EXPONENT}, got {length_penalty}"
+            raise ArgumentError(
+                "length_penalty",
+                f"{max_tokens} (max_tokens) to its power between 2 ** -{MAX_EXPONENT} and 2 ** {MAX_EXPONENT}",
+                length_penalty,
             )
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise ValueError(f'early_stopping: expected True, False or "never", got {early_stopping!r}')

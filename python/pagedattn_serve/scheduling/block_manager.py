@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 
 from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import Sequence
@@ -194,7 +195,7 @@ class BlockManager:
         table = list(self.block_table(parent))
         self._require_unknown(child)
         if child.num_tokens != parent.num_tokens:
-            raise ValueError(f"child: expected the parent's {parent.num_tokens} tokens, got {child.num_tokens}")
+            raise ArgumentError("child", f"the parent's {parent.num_tokens} tokens", child.num_tokens)
         for block in table:
             self._allocator.fork(block)
         self._tables[child] = table
@@ -306,9 +307,11 @@ class BlockManager:
         hashes = self._hashes(sequence, len(token_ids) // self.block_size)
         num_pinned = self._allocator.num_pinned_with(hashes)
         if num_pinned > max_num_blocks:
-            raise ValueError(
-                f"prefix: expected registered prefixes to take at most {max_num_blocks} blocks, which leaves the cache "
-                f"room for one sequence of max_model_len tokens, got {num_pinned}"
+            raise ArgumentError(
+                "prefix",
+                f"registered prefixes to take at most {max_num_blocks} blocks, which leaves the cache room for one "
+                "sequence of max_model_len tokens",
+                num_pinned,
             )
         self._allocator.pin(hashes)
         return len(hashes) * self.block_size

@@ -30,6 +30,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.outputs import CacheMap, RequestState
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
@@ -70,9 +71,10 @@ class Scheduler:
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
         num_slots = cache_config.num_blocks * cache_config.block_size
         if scheduler_config.max_model_len > num_slots:
-            raise ValueError(
-                f"max_model_len: expected at most {num_slots} tokens, what {cache_config.num_blocks} blocks of "
-                f"{cache_config.block_size} hold, got {scheduler_config.max_model_len}"
+            raise ArgumentError(
+                "max_model_len",
+                f"at most {num_slots} tokens, what {cache_config.num_blocks} blocks of {cache_config.block_size} hold",
+                scheduler_config.max_model_len,
             )
         self.config = scheduler_config
         self.block_manager = BlockManager(cache_config)
@@ -106,19 +108,19 @@ class Scheduler:
             raise ValueError(f"request_id: {group.request_id!r} is taken by an unfinished request")
         statuses = {sequence.status for sequence in group.sequences}
         if statuses != {SequenceStatus.WAITING}:
-            raise ValueError(f"status: expected a new sequence, got {statuses} for {group.request_id!r}")
+            raise ArgumentError("status", "a new sequence", f"{statuses} for {group.request_id!r}")
         # With the constructor's check this also means that one sequence fits in the cache.
         num_tokens = len(group.prompt_token_ids)
         if not 0 < num_tokens < self.config.max_model_len:
-            raise ValueError(
-                f"prompt: expected 1 to {self.config.max_model_len - 1} tokens "
-                f"(max_model_len {self.config.max_model_len}, one left to generate), got {num_tokens}"
+            raise ArgumentError(
+                "prompt",
+                f"1 to {self.config.max_model_len - 1} tokens (max_model_len {self.config.max_model_len}, one left to "
+                "generate)",
+                num_tokens,
             )
         self._check_width(group)
         if group.priority and self.config.policy != "priority":
-            raise ValueError(
-                f'priority: expected 0, as the scheduling policy is "{self.config.policy}", got {group.priority}'
-            )
+            raise ArgumentError("priority", f'0, as the scheduling policy is "{self.config.policy}"', group.priority)
         group.order = (self._num_arrived + group.priority * PLACES_PER_PRIORITY, self._num_arrived)
         self._num_arrived += 1
         self._unfinished[group.request_id] = group
@@ -187,7 +189,7 @@ class Scheduler:
         Raises ValueError if `status` is not a finished one or the sequence is not unfinished here.
         """
         if not status.is_finished:
-            raise ValueError(f"status: expected a finished one, got {status}")
+            raise ArgumentError("status", "a finished one", status)
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
@@ -518,7 +520,7 @@ class Scheduler:
             limits["max_beam_width"] = self.config.max_beam_width
         for limit, value in limits.items():
             if num_sequences > value:
-                raise ValueError(f"{name}: expected at most {value} ({limit}), got {num_sequences}")
+                raise ArgumentError(name, f"at most {value} ({limit})", num_sequences)
 
 
 def _order(group: SequenceGroup) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.config import check_bool
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 # A dict with a role, a content (a text or a list of {"type": "text", "text": ...}), and whatever else the template
 # knows, such as the tool_calls of an assistant.
@@ -32,14 +33,14 @@ def render_chat(
     """
     check_bool("add_generation_prompt", add_generation_prompt)
     if tokenizer is None:
-        raise ValueError("messages: expected none, as the model's directory has no tokenizer")
+        raise ArgumentError("messages", "none, as the model's directory has no tokenizer")
     template = None if chat_template is None else load_chat_template(chat_template)
     if template is None and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat_template: expected one (its text, or a file with it), as the model's tokenizer has none")
+        raise ArgumentError("chat_template", "one (its text, or a file with it), as the model's tokenizer has none")
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+        raise ArgumentTypeError("messages", "a list of messages", type(messages).__name__)
     if not messages:
-        raise ValueError("messages: expected one at least, got none")
+        raise ArgumentError("messages", "one at least", "none")
     plain = [_plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     try:
         return tokenizer.apply_chat_template(
@@ -60,27 +61,27 @@ def load_chat_template(chat_template: str | PathLike[str]) -> str:
     if isinstance(chat_template, str) and "{" in chat_template:
         return chat_template
     if not isinstance(chat_template, str | PathLike):
-        raise TypeError(f"chat_template: expected a text or a path, got {type(chat_template).__name__}")
+        raise ArgumentTypeError("chat_template", "a text or a path", type(chat_template).__name__)
     try:
         return Path(chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"chat_template: expected Jinja, or a file of it, got {chat_template}: {reason}") from None
+        raise ArgumentError("chat_template", "Jinja, or a file of it", f"{chat_template}: {reason}") from None
 
 
 def _plain_message(name: str, message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise TypeError(f"{name}: expected a dict with role and content, got {type(message).__name__}")
+        raise ArgumentTypeError(name, "a dict with role and content", type(message).__name__)
     fields = {key: value for key, value in message.items() if value is not None}
     role = fields.get("role")
     if not isinstance(role, str):
-        raise TypeError(f"{name}.role: expected a string, got {type(role).__name__}")
+        raise ArgumentTypeError(f"{name}.role", "a string", type(role).__name__)
     if not role:
-        raise ValueError(f"{name}.role: expected a role, got ''")
+        raise ArgumentError(f"{name}.role", "a role", "''")
     if "content" in fields:
         fields["content"] = _content_text(f"{name}.content", fields["content"])
     elif len(fields) == 1:
-        raise ValueError(f"{name}.content: expected a text, got none")
+        raise ArgumentError(f"{name}.content", "a text", "none")
     return fields
 
 
@@ -88,15 +89,15 @@ def _content_text(name: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise TypeError(f"{name}: expected a string or a list of parts, got {type(content).__name__}")
+        raise ArgumentTypeError(name, "a string or a list of parts", type(content).__name__)
     return "\n".join(_part_text(f"{name}[{i}]", part) for i, part in enumerate(content))
 
 
 def _part_text(name: str, part: Any) -> str:
     if not isinstance(part, Mapping):
-        raise TypeError(f"{name}: expected a dict with type and text, got {type(part).__name__}")
+        raise ArgumentTypeError(name, "a dict with type and text", type(part).__name__)
     if part.get("type") != "text":
-        raise ValueError(f'{name}.type: expected "text", the only kind of content here, got {part.get("type")!r}')
+        raise ArgumentError(f"{name}.type", '"text", the only kind of content here', repr(part.get("type")))
     if not isinstance(part.get("text"), str):
-        raise TypeError(f"{name}.text: expected a string, got {type(part.get('text')).__name__}")
+        raise ArgumentTypeError(f"{name}.text", "a string", type(part.get("text")).__name__)
     return part["text"]

@@ -3,6 +3,7 @@
 from os import PathLike
 from typing import Any
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import find_directory, read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -39,6 +40,6 @@ def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...
         bare = word.lstrip() or word
         spellings = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (bare, f" {bare}")]
         if not any(spellings):
-            raise ValueError(f"bad_words: expected words that the tokenizer has tokens for, got {word!r}")
+            raise ArgumentError("bad_words", "words that the tokenizer has tokens for", repr(word))
         found.update(dict.fromkeys(filter(None, spellings)))
     return tuple(found)

@@ -218,19 +218,18 @@ def test_callables_of_both_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processor", "message"),
+    ("processor", "got"),
     [
-        (lambda ids, logits: None, "TypeError: expected logits to be returned, got NoneType"),
-        (lambda ids, logits: logits[:3], r"ValueError: expected logits of shape \[20\] to be returned, got \[3\]"),
+        (lambda ids, logits: None, "NoneType"),
+        (lambda ids, logits: logits[:3], "shape [3]"),
         (lambda ids, logits: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_callable_that_fails_is_that_row_s_affair(processor: Any, message: str) -> None:
+def test_a_callable_that_fails_is_that_row_s_affair(processor: Any, got: str) -> None:
     bad = SamplingRow(SamplingParams(logits_processors=[processor]), [1], [])
     good = SamplingRow(SamplingParams(logit_bias={0: 1.0}), [1], [])
     logits = torch.zeros(3, VOCAB_SIZE)
     errors = process_logits(logits, [good, bad, good], [0, 1, 2])
     assert list(errors) == [1]
-    with pytest.raises(ValueError, match=f"^logits_processors: {message}$"):
-        raise ValueError(errors[1])
+    assert str(errors[1]) == f"logits_processors: expected callables that return logits of shape [20], got {got}"
     assert logits[0::2, 0].tolist() == [1.0, 1.0]

@@ -65,5 +65,6 @@ def test_an_output_that_does_not_follow_is_an_error(
     [q] = tokenizer("q").input_ids
     rows = [row(compiler, "[a-c]+", [q]), row(compiler, "[a-c]+", [])]
     sampled = Sampler(0).sample(torch.randn(2, 320, generator=torch.Generator().manual_seed(0)), rows)
-    assert list(sampled.errors) == [0] and sampled.errors[0].startswith("structured_output: Parser Error: token")
+    assert list(sampled.errors) == [0] and sampled.errors[0].argument == "structured_output"
+    assert sampled.errors[0].got.startswith("Parser Error: token")
     assert tokenizer.decode([sampled.token_ids[1]])[0] in "abc"

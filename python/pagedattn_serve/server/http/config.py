@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -58,14 +59,14 @@ class ServerConfig:
             check_float(name, getattr(self, name))
         for name in ("read_timeout", "request_timeout"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: expected a number of seconds > 0, got {getattr(self, name)}")
+                raise ArgumentError(name, "a number of seconds > 0", getattr(self, name))
         if self.shutdown_timeout < 0:
-            raise ValueError(f"shutdown_timeout: expected a number of seconds >= 0, got {self.shutdown_timeout}")
+            raise ArgumentError("shutdown_timeout", "a number of seconds >= 0", self.shutdown_timeout)
         for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
+                raise ArgumentError(name, f"{' or '.join(choices)}", repr(getattr(self, name)))
         if self.salt_by_key and not self.api_keys:
-            raise ValueError("salt_by_key: expected False without API keys, by which prompts would be told apart")
+            raise ArgumentError("salt_by_key", "False without API keys, by which prompts would be told apart")
         check_api_keys(self.api_keys)
         if self.allowed_hosts is not None:
             check_hosts(self.allowed_hosts)
@@ -73,17 +74,17 @@ class ServerConfig:
 
 def check_not_empty(name: str, value: object) -> None:
     if not check_text(name, value):
-        raise ValueError(f"{name}: expected a text, got an empty one")
+        raise ArgumentError(name, "a text", "an empty one")
 
 
 def check_hosts(hosts: object) -> None:
     """Raise TypeError unless they are a tuple of strings, ValueError unless each can be the name in a header Host."""
     if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
-        raise TypeError("allowed_hosts: expected a tuple of strings")
+        raise ArgumentTypeError("allowed_hosts", "a tuple of strings")
     for host in hosts:
         if host != ANY_HOST and not is_host(host):
-            raise ValueError(
-                f"allowed_hosts: expected names or addresses without scheme and port, or {ANY_HOST}, got {host!r}"
+            raise ArgumentError(
+                "allowed_hosts", f"names or addresses without scheme and port, or {ANY_HOST}", repr(host)
             )
 
 
@@ -99,10 +100,10 @@ def is_host(text: str) -> bool:
 def check_api_keys(keys: object) -> None:
     """Raise TypeError unless they are a tuple of strings, ValueError unless a header can carry each of them."""
     if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
-        raise TypeError("api_keys: expected a tuple of strings")
+        raise ArgumentTypeError("api_keys", "a tuple of strings")
     for i, key in enumerate(keys):
         place = f"key {i + 1} of {len(keys)}"
         if not key:
-            raise ValueError(f"api_keys: expected a text for {place}, got an empty one")
+            raise ArgumentError("api_keys", f"a text for {place}", "an empty one")
         if not all("!" <= character <= "~" for character in key):
-            raise ValueError(f"api_keys: expected printable ASCII without spaces, got another character in {place}")
+            raise ArgumentError("api_keys", "printable ASCII without spaces", f"another character in {place}")

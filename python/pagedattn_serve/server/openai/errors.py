@@ -1,6 +1,5 @@
 """What the engine, pydantic and Starlette raise, as errors in OpenAI's shape."""
 
-import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,14 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, JSONResponse, encode_json, error_response
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # what proxies log of a client that left
-_ENGINE_MESSAGE = re.compile(r"([a-z][a-z_0-9]*): expected ")
-# Names in messages of the engine, and those that a client has for them.
+# Arguments of the engine, and the names that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
-_FORM = "structured_output: "
 _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
 # Fields with several forms, of which pydantic would name one alone.
 _FORMS = {
@@ -43,7 +41,7 @@ def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]])
 
 
 def engine_error(
-    error: EngineBusyError | EngineDeadError | TypeError | ValueError | ImportError, form_field: str | None = None
+    error: EngineBusyError | EngineDeadError | BadArgument | TypeError | ValueError, form_field: str | None = None
 ) -> ApiError:
     """What the client is told of an error of the engine, or of what is made for it (SamplingParams).
 
@@ -54,10 +52,11 @@ def engine_error(
         return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     if isinstance(error, EngineDeadError):
         return ApiError(503, text, code="engine_dead")
-    if form_field is not None and text.startswith(_FORM):
-        return ApiError(400, f"{form_field}: {text.removeprefix(_FORM)}", param=form_field)
-    found = _ENGINE_MESSAGE.match(text)
-    return ApiError(400, text, param=found and _PARAM_OF.get(found[1], found[1]))
+    if not isinstance(error, BadArgument):
+        return ApiError(400, text)
+    if form_field is not None and error.argument == "structured_output":
+        return ApiError(400, str(error.renamed(form_field)), param=form_field)
+    return ApiError(400, text, param=_PARAM_OF.get(error.argument, error.argument))
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

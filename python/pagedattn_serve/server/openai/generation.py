@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError
 from pagedattn_serve.server.openai.errors import engine_error
 
 T = TypeVar("T")
-
-# How the engine's error begins where it is the request's own parameters that cannot be followed, as is seen at last.
-_OWN_FAULT = ("structured_output: ", "sampling_params: ")
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,14 +133,14 @@ async def _checked(job: Job, outputs: Outputs) -> Outputs:
                 if output.finished:
                     _raise_failure(output, job.form_field)
                 yield output
-    except (EngineBusyError, EngineDeadError, TypeError, ValueError, ImportError) as error:
+    except (EngineBusyError, EngineDeadError, BadArgument, TypeError, ValueError) as error:
         raise engine_error(error, job.form_field) from None
 
 
 def _raise_failure(output: RequestOutput, form_field: str | None) -> None:
     reasons = {completion.finish_reason for completion in output.outputs}
-    if "error" in reasons and output.error is not None and output.error.startswith(_OWN_FAULT):
-        raise engine_error(ValueError(output.error), form_field)
+    if "error" in reasons and output.argument_error is not None:
+        raise engine_error(output.argument_error, form_field)
     if "error" in reasons:
         raise ApiError(500, f"the request could not go on: {output.error}", code="generation_failed")
     if "abort" in reasons:

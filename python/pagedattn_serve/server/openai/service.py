@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
+from pagedattn_serve.errors import ArgumentError, BadArgument
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
@@ -29,7 +30,7 @@ class Service:
 
     def __init__(self, engine: AsyncLLMEngine, config: ServerConfig) -> None:
         if engine.engine.tokenizer is None:
-            raise ValueError("model: expected a directory with a tokenizer, got one without, which serves no texts")
+            raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
         self.engine = engine
         self._llm = engine.engine  # what never changes of it
         self.config = config
@@ -142,7 +143,8 @@ class Service:
                 return work()
             return await asyncio.to_thread(work)
         except (TypeError, ValueError) as error:
-            raise ApiError(400, f"{param}: {str(error).partition(': ')[2] or error}", param=param) from None
+            message = error.renamed(param) if isinstance(error, BadArgument) else f"{param}: {error}"
+            raise ApiError(400, str(message), param=param) from None
 
     def _salt(self, key_id: str, own: str) -> str:
         """Prompts share cached blocks with those of the same salt alone: the request's own, within its key's."""

@@ -1,0 +1,51 @@
+"""Errors about arguments: what was expected and what came are fields, and the message is made of the fields."""
+
+from typing import Self
+
+
+class BadArgument(Exception):
+    """An argument is not what it should be. The message is `argument: expected X, got Y`.
+
+    argument: its name. expected: what it should be, in words.
+    got: what came, in words; "" where the message says enough without it.
+    place: which of several requests has the argument ("prompt 3 of 7"), if there are several. It opens the message. A
+        place that begins with the argument's name stands for the name, too.
+    """
+
+    def __init__(self, argument: str, expected: str, got: object = "", place: str = "") -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = str(got)
+        self.place = place
+        super().__init__(argument, expected, self.got, place)  # so that the error can be pickled
+
+    def __str__(self) -> str:
+        name = self.argument
+        if self.place:
+            name = self.place if self.place.startswith(f"{name} ") else f"{self.place}: {name}"
+        return f"{name}: expected {self.expected}" + (f", got {self.got}" if self.got else "")
+
+    def renamed(self, argument: str) -> Self:
+        """The same error where the argument has another name."""
+        return type(self)(argument, self.expected, self.got, self.place)
+
+    def at(self, place: str) -> Self:
+        """The same error with its place."""
+        return type(self)(self.argument, self.expected, self.got, place)
+
+
+class ArgumentError(BadArgument, ValueError):
+    """A wrong value."""
+
+
+class ArgumentTypeError(BadArgument, TypeError):
+    """A wrong type."""
+
+
+class ArgumentImportError(BadArgument, ImportError):
+    """An argument needs a package that is not installed."""
+
+
+def with_place(error: Exception, place: str) -> Exception:
+    """The same error, which says whose it is: which of several requests."""
+    return error.at(place) if isinstance(error, BadArgument) else type(error)(f"{place}: {error}")

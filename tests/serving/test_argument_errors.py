@@ -1,0 +1,54 @@
+"""Errors about arguments: their fields, the message that the fields make, and what re-raising keeps."""
+
+import pickle
+
+import pytest
+
+from pagedattn_serve import ArgumentError, ArgumentTypeError, SamplingParams
+from pagedattn_serve.errors import ArgumentImportError, BadArgument, with_place
+
+
+def test_fields_and_message() -> None:
+    error = ArgumentError("top_k", "an int >= 1", 0)
+    assert (error.argument, error.expected, error.got) == ("top_k", "an int >= 1", "0")
+    assert str(error) == "top_k: expected an int >= 1, got 0"
+    assert (
+        str(ArgumentError("stop", "none, as there is no tokenizer")) == "stop: expected none, as there is no tokenizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [(ArgumentError, ValueError), (ArgumentTypeError, TypeError), (ArgumentImportError, ImportError)],
+)
+def test_what_catches_them(kind: type[BadArgument], base: type[Exception]) -> None:
+    with pytest.raises(base):
+        raise kind("name", "X", "Y")
+
+
+def test_another_name_and_a_place_keep_the_fields() -> None:
+    error = ArgumentTypeError("prompt", "a string", "int")
+    renamed = error.renamed("text")
+    assert type(renamed) is ArgumentTypeError and str(renamed) == "text: expected a string, got int"
+    placed = with_place(renamed, "prompt 3 of 7")
+    assert str(placed) == "prompt 3 of 7: text: expected a string, got int"
+    # A place that begins with the argument's name stands for the name.
+    own = error.at("prompt 3 of 7")
+    assert str(own) == "prompt 3 of 7: expected a string, got int" and own.argument == "prompt"
+    assert str(own.renamed("text")) == "prompt 3 of 7: text: expected a string, got int"
+    plain = with_place(ValueError("no such thing"), "prompt 3 of 7")
+    assert type(plain) is ValueError and str(plain) == "prompt 3 of 7: no such thing"
+
+
+def test_errors_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(ArgumentError("n", "an int", None).at("prompt 0 of 1")))
+    assert type(error) is ArgumentError and vars(error) == vars(ArgumentError("n", "an int", "None", "prompt 0 of 1"))
+
+
+def test_parameters_raise_them() -> None:
+    with pytest.raises(ArgumentError, match=r"^top_p: expected a number in \(0, 1\], got 2$") as caught:
+        SamplingParams(top_p=2)
+    assert (caught.value.argument, caught.value.expected, caught.value.got) == ("top_p", "a number in (0, 1]", "2")
+    with pytest.raises(ArgumentTypeError) as wrong_type:
+        SamplingParams(n="two")  # type: ignore[arg-type]
+    assert (wrong_type.value.argument, wrong_type.value.got) == ("n", "'two' of type str")
