@@ -1,5 +1,5 @@
-"""The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature; links
-between the documents lead somewhere."""
+"""The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature;
+links between the documents lead somewhere."""
 
 import doctest
 import inspect
