@@ -89,10 +89,11 @@ class BloomForCausalLM(NativeCausalLM):
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Of each head, fp32 [num_heads], on the CPU.
+    """The slope of each head, fp32 [num_heads], on the CPU.
 
-    For a power of two, 2 ** (-8 i / num_heads) for i from 1; for other counts those of the power below, then every
-    second one of the power above (Press et al., 2022, section 3 and their published code).
+    For a power of two the slopes are 2 ** (-8 i / num_heads), for i from 1. Any other number of heads has the slopes of
+    the power of two below, then every second slope of the power above (Press et al., 2022, section 3, and their
+    published code).
     """
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = [8 * i / power for i in range(1, power + 1)]

@@ -13,8 +13,8 @@ from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 class CausalLM(nn.Module):
     """Token ids to logits.
 
-    runs: what computes it, in words. max_model_len: positions that it knows.
-    head_size: of a key in the cache, and of a value, which is padded if it is narrower.
+    runs: what computes the model, in words. max_model_len: positions that the model knows.
+    head_size: the size of a key in the cache. A narrower value is padded to this size.
     """
 
     runs: str
@@ -35,14 +35,14 @@ class CausalLM(nn.Module):
 
 
 class NativeCausalLM(CausalLM):
-    """A family of this package. The names of the parameters are those of the checkpoint, but for converted layers.
+    """A family of this package. Parameters have the names of the checkpoint, except in converted layers.
 
-    PREFIX: of all names but that of lm_head; checkpoints of the model without its head leave it out.
+    PREFIX: what all names but lm_head's begin with; checkpoints of the model without its head leave the prefix out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
 
-    num_kv_heads, head_size: default as many as query heads, and a head's share of hidden_size.
+    num_kv_heads: by default as many as query heads. head_size: by default a head's share of hidden_size.
 
-    Raises ValueError for numbers of heads that do not divide what they share.
+    Raises ValueError if the number of heads does not divide hidden_size, or that of KV heads the number of heads.
     """
 
     PREFIX: ClassVar[str]

@@ -70,7 +70,10 @@ class GPT2Model(nn.Module):
 
 class GPT2LMHeadModel(NativeCausalLM):
     PREFIX: ClassVar = "transformer."
-    NOT_PARAMETERS: ClassVar = (".attn.bias", ".attn.masked_bias")  # the causal mask, and what it wrote where it masks
+    NOT_PARAMETERS: ClassVar = (
+        ".attn.bias",
+        ".attn.masked_bias",
+    )  # the causal mask, and what stood for -inf
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)

@@ -26,8 +26,8 @@ def attention(
 ) -> Tensor:
     """Put the new keys and values into the cache, then let the new rows attend to all that they see.
 
-    query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size], values of any size up
-        to that of the cache.
+    query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size]. Values may have any
+        head size up to the cache's.
     alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
     Returns [num_tokens, num_heads * head_size], with the head size of the values.
     """
@@ -89,7 +89,7 @@ class RotaryEmbedding(nn.Module):
 
 Activation = Callable[[Tensor], Tensor]
 
-# By their names in a config: [..., d] to [..., d], and the gated ones, [..., 2d] to [..., d].
+# Activations by their names in a config. Plain ones: [..., d] to [..., d]. Gated ones: [..., 2d] to [..., d].
 ACTIVATIONS: dict[str, Activation] = {
     "relu": nn.functional.relu,
     "gelu": nn.functional.gelu,
@@ -106,7 +106,7 @@ GATED_ACTIVATIONS: dict[str, Activation] = {
 
 
 def choose_activation(activations: dict[str, Activation], config: Any, option: str) -> Activation:
-    """The activation that an option of the config names; ValueError for one that is not in the table."""
+    """The activation that an option of the config names. Raises ValueError if the table does not have it."""
     name = getattr(config, option)
     if name not in activations:
         raise ValueError(f"{option}: expected one of {', '.join(activations)}, got {name!r}")
@@ -129,9 +129,10 @@ class ConvertedLinear(nn.Linear):
         return {f"{part}.{kind}": [size, *inputs] for part, size in self.checkpoint_parts(name).items()}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        """The weight or bias, of those tensors in the same order.
+        """The weight or bias, made of the tensors of `checkpoint_shapes`, in the same order.
 
-        Of a quantized weight, kind is a field of `Int8Weight` or `Int4Weight`; dimension 0 has the output features.
+        If the weight is quantized, kind is a field of `Int8Weight` or `Int4Weight`, and dimension 0 of each tensor has
+        the output features.
         """
         raise NotImplementedError
 

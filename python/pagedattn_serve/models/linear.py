@@ -1,7 +1,8 @@
-"""Linear layers on the CPU: the weight once, in the form and the order in which a product reads it.
+"""Linear layers on the CPU. They keep one copy of the weight, in the form and the order in which a product reads it.
 
-`LinearForms` chooses the form of each layer, `pack_linear_layers` replaces them. Whatever the form, the result of a row
-does not depend on the other rows. Weights are attributes, not buffers, which nn.Module looks up in a microsecond each.
+`LinearForms` chooses the form of each layer; `pack_linear_layers` replaces the layers. Whatever the form, the result of
+a row does not depend on the other rows. Weights are plain attributes, because nn.Module takes a microsecond to look up
+a buffer.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ class PackedLinear(nn.Module):
         self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features], of the same dtype; so do all of these."""
+        """[..., in_features] to [..., out_features], of the same dtype. All layers of this module do the same."""
         return ops.linear_packed(hidden, self.packed_weight, self.out_features, self.bias)
 
 
@@ -85,8 +86,11 @@ class LinearForms:
     quantization: str | None
 
     def of(self, linear: nn.Linear) -> LinearType:
-        """With int4, 8 bits are for the last layer, whose errors no later one evens out, and for layers whose
-        in_features are no multiple of a group."""
+        """The type of the layer that takes the place of `linear`.
+
+        With int4, two kinds of layers have 8 bits: the last layer, because no later layer evens out its errors, and
+        layers whose in_features are no multiple of a group.
+        """
         if self.quantization is None:
             return PackedLinear
         if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and not self.is_head(linear):
@@ -109,7 +113,7 @@ class LinearForms:
             raise ValueError(f"quantization: {name}: {error}") from None
 
     def describe(self, model: nn.Module) -> str:
-        """In words, for a model whose layers are not packed, on whatever device."""
+        """The forms in words. The model's layers are not packed; the model may be on any device."""
         layers = linear_layers(model).values()
         counts = Counter(self.of(linear).FORM for linear in layers if not self.is_head(linear))
         words = [form if len(counts) == 1 else f"{count} {form}" for form, count in counts.most_common()]
@@ -137,7 +141,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def pack_linear_layers(model: nn.Module, forms: LinearForms) -> None:
-    """Replace these layers, one after the other: a weight that nothing else holds is gone when the next one comes."""
+    """Replace the linear layers, one after the other. So the memory of a weight is free before the next is packed."""
     layers = linear_layers(model)
     while layers:
         name, linear = layers.popitem()
@@ -145,7 +149,7 @@ def pack_linear_layers(model: nn.Module, forms: LinearForms) -> None:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """In 16 bits if one of the two dtypes holds every element, as it does if the weights once were in 16 bits."""
+    """The weight in fp16 or bf16 if one of them holds every element exactly, as after a conversion from 16 bits."""
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             if all(torch.equal(weight[a:b].to(dtype).float(), weight[a:b]) for a, b in chunks(weight)):

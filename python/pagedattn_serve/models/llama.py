@@ -1,7 +1,7 @@
 """LLaMA 1 to 3 (Touvron et al., 2023), and what differs from it by a switch: Mistral, Qwen2, Qwen3.
 
 Mistral: sliding windows. Qwen2: bias in the query, key and value layers. Qwen3: RMS norm of each query and key head.
-A config may have fields of other families, which count for nothing: what a family reads is asked of `model_type`.
+A config may have fields of other families, and they count for nothing: `model_type` says which fields are read.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ class LlamaModel(nn.Module):
 
 class LlamaForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
-    NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # old checkpoints keep what follows from the config
+    NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # in old checkpoints; the config says the same
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -121,7 +121,7 @@ class LlamaForCausalLM(NativeCausalLM):
 
 
 def sliding_window_of_layer(config: Any, layer_idx: int) -> int | None:
-    """Tokens that the layer sees: of every layer, or of those that `layer_types` tells. None: all, as in LLaMA."""
+    """Tokens that the layer sees; None is all of them, as in LLaMA. `layer_types` may say which layers have windows."""
     if config.model_type == "llama":
         return None
     layer_types = getattr(config, "layer_types", None)

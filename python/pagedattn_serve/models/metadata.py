@@ -1,4 +1,4 @@
-"""What attention needs of the scheduled batch, made by the runner and read by the layers; and the cache of a layer."""
+"""What attention needs to know of the batch: the runner makes it, the layers read it. And the cache of a layer."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 class KVCache(NamedTuple):
     """The cache of one layer; the layout is that of `pagedattn_ext.ops`.
 
-    k_scale, v_scale: of an fp8 cache, which holds numbers divided by them; fp32, one element. None is 1.
+    k_scale, v_scale: an fp8 cache holds keys and values divided by these scales; fp32, one element. None is 1.
     """
 
     key_cache: Tensor
@@ -23,11 +23,11 @@ class AttentionMetadata:
     """Where the new tokens of one step go in the cache, and what they see there.
 
     slot_mapping: int64 [num_tokens], slot of each new token.
-    block_tables: int32 [num_seqs, max_num_blocks_per_seq], beyond a sequence's own blocks lies anything.
+    block_tables: int32 [num_seqs, max_num_blocks_per_seq]; entries beyond a sequence's own blocks may be anything.
     seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
     query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens. None: one token each.
-    sampling_rows: int64 [n], the rows whose logits are asked for; none where every sequence is amid its prompt.
-    max_seq_len: at least each of seq_lens. None, in a graph that is replayed with other lengths: as the tables say.
+    sampling_rows: int64 [n], the rows whose logits are asked for; none if every sequence is amid its prompt.
+    max_seq_len: at least each of seq_lens. None in a graph that is replayed with other lengths: as long as the tables.
     """
 
     slot_mapping: Tensor

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al., 2022): norms before each block, or after it as in the 350m; Galactica has the same shape."""
+"""OPT (Zhang et al., 2022). Norms come before each block, or after it (350m). Galactica has the same shape."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -71,7 +71,7 @@ class OPTDecoder(nn.Module):
 
 
 class OPTModel(nn.Module):
-    """Nothing but its decoder: the checkpoints' names have this level."""
+    """Holds the decoder alone. It exists because the checkpoints' names have this level."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 and in 4 bits, and how a float weight becomes one."""
+"""Weights of linear layers in 8 bits and in 4 bits, and how float weights are quantized."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32  # weights that share a scale and a zero where this package quantizes to 4 bits
-# How much of a group's range the 16 levels span. Beyond the range no end is cut off by the rounding of the zero; below
-# it the steps are finer. The best of the three leaves 4% less error than the range itself.
+# How much of a group's range the 16 levels span. With a span above 1, the rounding of the zero cuts off no end; with a
+# span below 1, the steps are finer. The best of the three spans leaves 4% less error than the range itself.
 SPANS = (1.0, 1.07, 0.93)
 MAX_WEIGHT = 1e30
-CHUNK_ELEMENTS = 1 << 16  # quantized at a time, so that what comes in between stays in the cache
+CHUNK_ELEMENTS = 1 << 16  # quantized at a time, so that intermediate results stay in the CPU's cache
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,10 +48,10 @@ class Int4Weight:
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """The nearest of 255 levels to each weight, the largest of an output feature at 127.
+    """Each weight becomes the nearest of 255 levels; the largest weight of an output feature is at 127.
 
-    weight: fp32, fp16 or bf16 [out_features, in_features]. ValueError for NaN, infinity and what lies
-        beyond MAX_WEIGHT.
+    weight: fp32, fp16 or bf16 [out_features, in_features]. Raises ValueError for NaN, infinity, and numbers beyond
+        MAX_WEIGHT.
     """
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0])
@@ -63,10 +63,10 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 def quantize_int4(weight: Tensor) -> Int4Weight:
-    """16 levels for each group of a row, of a few choices that which leaves the least squared error.
+    """Each group of a row has 16 levels. A few choices of levels are tried; the least squared error wins.
 
-    weight: fp32, fp16 or bf16 [out_features, in_features], in_features a multiple of GROUP_SIZE. ValueError for NaN,
-        infinity and what lies beyond MAX_WEIGHT.
+    weight: fp32, fp16 or bf16 [out_features, in_features], in_features a multiple of GROUP_SIZE. Raises ValueError for
+        NaN, infinity, and numbers beyond MAX_WEIGHT.
     """
     shape = (weight.shape[0], weight.shape[1] // GROUP_SIZE)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
@@ -87,8 +87,8 @@ def quantize_int4(weight: Tensor) -> Int4Weight:
 def levels(groups: Tensor, span: float) -> tuple[Tensor, ...]:
     """Codes, scales, zeros and squared errors of groups, fp32 [num_groups, size]; the last three [num_groups, 1].
 
-    The zero is a level, so that a weight of zero stays one. Once the codes are there, the scale is the one that fits
-    them best.
+    The zero is one of the levels, so that a weight of zero stays zero. When the codes are known, the scale is chosen
+    that fits the codes best.
     """
     low = groups.amin(1, keepdim=True).clamp_(max=0)
     high = groups.amax(1, keepdim=True).clamp_(min=0)
@@ -102,7 +102,7 @@ def levels(groups: Tensor, span: float) -> tuple[Tensor, ...]:
 
 
 def shortened(scales: Tensor) -> Tensor:
-    """In fp16, unless one is too large for it, or so small that what it loses shows beside the others of its row."""
+    """The scales in fp16, unless one is too large for fp16, or so small that its error would show in its row."""
     short = scales.half()
     error = (short.float() - scales).abs()
     return short if (error <= scales.abs().amax(1, keepdim=True) / 2048).all() else scales
@@ -120,9 +120,9 @@ def nonzero(divisor: Tensor) -> Tensor:
 
 
 def float_rows(weight: Tensor, begin: int, end: int) -> Tensor:
-    """In fp32. ValueError for numbers with which one cannot count in fp32."""
+    """These rows in fp32. Raises ValueError for NaN, infinity, and numbers beyond MAX_WEIGHT."""
     rows = weight[begin:end].float()
     for extreme in rows.aminmax():
-        if not abs(extreme) <= MAX_WEIGHT:  # nor is it if it is NaN
+        if not abs(extreme) <= MAX_WEIGHT:  # true for NaN as well
             raise ValueError(f"expected weights between {-MAX_WEIGHT} and {MAX_WEIGHT}, got {extreme:.7g}")
     return rows

@@ -1,11 +1,11 @@
 """Tables of the rotary position embedding (Su et al., 2021), with the scalings that stretch it over longer contexts.
 
-A pair of elements turns by `position * frequency`; the scalings lower the frequencies, by kinds:
-- linear: all by the same factor (position interpolation, Chen et al., 2023);
-- dynamic: none within the original length, then more the further a position lies behind it ("NTK-aware");
-- llama3: the slow ones by the factor, the fast ones not at all, a smooth passage between (LLaMA 3.1);
-- yarn: the same idea in another passage, and the logits rise with the factor (Peng et al., 2023);
-- longrope: each pair by factors of its own, one within the original length, one behind it (Ding et al., 2024).
+A pair of elements turns by `position * frequency`. A scaling lowers the frequencies:
+- linear: all frequencies by the same factor (position interpolation, Chen et al., 2023);
+- dynamic: no frequency within the original length; behind it, more the further away a position is ("NTK-aware");
+- llama3: slow frequencies by the factor, fast ones not at all, with a smooth passage between them (LLaMA 3.1);
+- yarn: the same idea with another passage; besides, the logits rise with the factor (Peng et al., 2023);
+- longrope: each pair has two factors, one within the original length, one behind it (Ding et al., 2024).
 """
 
 import math
@@ -18,10 +18,9 @@ from torch import Tensor
 def cos_sin_cache(config: Any, head_size: int) -> Tensor:
     """Cosines, then sines, of every position: fp32 [max_position, head_size], made on the CPU.
 
-    config: that of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and
-        `rope_scaling`.
+    config: of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and `rope_scaling`.
 
-    Raises ValueError for a kind of scaling that is not in ROPE_TYPES, or that lacks a parameter or has a wrong one.
+    Raises ValueError for a kind of scaling that is not in ROPE_TYPES, and for a parameter that is missing or wrong.
     """
     rope = rope_parameters(config)
     positions = torch.arange(max_position(config), dtype=torch.float32, device="cpu")
@@ -45,7 +44,7 @@ def cos_sin_cache(config: Any, head_size: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
 
 
-# What each kind must say; a kind that is not here is an error.
+# The parameters that each kind of scaling needs; a kind that is not here is an error.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -54,7 +53,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
 }
-# What must be a number above 0, where it is there.
+# Parameters that must be numbers above 0, where a config has them.
 POSITIVE = (
     "rope_theta",
     "factor",
@@ -68,14 +67,14 @@ POSITIVE = (
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The parameters in one form, whichever the config has, with "rope_type", "rope_theta" and what the type needs."""
+    """The parameters in one form, however the config writes them: "rope_type", "rope_theta", what the type needs."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope = {name: value for name, value in given.items() if value is not None}
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
     if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}")
-    if rope["rope_type"] != "default" and rope.get("partial_rotary_factor", 1) != 1:  # without scaling it is ignored
+    if rope["rope_type"] != "default" and rope.get("partial_rotary_factor", 1) != 1:  # models without scaling ignore it
         got = f"{rope['partial_rotary_factor']} with rope_type {rope['rope_type']!r}"
         raise ValueError(f"partial_rotary_factor: expected 1, as all of a head turns, got {got}")
     if length := getattr(config, "original_max_position_embeddings", None):  # beside the other parameters, as in Phi-3
@@ -104,13 +103,13 @@ def max_position(config: Any) -> int:
 
 
 def frequencies(theta: float | Tensor, head_size: int) -> Tensor:
-    """Without scaling: theta ** (-2i / head_size), fp32 [head_size / 2], or [n, head_size / 2] for theta [n, 1]."""
+    """Without scaling, theta ** (-2i / head_size): fp32 [head_size / 2], or [n, head_size / 2] for theta [n, 1]."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     return 1.0 / theta**exponents
 
 
 def dynamic_frequencies(rope: dict[str, Any], head_size: int, original_length: int, positions: Tensor) -> Tensor:
-    """Frequencies of each position, [num_positions, head_size / 2]: those of a sequence that ends there.
+    """Frequencies of each position, [num_positions, head_size / 2]: those of a sequence that ends at the position.
 
     So a token keeps its key when the sequence grows, as in Hugging Face's `generate` with its cache.
     """
@@ -121,7 +120,7 @@ def dynamic_frequencies(rope: dict[str, Any], head_size: int, original_length: i
 
 
 def llama3_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
-    """[head_size / 2]. What counts is how often a pair turns within the original length."""
+    """[head_size / 2]. How much a frequency is lowered depends on how often it turns within the original length."""
     plain = frequencies(rope["rope_theta"], head_size)
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -147,7 +146,7 @@ def yarn_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
 
 
 def yarn_attention_factor(rope: dict[str, Any]) -> float:
-    """What queries and keys are multiplied by: their length grows with the logarithm of the factor."""
+    """Queries and keys are multiplied by this number, which grows with the logarithm of the scaling's factor."""
 
     def growth(mscale: float) -> float:
         return 0.1 * mscale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
@@ -160,7 +159,7 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def longrope_frequencies(rope: dict[str, Any], head_size: int, positions: Tensor) -> Tensor:
-    """Frequencies of each position, [num_positions, head_size / 2]: as above, those of a sequence that ends there."""
+    """Frequencies of each position, [num_positions, head_size / 2]: those of a sequence that ends at the position."""
     plain = frequencies(rope["rope_theta"], head_size)
     short, long = (plain / pair_factors(rope, name, len(plain)) for name in ("short_factor", "long_factor"))
     return torch.where(positions[:, None] < rope["original_max_position_embeddings"], short, long)
@@ -178,7 +177,7 @@ def pair_factors(rope: dict[str, Any], name: str, num_pairs: int) -> Tensor:
 
 
 def longrope_attention_factor(rope: dict[str, Any]) -> float:
-    """What queries and keys are multiplied by, at every position."""
+    """Queries and keys are multiplied by this number, at every position."""
     if "attention_factor" in rope:
         return float(rope["attention_factor"])
     growth = math.log(max(rope["factor"], 1.0)) / math.log(rope["original_max_position_embeddings"])

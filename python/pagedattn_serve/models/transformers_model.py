@@ -1,10 +1,10 @@
 """Any other causal LM: transformers' own forward on one flat row of tokens, with attention on the paged cache.
 
-transformers lets others register attention functions by name; the layers of a model that is told the name call the
-function. So the model is transformers' own, and between steps nothing is kept but the cache.
+transformers lets a library register an attention function under a name. If a model is told the name, its layers call
+the function. So the model is transformers' own, and nothing but the cache lives from step to step.
 
-Models that would be wrong are refused when they are built (`transformers_trial`) or, at the latest, when they are
-loaded: a few tokens go through both ways, and the logits must agree.
+A model that would give wrong results is refused, most often when it is built (`transformers_trial`), at the latest when
+it is loaded: a few tokens go through our attention and through transformers', and the logits must agree.
 """
 
 import inspect
@@ -27,20 +27,20 @@ from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.transformers_trial import TRIAL, Refusal, TrialMask, give_to_layers, run_trial
 
-PAGED = "pagedattn"  # the name of `paged_attention` in transformers' register; with no mask function, none are made
-FIRST_VERSION = (5, 19)  # the first that the tests were run with; before 5.4, models do not run on "meta"
+PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no mask function, so no masks are made
+FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
 # The relative difference of logits that rounding explains; models that mix up their tokens had more than half.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Step:
-    """What the layers find beside their own arguments while the model is called: its cache, and where to look there."""
+    """What the layers find beside their own arguments while the model is called: the cache, and where to look in it."""
 
     inputs: tuple[Sequence[KVCache], AttentionMetadata] | None = None
 
 
 class TransformersCausalLM(CausalLM):
-    """Built without weights, then loaded. Both raise ValueError for a model that would not be right."""
+    """Built without weights, then loaded. Both steps raise ValueError for a model that would give wrong results."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TransformersCausalLM(CausalLM):
         self.step = Step()
 
     def load_weights(self, directory: Path, device: str) -> None:
-        """Replace the model by that of the checkpoint, on `device`."""
+        """Replace the model without weights by the checkpoint's, on `device`."""
         self.model = load(type(self.model), directory, self.config, self.dtype).to(device).eval()
         give_to_layers(self.model, self.step)
         try:
@@ -86,15 +86,15 @@ class TransformersCausalLM(CausalLM):
                 logits_to_keep=metadata.sampling_rows,
             )
         finally:
-            self.step.inputs = None  # so that a cache is gone when its owner lets go of it
+            self.step.inputs = None  # or the cache would stay in memory when its owner lets go of it
         logits: Tensor = outputs.logits[0]
         return logits
 
     @inference_mode()
     def compare(self) -> float:
-        """Relative difference of the logits of two sequences that come together in pieces from those of each alone.
+        """Relative difference of logits: two sequences that run together, in pieces, against each sequence alone.
 
-        Of a quarter of the rows it may be larger: where two experts are as likely, rounding decides between them.
+        A quarter of the rows may differ by more, because rounding decides between two experts that are equally likely.
         """
         block_size, device = 8, self.model.device
         head_size = padded_head_size(self.head_size, self.dtype)
@@ -176,7 +176,7 @@ AttentionInterface.register(PAGED, paged_attention)
 
 
 def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights, ready for a trial. Raises Refusal if there is none that takes a flat row of tokens."""
+    """The model without weights, ready for a trial. Raises Refusal if no such model takes a flat row of tokens."""
     if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < FIRST_VERSION:
         raise Refusal(f"that takes transformers {FIRST_VERSION[0]}.{FIRST_VERSION[1]}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -187,7 +187,7 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for argument in ("position_ids", "logits_to_keep"):
         if argument not in inspect.signature(model_class.forward).parameters:
             raise Refusal(f"its forward does not take {argument}")
-    # Experts of every other implementation look at numbers, which there are none of.
+    # All other implementations of experts look at numbers, and a model without weights has none.
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
     )
@@ -195,7 +195,7 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load(model_class: type[PreTrainedModel], directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the weights of the checkpoint, as transformers reads it; it logs what it does not use."""
+    """The model with its weights, read by transformers, which logs the tensors that the model does not use."""
     try:
         model, report = model_class.from_pretrained(
             directory,
@@ -218,14 +218,14 @@ def load(model_class: type[PreTrainedModel], directory: Path, config: Any, dtype
 
 
 def max_model_len(config: Any) -> int:
-    """Positions that the model knows, as far as the embedding of a token's position hangs on it alone.
+    """Positions up to which the embedding of a token depends on its position alone, not on its batch.
 
-    "longrope" turns all of a batch in another way where one sequence is longer than the original length, "dynamic" in
-    as many ways as there are lengths.
+    If one sequence is longer than the original length, "longrope" turns all tokens of the batch in another way.
+    "dynamic" turns them in another way for each length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     length: int = config.max_position_embeddings
-    for parameters in (rope, *rope.values()):  # of all layers, or by their types
+    for parameters in (rope, *rope.values()):  # the same for all layers, or a dict for each type of layer
         match parameters.get("rope_type") if isinstance(parameters, dict) else None:
             case "dynamic":
                 raise Refusal("its rotary embedding is of type dynamic, which hangs on the longest sequence of a batch")

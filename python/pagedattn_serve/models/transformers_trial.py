@@ -1,8 +1,8 @@
 """What a model of transformers asks of attention, seen in a trial run without weights; and whether the ops can give it.
 
-A model that keeps something else than keys and values between tokens, or attends in a way the ops do not know, must not
-run and be wrong. So no config is believed: the model runs on the "meta" device, the call of attention of each layer is
-looked at, and what is not understood is refused by name.
+A model must not run if it keeps something else than keys and values between tokens, or if it attends in a way that the
+ops do not know: its results would be wrong. A config does not say so reliably. So the model runs on the "meta" device,
+each layer's call of attention is looked at, and what is not understood is refused by name.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
 MAX_HEAD_SIZE = 256
-# What a layer may tell its attention function beside query, key, value and mask. Of all else, only that there is none.
+# What a layer may tell its attention function beside query, key, value and mask. Every other argument must be None.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the first two find sequences for kernels
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -28,7 +28,7 @@ class Refusal(Exception):
 
 @dataclass(slots=True, frozen=True)
 class AttentionShape:
-    """Of one layer. Sizes are those of a head."""
+    """What one layer asks of attention. Sizes are sizes of a head."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,10 +38,10 @@ class AttentionShape:
 
 @dataclass(slots=True, frozen=True)
 class TrialMask:
-    """What a mask was asked for with; it stands where the mask would be."""
+    """Stands in the place of a mask, and keeps the arguments that the mask was asked for with."""
 
     sees: Callable[..., Tensor]  # of batch, head, query and key index
-    local_size: int  # of its windows or chunks; 0: it has none
+    local_size: int  # the size of its windows or chunks; 0: it has neither
 
 
 class Trial:
@@ -83,7 +83,7 @@ def record(
 
 
 def describe_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> TrialMask:
-    """A mask function for transformers that makes none."""
+    """A mask function for transformers that makes no mask."""
     return TrialMask(mask_function, local_size or 0)
 
 
@@ -92,7 +92,7 @@ AttentionMaskInterface.register(TRIAL, describe_mask)
 
 
 def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
-    """Raises Refusal unless the mask shows what the ops show: that window, or all earlier tokens."""
+    """Raises Refusal unless the mask shows what the ops show: `sliding_window` tokens, or all earlier tokens."""
     if mask is None:  # the layer leaves all to `is_causal`
         return
     if not isinstance(mask, TrialMask):
@@ -111,7 +111,7 @@ def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
 def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
     """The attention of every layer of `model`, which is on "meta" and has the text config `config`.
 
-    Raises Refusal for what cannot run, and whatever the model runs into that expects a mask, or numbers.
+    Raises Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers.
     """
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
@@ -137,13 +137,13 @@ def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
     uses_windows = getattr(config, "layer_types", None) is not None or set(trial.windows.values()) != {None}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if not uses_windows and window is not None and window < config.max_position_embeddings:
-        # transformers' cache would drop what lies behind the window, though the layers know of none.
+        # Without this, transformers' cache would drop tokens behind the window, even where layers have no window.
         raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
     return shape
 
 
 def give_to_layers(model: PreTrainedModel, state: object) -> None:
-    """Put what the attention function of a model needs where it finds it: into its modules, no other model's."""
+    """Put what the attention function needs into the modules of this model, where no other model finds it."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.pagedattn = state

@@ -19,17 +19,17 @@ def render_chat(
     chat_template: str | PathLike[str] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt that the messages make. It has the special tokens already: it is tokenized without more of them.
+    """The prompt that the messages make. It has the special tokens already, so it is tokenized without adding more.
 
     Args:
         tokenizer: from transformers; its template is the default, and its special tokens are what templates name.
         messages: in order. The parts of a content become one text, a line each; fields that are None are left out.
-            Which roles there are, and which fields count, is the template's to say.
+            The template says which roles there are, and which fields count.
         chat_template: see `load_chat_template`.
         add_generation_prompt: whether the text goes on to where the assistant's answer begins.
 
-    Raises ValueError or TypeError, which name the message, if it is not of this form; ValueError if there is no
-    template, and with the template's own words where it refuses the messages.
+    Raises ValueError or TypeError, which name the message, if a message does not have this form. Raises ValueError if
+    there is no template, and if the template refuses the messages, in the template's own words.
     """
     check_bool("add_generation_prompt", add_generation_prompt)
     if tokenizer is None:
@@ -54,9 +54,9 @@ def render_chat(
 
 
 def load_chat_template(chat_template: str | PathLike[str]) -> str:
-    """The text of a template, which is given as it is, or by the path of a file. A string without "{" is a path.
+    """The text of a template. The argument is the text itself or the path of a file; a string without "{" is a path.
 
-    Raises ValueError if there is no such file, or its content is no text; TypeError for anything else.
+    Raises ValueError if there is no such file, or if its content is no text; TypeError for other types of arguments.
     """
     if isinstance(chat_template, str) and "{" in chat_template:
         return chat_template

@@ -31,9 +31,9 @@ class TokenTexts(dict[int, str]):
 class IncrementalDetokenizer:
     """The text of one output.
 
-    A token's text can depend on the tokens before it (spaces) and be incomplete without those after it (the bytes of
-    one character over several tokens). So text is always decoded from a few tokens back, and held back while it ends
-    in a replacement character.
+    The text of a token can depend on the tokens before it (spaces), and can be incomplete without the tokens after it
+    (several tokens with the bytes of one character). So text is always decoded from a few tokens back. It is held back
+    while it ends in a replacement character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> None:
@@ -67,23 +67,23 @@ class IncrementalDetokenizer:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
         after = self._decode(self._token_ids[self._context_begin :])
         if REPLACEMENT in after:
-            # One invalid byte token and the whole run of them decodes to a replacement character each, those before it
-            # too whose text was given out: the text of the new tokens alone does not repeat it.
+            # With one invalid byte token, every token of its run decodes to a replacement character, even the tokens
+            # before it whose text was given out already. The text of the new tokens alone does not repeat that text.
             alone = self._decode(self._token_ids[self._given_out :])
             if alone.startswith(REPLACEMENT) and after.endswith(alone):
                 return alone
         if after.startswith(before):
             return after[len(before) :]
-        # A prompt that ends within a character, which the output completes: its text changes with the output.
+        # If the prompt ends within a character, the output completes the character, and the prompt's text changes.
         return after[len(commonprefix((before, after))) :]  # noqa: RUF071 (of characters, not of paths)
 
 
 def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` with the options of a stream; cleaning up spaces would change text given out already."""
+    """`tokenizer.decode` with the options of a stream: to clean up spaces would change text given out already."""
     from transformers import PreTrainedTokenizerFast as Fast  # here, as the import takes long
 
     fast: Any = tokenizer if isinstance(tokenizer, Fast) else None
     if fast is not None and (type(fast).decode, type(fast)._decode) == (Fast.decode, Fast._decode):
-        # The class has no way of its own. `decode` comes down to this call, which takes a sixth of the time.
+        # The class does not override `decode`, which ends in this call. The call alone takes a sixth of the time.
         return partial(fast.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -6,14 +6,13 @@ from typing import Self
 
 
 class StopState:
-    """What the end of a text may become: the longest beginning of stop strings that the text ends with.
+    """The longest beginning of a stop string that a text ends with: a node of the automaton of Aho and Corasick (1975).
 
-    A node of the automaton of Aho and Corasick (1975).
-
-    depth: characters of that beginning. begin, end: the stop strings that have it, a range of the sorted ones.
-    shorter: the state of a text without the first character of the beginning; None where nothing is begun.
-    found: the longest stop string that the text ends with, by its place among the given ones; None for none.
-    next: the state after one more character, for those that came.
+    depth: characters of this beginning.
+    begin, end: the stop strings that have this beginning, a range of the sorted stop strings.
+    shorter: the state of the text without the first character of the beginning; None if nothing is begun.
+    found: the longest stop string that the text ends with, by its place among the given ones; None if there is none.
+    next: the state after one more character, for each character that came.
     """
 
     __slots__ = ("begin", "depth", "end", "found", "next", "shorter")
@@ -30,8 +29,8 @@ class StopState:
 class StopStrings:
     """The stop strings of a request. Each character of a text is looked at once, however many and long they are.
 
-    States are made as texts reach them: stop strings of a million characters take time and memory where some text has
-    as much of one.
+    States are made when texts reach them. So a stop string of a million characters takes time and memory only if a text
+    holds a long part of it.
 
     start: the state of an empty text.
     """
@@ -46,8 +45,8 @@ class StopStrings:
     def search(self, text: str, begin: int, state: StopState) -> tuple[tuple[int, str] | None, StopState]:
         """Where the earliest stop string begins and which it is, and the state at the end of `text`.
 
-        Only those count that end after the first `begin` characters, whose state is `state`; None if there is none. Of
-        several that begin in one place, it is the first given.
+        Only stop strings that end after the first `begin` characters count; `state` is the state of these characters.
+        None if there is no stop string. Of several that begin in one place, it is the one that was given first.
         """
         earliest: tuple[int, int] | None = None
         for end, character in enumerate(text[begin:], begin + 1):
@@ -64,7 +63,7 @@ class StopStrings:
 
     def num_held_back(self, state: StopState) -> int:
         """Characters at the end of a text that begin a stop string, which the next token may complete."""
-        while self._is_whole(state) and state.end - state.begin == 1:  # no other goes on from there
+        while self._is_whole(state) and state.end - state.begin == 1:  # no other stop string goes on from there
             assert state.shorter is not None
             state = state.shorter
         return state.depth
@@ -74,7 +73,7 @@ class StopStrings:
         return state.depth > 0 and len(self._sorted[state.begin]) == state.depth
 
     def _step(self, state: StopState, character: str) -> StopState:
-        """The state after one more character, which is not known yet."""
+        """Make the state after one more character, which no text has reached yet."""
         missing: list[StopState] = []
         at: StopState | None = state
         while at is not None and character not in at.next:

@@ -10,9 +10,9 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
-    """The tokenizer in directory `tokenizer`, or that of the model's own; None if the model's directory has none.
+    """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
 
-    Raises FileNotFoundError if `tokenizer` is given and has none, ValueError if it cannot be loaded.
+    Raises FileNotFoundError if the directory `tokenizer` has none, ValueError if a tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
 
@@ -33,7 +33,7 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
 def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The token ids of each word where a text begins with it, and where it follows a space, as in vLLM.
 
-    Tokenizers spell these in two ways, mostly. Raises ValueError if there are none.
+    Most tokenizers give the two places different ids. Raises ValueError for a word without token ids.
     """
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
