@@ -1,4 +1,4 @@
-"""The `pagedattn` command. What it runs is imported when it runs: help needs no torch, and an error no traceback."""
+"""The `pagedattn` command. It imports a subcommand's code when the subcommand runs, so `--help` needs no torch."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ from pagedattn_serve import require_extra
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, in the main thread; returns the exit status. A user's mistake is one line on standard error."""
-    # In the midst of an import, a KeyboardInterrupt may come out as some other error.
+    # If a KeyboardInterrupt comes in the midst of an import, the import may turn it into some other error.
     previous_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         try:
             return run(argv)
         finally:
-            sys.stdout.flush()  # a reader that has gone away shows here at the latest, help and version included
-    except BrokenPipeError:  # `| head` has seen enough; nothing may be written when the interpreter ends
+            sys.stdout.flush()  # shows at the latest whether the reader has gone away, after --help too
+    except BrokenPipeError:  # `| head` has seen enough, and the interpreter must not write at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as the shell reports what SIGPIPE ends
+        return 141  # the status that a shell reports for a process that SIGPIPE ended
     except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
         print(f"pagedattn: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

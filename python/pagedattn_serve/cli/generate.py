@@ -14,9 +14,9 @@ from pagedattn_serve.sampling_params import SamplingParams
 
 
 def generate(args: argparse.Namespace) -> int:
-    """All prompts run together. Returns the exit status.
+    """Run all prompts together. Returns the exit status.
 
-    Raises ValueError if one ended in an error, or was no text, once all that there is has been written.
+    If a prompt ended in an error or was no text, all outputs are written first, then ValueError is raised.
     """
     prompts, errors = (args.prompt, {}) if args.prompt else read_prompts(args.prompts_file)
     params = SamplingParams(
@@ -45,9 +45,10 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(file: str) -> tuple[list[str], dict[int, str]]:
-    """The lines of a file, or of standard input for "-", but for empty ones; and errors, by prompt.
+    """The lines of a file, or of standard input for "-", without empty lines; and the errors of lines, by prompt.
 
-    A line that is not UTF-8 is a prompt with an error: it is only to be shown. Raises ValueError if there are no lines.
+    A line that is not UTF-8 is a prompt with an error, which is shown and not run. Raises ValueError if there are no
+    lines.
     """
     lines = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).splitlines()
     prompts: list[str] = []
@@ -68,9 +69,9 @@ def read_prompts(file: str) -> tuple[list[str], dict[int, str]]:
 
 
 def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:
-    """One object a prompt, in their order, each as soon as it and those before it are done.
+    """Write an object for each prompt, in their order. It is written when the prompt and all before it are done.
 
-    unread: the errors of prompts that the engine was not given. Returns those that requests ended in, by prompt.
+    unread: the errors of prompts that the engine was not given. Returns the errors that requests ended in, by prompt.
     """
     errors: dict[int, str] = {}
     finished: dict[int, RequestOutput] = {}
@@ -95,12 +96,12 @@ def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) ->
 
 
 def write_text(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:
-    """The first prompt's text streams, and each other's follows when it is its turn. As `write_json` otherwise."""
+    """The text of the first unfinished prompt streams; later prompts wait for their turn. Else as `write_json`."""
     errors: dict[int, str] = {}
     texts = [""] * len(prompts)
     done = [i in unread for i in range(len(prompts))]
     shown = 0  # the prompt whose text is on the screen
-    num_printed = 0  # characters of it
+    num_printed = 0  # characters of that text
     print(prompts[0], end="", flush=True)
     while shown < len(texts):
         for output in engine.step() if engine.has_unfinished_requests() else ():

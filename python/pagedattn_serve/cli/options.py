@@ -30,7 +30,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """The engine's options, in groups of their own; `cli.engine` makes an engine of them."""
+    """Add the engine's options, in groups of their own. `cli.engine` makes an engine of them."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output (default: the model's)"

@@ -16,7 +16,7 @@ KEY_VARIABLE = "PAGEDATTN_API_KEY"
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Returns the exit status once the server has ended. Mistakes are found before the model is loaded, if they can be.
+    """Returns the exit status once the server has ended. Mistakes are found before the model is loaded, if possible.
 
     Raises ValueError, TypeError and OSError for what is wrong with the options, and what `LLMEngine` does.
     """
@@ -35,7 +35,7 @@ def serve(args: argparse.Namespace) -> int:
         log_format=args.log_format,
         log_level=args.log_level,
     )
-    # By default SIGTERM ends a process, but not the first one of a container.
+    # By default SIGTERM ends a process, but not the first process of a container.
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         sockets = bind(config.host, config.port)
@@ -46,7 +46,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def keys_in_environment() -> list[str]:
-    """Those of KEY_VARIABLE. Where it is set, it is to a key: one that was left empty does not open the server."""
+    """The keys in KEY_VARIABLE. If the variable is set to nothing, that is an error, not a server without keys."""
     given = os.environ.get(KEY_VARIABLE)
     return [] if given is None else given.split(",")
 

@@ -1,1 +1,1 @@
-"""What it takes to serve an app over HTTP: sockets, connections, limits, keys, logs, health, metrics, the live page."""
+"""Serving any app over HTTP: sockets, connections, limits, keys, logs, health, metrics, the live page."""

@@ -1,4 +1,4 @@
-"""What an app carries for the routes of this room. FastAPI would call dependencies that are not async in a thread."""
+"""What an app carries for the routes of this room. Its functions are async, or FastAPI would call them in threads."""
 
 from fastapi import FastAPI, Request
 

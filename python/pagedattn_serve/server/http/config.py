@@ -1,4 +1,4 @@
-"""What the server is told, checked once at construction. The engine has its own configs."""
+"""The options of the server, checked once, at construction. The options of the engine are not among them."""
 
 import ipaddress
 import re
@@ -16,19 +16,19 @@ ANY_HOST = "*"
 class ServerConfig:
     """Defaults are those of `pagedattn serve`.
 
-    host: name or address to listen on. port: 0 takes any that is free.
-    allowed_hosts: names and addresses, beside host and those of this machine's loopback, by which requests may call the
-        server in their header Host; "*": by any. None: any, unless the server listens to loopback addresses alone.
-    api_keys: those that requests may bring, any of them; empty: none is asked for.
+    host: name or address to listen on. port: 0 takes any free port.
+    allowed_hosts: names and addresses that requests may have in their header Host, beside `host` and the names of this
+        machine's loopback. "*" allows all. None allows all, unless the server listens to loopback addresses alone.
+    api_keys: a request has to bring one of these keys. If there are none, no key is asked for.
     served_model_name: what clients call the model.
     max_waiting: most requests that wait for the engine; more are refused with status 429.
-    max_body_bytes: of a request; a longer one is refused with status 413.
-    read_timeout: seconds in which the headers of a request have to come, and then its body; also those in which a
-        client has to take some of its answer once it has left some of it lying.
+    max_body_bytes: most bytes of a request's body; a longer body is refused with status 413.
+    read_timeout: seconds in which the headers of a request have to come, and then its body. A client that leaves its
+        answer lying has to take some of it within as many seconds.
     request_timeout: most seconds from the headers of a request to the end of its answer.
     shutdown_timeout: seconds that requests in flight have to end, once the server is told to stop.
-    chat_template: the text of one, in place of the tokenizer's.
-    salt_by_key: whether prompts share cached blocks only with those that came with the same key.
+    chat_template: the text of a template, in place of the tokenizer's.
+    salt_by_key: whether prompts share cached blocks only with prompts that came with the same key.
 
     Raises ValueError or TypeError; never with the text of a key.
     """
@@ -78,7 +78,7 @@ def check_not_empty(name: str, value: object) -> None:
 
 
 def check_hosts(hosts: object) -> None:
-    """Raise TypeError unless they are a tuple of strings, ValueError unless each can be the name in a header Host."""
+    """Raise TypeError unless `hosts` is a tuple of strings, ValueError unless each can stand in a header Host."""
     if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
         raise ArgumentTypeError("allowed_hosts", "a tuple of strings")
     for host in hosts:
@@ -89,7 +89,7 @@ def check_hosts(hosts: object) -> None:
 
 
 def is_host(text: str) -> bool:
-    """Whether it is a name or an address; one of version 6 may have brackets around it."""
+    """Whether the text is a name or an address. An address of version 6 may have brackets around it."""
     try:
         ipaddress.ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
     except ValueError:
@@ -98,7 +98,7 @@ def is_host(text: str) -> bool:
 
 
 def check_api_keys(keys: object) -> None:
-    """Raise TypeError unless they are a tuple of strings, ValueError unless a header can carry each of them."""
+    """Raise TypeError unless `keys` is a tuple of strings, ValueError unless a header can carry each of them."""
     if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
         raise ArgumentTypeError("api_keys", "a tuple of strings")
     for i, key in enumerate(keys):

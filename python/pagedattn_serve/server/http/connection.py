@@ -1,5 +1,6 @@
-"""One client's connection: uvicorn's, with limits of its own on those who send headers, or read answers, too slowly;
-and with answers for clients of HTTP/1.0, and for those that end their side once they have asked.
+"""One client's connection: uvicorn's, with limits for clients that send headers, or read answers, too slowly.
+
+It also answers clients of HTTP/1.0, and clients that end their side of the connection once they have asked.
 """
 
 import asyncio
@@ -10,15 +11,16 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-MAX_HEADER_BYTES = 64 << 10  # of one request, with its line
-FIRST_PROBE_SECONDS = 0.25  # the second one, after twice that, tells
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # says nothing, and may come any number of times before an answer
+MAX_HEADER_BYTES = 64 << 10  # of one request, with the line of method and path
+FIRST_PROBE_SECONDS = 0.25  # the second probe comes after twice as long, and shows whether the client is there
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # means nothing to a client, and may come any number of times before an answer
 
 
 class Connection(HttpToolsProtocol):
-    """Set `timeout`, as `connection_class` does: the seconds in which the headers of a request have to come, counted
-    from its first byte, or from the connection's start; and those in which a client has to take something of what was
-    written, once it is more than the buffers hold. Whoever takes longer is cut off.
+    """`connection_class` sets `timeout`, in seconds. A client that takes longer is cut off:
+
+    - the headers of a request have to come within `timeout` of its first byte, or of the connection's start;
+    - once more was written than the buffers hold, the client has to take some of it within `timeout`.
     """
 
     timeout: float
@@ -29,7 +31,7 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None  # runs while a client does not read
         self._probe_timer: asyncio.TimerHandle | None = None  # runs while a client that sends no more waits
         self._num_header_bytes = 0
-        self._received = b""  # what the parser is at
+        self._received = b""  # the bytes that the parser is reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,10 +45,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays, for the answers that a client waits for that will send no more.
+        """Whether the connection stays, because a client that will send no more still waits for answers.
 
-        A client that has gone away looks the same until something is written to it. Streams are; until an answer
-        begins, probes are, at longer and longer intervals: HTTP/1.0 does not know them.
+        A client that has gone away looks the same until something is written to it. The parts of a stream are written
+        to it. Until an answer begins, probes are, at longer and longer intervals; HTTP/1.0 does not know probes.
         """
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
@@ -88,13 +90,13 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _is_offer(self) -> bool:
-        """Whether the request offers to go on in another protocol, as Java's client does with HTTP/2 in each."""
+        """Whether the request offers another protocol. Java's client offers HTTP/2 in each request."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _unsupported_upgrade_warning(self) -> None:
-        """In place of uvicorn's: the offer is declined by an answer in HTTP/1.1.
+        """Replaces uvicorn's method: the server declines the offer by answering in HTTP/1.1.
 
-        The parser has stopped behind the headers, without the body, so it begins anew, with a request that offers
+        The parser has stopped behind the headers, without the body. So it begins anew, with a request that offers
         nothing.
         """
         error = sys.exception()
@@ -127,9 +129,10 @@ class Connection(HttpToolsProtocol):
 
 
 def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
-    """The app for a client of HTTP/1.0, which does not know chunks: what has no length ends with its connection.
+    """The app for a client of HTTP/1.0, which does not know chunks: the end of the connection ends an answer without a
+    length.
 
-    uvicorn looks at the version for neither, but it sends no chunks where a length is known, as it is of each part.
+    uvicorn does not look at the version. But it sends no chunks where it knows a length, so it is told each part's.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,5 +1,5 @@
-"""Errors that are answered, in OpenAI's shape whichever route they come from: {"error": {"message", "type", "param",
-"code"}}, with the right status."""
+"""Errors that clients get as answers. Whichever route an error comes from, it has OpenAI's shape, {"error": {"message",
+"type", "param", "code"}}, and the right status."""
 
 import json
 from typing import Any

@@ -19,7 +19,7 @@ from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 FILES = {file.name: file for file in (Path(__file__).parent / "page").iterdir()}
 # The page takes nothing from elsewhere, and no other page frames it.
 HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
-CODES = {"free": -1, "cached": -2, "shared": -3}  # as map.js reads them; others are their owner's
+CODES = {"free": -1, "cached": -2, "shared": -3}  # map.js reads these; any other code is the owner's index
 
 router = APIRouter(include_in_schema=False)
 
@@ -44,8 +44,8 @@ async def state(
 ) -> Response:
     """What the engine is doing between two steps: its statistics, its requests, and what each block holds.
 
-    blocks, host_blocks: runs [what, how many]; what: the index of the request that has the blocks alone, or one of
-    CODES. A request's name is made from its id, which it does not tell.
+    blocks, host_blocks: runs [what, how many]; `what` is the index of the request that has the blocks alone, or one of
+    CODES. The name of a request is made from its id, and does not reveal the id.
     """
     try:
         stats, cache = await engine.call(lambda each: (each.stats(), each.cache_map()))
@@ -75,6 +75,6 @@ async def state(
 
 
 def _runs(states: Iterable[str], owners: Iterable[int]) -> list[tuple[int, int]]:
-    """What each block is, as in `state`, with neighbours that are alike counted."""
+    """What each block is, as in `state`: neighbours that are alike make one run."""
     codes = (CODES.get(state, owner) for state, owner in zip(states, owners, strict=True))
     return [(code, sum(1 for _ in alike)) for code, alike in groupby(codes)]

@@ -1,7 +1,7 @@
 """The server's log on standard error: lines of text, or a JSON object a line. All loggers of the process write to it.
 
-A record may bring fields beside its message, as `extra={"fields": {...}}`; those of a task that serves a request have
-its id.
+A record may bring fields beside its message, as `extra={"fields": {...}}`. Records of a task that serves a request also
+have the request's id.
 """
 
 import json
@@ -14,11 +14,11 @@ from pagedattn_serve.server.http.request_context import current_request
 
 
 def set_up_logs(log_format: str, level: str) -> None:
-    """log_format, level: as `ServerConfig` has them. Others than this package tell warnings alone, unless "debug"."""
+    """log_format, level: the server's options. Other packages log only warnings, unless the level is "debug"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(add_request_id)
-    for name in list(logging.root.manager.loggerDict):  # as transformers has handlers and a level of its own
+    for name in list(logging.root.manager.loggerDict):  # transformers, for one, has its own handlers and level
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
@@ -39,7 +39,7 @@ def add_request_id(record: logging.LogRecord) -> bool:
 class TextFormatter(logging.Formatter):
     """`2026-11-22 12:00:00.000 INFO request method=GET path=/v1/models status=200`; a trace follows on its own lines.
 
-    Values that could be taken for something else, as with spaces or line ends in them, are quoted as in JSON.
+    A value that could be misread, because it has spaces or line ends in it, is quoted as in JSON.
     """
 
     def format(self, record: logging.LogRecord) -> str:

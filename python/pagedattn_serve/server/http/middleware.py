@@ -1,9 +1,9 @@
-"""What every request passes before the app and every answer after it, as plain ASGI: streams go through unbuffered, and
-the app sees its client go away.
+"""What every request passes before the app, and every answer after it. It is plain ASGI, so streams go through
+unbuffered, and the app sees its client go away.
 
-From the outside: `RequestLog` (id, log line, whatever goes wrong), `TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`,
-`HeadAsGet`. A request that is refused here is answered in OpenAI's shape, and its connection closed, so that nobody
-reads a body to its end for nothing.
+The order, from the outside: `RequestLog` (id, log line, unexpected errors), `TimeLimit`, `HostCheck`, `KeyCheck`,
+`BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's shape and the connection is closed, so
+that nobody reads a body to its end for nothing.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ from pagedattn_serve.server.http.request_context import RequestContext, current_
 
 logger = logging.getLogger(__name__)
 
-# What is served without a key; all else, known or not, asks for one.
+# Paths that are served without a key. Every other path, known or not, asks for a key.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
 OPEN_FOLDER = "/page/"
-# A header Host, with or without a port; of an address of version 6 in its brackets.
+# A header Host, with or without a port. An address of version 6 stands in brackets.
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@?#\s]+)(:[0-9]*)?", re.IGNORECASE)
-# What is asked all the time, and logged on the level "debug" alone unless it fails.
+# These paths are asked all the time. Requests for them are logged on the level "debug", unless they fail.
 POLLED_PATHS = frozenset({"/health", "/metrics", "/state"})
 
-# How many of a character a body may have, in its texts too: each may be a value, a field, an object or a list. The
-# parser makes ten million numbers a second, but one million fields or lists.
+# How often a body may have each of these characters, in its texts too: each of them may stand for a value, a field, an
+# object or a list. The parser makes ten million numbers a second, but only one million fields or lists.
 MOST_OF = ((b",", 2**20), (b":", 2**17), (b"{", 2**17), (b"[", 2**17))
 
-# For a refused client to stop sending: closed before, the connection would take the answer with it.
+# A refused client has this time to stop sending. If the connection were closed earlier, the answer could get lost.
 LINGER_SECONDS = 2.0
 
 
 def add_middleware(app: Starlette, config: ServerConfig) -> None:
-    """All of it, in its order. Sets `pagedattn.request_id` and `pagedattn.key_id` in each scope for the app.
+    """Add all of it, in its order. It sets `pagedattn.request_id` and `pagedattn.key_id` in each scope, for the app.
 
-    request_id: as in the header X-Request-Id, the server's own, unguessable. key_id: a name of the API key that does
-    not tell the key, "" without one.
+    request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it. key_id: a name of the API
+    key that does not reveal the key; "" without a key.
     """
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.read_timeout)
@@ -63,8 +63,8 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
 class RequestLog:
     """Gives each request an id and, when it is over, a line in the log: no prompt, no key, no query string.
 
-    An error that no handler of the app has taken ends here, as status 500 where nothing was sent before; its text may
-    be a prompt's, so the log has its type and its place alone.
+    An error that no handler of the app has taken ends here, as status 500 if nothing was sent before. Its text may be
+    that of a prompt, so the log has only the error's type and place.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -97,7 +97,7 @@ class RequestLog:
         try:
             await self.app(scope, watched_receive, send_with_id)
         except Exception as error:
-            level = logging.DEBUG if is_gone else logging.ERROR  # there is no one left whom the app could fail
+            level = logging.DEBUG if is_gone else logging.ERROR  # an error matters to nobody once the client is gone
             trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
             logger.log(level, "%s\n%s", type(error).__name__, trace)
             if status == 499 and not is_gone:
@@ -142,23 +142,23 @@ class TimeLimit:
                 raise
             text = f"request: expected its answer to end within {self.seconds:g} seconds"
             if start is None:
-                # openai's clients would else ask again, twice.
+                # Without this header, openai's clients would ask again, twice.
                 await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
             elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
                 body = b"data: " + error_json(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
-                with suppress(TimeoutError):  # of one who does not read
+                with suppress(TimeoutError):  # if the client does not read
                     async with asyncio.timeout(LINGER_SECONDS):
                         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class HostCheck:
-    """Answers those alone who call the server by its name; 421 for others.
+    """Answers only requests that call the server by one of its names; all other requests get status 421.
 
     A web page can have its own name lead to an address of the server. A browser then takes the server for a part of the
     page, and lets the page ask and read everything. But the browser tells the page's name in the header Host. Nobody
-    can have the names of loopback addresses lead elsewhere, so they are the server's wherever it listens.
+    can have the names of loopback addresses lead elsewhere, so these are always names of the server.
 
-    names: the server's others, without ports. The address that a connection came to is one, too.
+    names: further names of the server, without ports. The address that a connection came to is also a name.
     """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
@@ -187,12 +187,12 @@ class HostCheck:
 
 
 def bare_name(host: str) -> str:
-    """A name or an address as it is compared: without brackets, capitals and the dot at the end of a full name."""
+    """A name or an address in the form for comparing: without brackets, capitals and the dot at a full name's end."""
     return host.strip("[]").lower().removesuffix(".")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address means the machine itself; what ends in .localhost does so for every browser."""
+    """Whether a name or an address means the machine itself. For every browser, names that end in .localhost do."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -200,7 +200,7 @@ def is_loopback(name: str) -> bool:
 
 
 class KeyCheck:
-    """Asks for one of the keys, as `Authorization: Bearer KEY`; 401 without it. How long it takes tells nothing."""
+    """Asks for one of the keys, as `Authorization: Bearer KEY`; 401 without it. Its time reveals nothing of a key."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self.app = app
@@ -222,7 +222,7 @@ class KeyCheck:
         await self.app(scope, receive, send)
 
     def _number_of(self, digest: bytes) -> int | None:
-        """The place of a key, from 1, among all, every one of which is looked at."""
+        """The place of a key, from 1. Every key is looked at, so the time does not reveal the place."""
         number = None
         for i, each in enumerate(self._digests):
             if hmac.compare_digest(each, digest):
@@ -231,7 +231,7 @@ class KeyCheck:
 
 
 def presented_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """SHA-256 of the key that a request brings, of b"" without one, which is no key."""
+    """SHA-256 of the key that a request brings. Without a key it is that of b"", which is no key."""
     key = b""
     for name, value in headers:
         if name == b"authorization":
@@ -241,8 +241,8 @@ def presented_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class BodyLimit:
-    """Reads each body before the app is called: 413 beyond max_bytes, of which no more are held, or with too many
-    values, 408 beyond seconds."""
+    """Reads each body before the app is called. Beyond max_bytes, or with too many values, the answer is 413; beyond
+    `seconds` it is 408. No more than max_bytes of a body are held in memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app = app
@@ -309,9 +309,9 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
 
 
 def too_intricate(body: bytes) -> str | None:
-    """Why a body would take the parser long, if it would; counted before, in a millisecond a MiB.
+    """Why the parser would take long for a body, or None. Counting takes a millisecond a MiB.
 
-    In another thread it would hold up the event loop as long: the parser keeps Python's lock from beginning to end.
+    A parser in another thread would hold up the event loop as long: it keeps Python's lock from beginning to end.
     """
     for character, most in MOST_OF:
         if (number := body.count(character)) > most:
@@ -326,7 +326,7 @@ def error_json(status: int, message: str, code: str) -> bytes:
 async def refuse(
     receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
 ) -> None:
-    """Answer with an error, and close the connection once the client has seen it, or at least had the time to."""
+    """Answer with an error. Close the connection when the client has seen it, or at least had the time to see it."""
     body = error_json(status, message, code)
     all_headers = {
         "content-type": "application/json",

@@ -1,4 +1,4 @@
-"""What the server knows of the request that the current task serves: for the log, and for those who count tokens."""
+"""What the server knows of the HTTP request that the current task serves: for the log, and for counting tokens."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request. It may be several to the engine, or none.
+    """One HTTP request. It may make several requests to the engine, or none.
 
-    request_id: the server's own, as in the header X-Request-Id; cannot be guessed.
-    key_number: the place among the server's API keys, from 1, of the one that it came with; None without one.
-    num_prompt_tokens, num_output_tokens: of the requests to the engine that have ended.
+    request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it.
+    key_number: the request's key, as its place among the server's API keys, from 1; None without a key.
+    num_prompt_tokens, num_output_tokens: tokens of its requests to the engine, of those that have ended.
     """
 
     request_id: str

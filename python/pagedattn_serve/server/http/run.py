@@ -1,4 +1,4 @@
-"""From an engine and a config to a process that serves, and ends as it is told."""
+"""The process that serves an app: sockets, signals, and an end in stages."""
 
 import asyncio
 import gc
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 MakeApp = Callable[[AsyncLLMEngine, ServerConfig], ASGIApp]
 
-KEEP_ALIVE_SECONDS = 65  # for an idle connection: longer than clients and proxies keep theirs, so that they close first
-FLUSH_SECONDS = 3.0  # for answers that are complete to be taken by their clients, when the server stops
+KEEP_ALIVE_SECONDS = 65  # of an idle connection: longer than that of clients and proxies, so that they close first
+FLUSH_SECONDS = 3.0  # when the server stops, clients have this time to take answers that are complete
 POLL_SECONDS = 0.02
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of a host, not listening yet, as clients shall not wait for a model that is loaded.
+    """A socket for each address of a host. They do not listen yet: clients shall not wait until the model is loaded.
 
-    port 0: any that is free, the same for all addresses.
+    port: 0 takes any free port, the same for all addresses.
 
-    Raises OSError, which names what is wrong, with none of them open.
+    Raises OSError, which names what is wrong, and leaves no socket open.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -59,7 +59,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def listen(host: str, sockets: list[socket.socket]) -> None:
-    """Take connections from here on. Raises OSError if somebody else does so on the port since it was bound."""
+    """Take connections from here on. Raises OSError if another process has begun to listen on the port since `bind`."""
     try:
         for each in sockets:
             each.listen()
@@ -79,13 +79,14 @@ def port_of(bound: socket.socket) -> int:
 def run_server(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
     """Serve on the sockets of `bind`, in the main thread, until a signal or the engine's end; returns the exit status.
 
-    SIGTERM or SIGINT: no new connection is taken, requests in flight have `shutdown_timeout` to end, what is left is
-    aborted, each with an answer that says so; status 0. A second signal ends the process at once, with 128 and its
-    number. An engine that breaks ends the process with status 1, once the requests in flight have their errors.
+    After SIGTERM or SIGINT no new connection is taken, and requests in flight have `shutdown_timeout` to end. Then the
+    rest is aborted, each request with an answer that says so; the status is 0. A second signal ends the process at
+    once; the status is 128 plus the signal's number. If the engine breaks, the requests in flight get errors, and the
+    process ends with status 1.
     """
     allow_many_connections()
     gc.collect()
-    gc.freeze()  # else each full collection looks at all that was imported, 180 ms in which nobody is served
+    gc.freeze()  # or each full collection looks at all that was imported: 180 ms in which nobody is served
     return asyncio.run(serve(make_app, engine, config, sockets))
 
 
@@ -102,14 +103,14 @@ async def serve(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sock
 
 
 def with_hosts(config: ServerConfig, sockets: list[socket.socket]) -> ServerConfig:
-    """The config with its allowed hosts decided: a server for this machine alone answers no others than its own."""
+    """The config with allowed hosts filled in: a server for this machine alone answers only to its own names."""
     if config.allowed_hosts is None and are_loopback(sockets):
         return replace(config, allowed_hosts=())
     return config
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with an end of its own."""
+    """uvicorn's server, which ends in another way."""
 
     def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, config: ServerConfig) -> None:
         super().__init__(
@@ -129,12 +130,12 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = config.shutdown_timeout
 
     def stop(self) -> None:
-        """Begin the end. Any thread may call it, and a signal handler."""
+        """Begin to stop. Any thread may call this, and so may a signal handler."""
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The signals that end the server. They are not raised again behind it, as uvicorn does: the end was proper."""
+        """Handle the signals that end the server. Unlike uvicorn, do not raise them again afterwards."""
         previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -148,7 +149,7 @@ class Server(uvicorn.Server):
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """In four stages, each for what the one before has left: wait, abort, cut off, leave it to asyncio."""
+        """Four stages, each for what the stage before has left: wait, abort, cut off, leave the rest to asyncio."""
         seconds = self._shutdown_timeout if self._engine.error is None else FLUSH_SECONDS
         logger.info("stopping", extra={"fields": {"in_flight": len(self.server_state.tasks), "wait_seconds": seconds}})
         for server in self.servers:
@@ -164,20 +165,20 @@ class Server(uvicorn.Server):
         logger.info("stopped")
 
     async def _wait(self, seconds: float) -> None:
-        """Until no connection and no request is left, but no longer."""
+        """Wait until no connection and no request is left, but at most so many seconds."""
         end = time.monotonic() + seconds
         while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
 
 
 def allow_many_connections() -> None:
-    """As many open files as this process may have: by default it is a thousand connections."""
+    """Raise the limit of open files as far as this process may. The default is enough for a thousand connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def announce(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> None:
-    """What is served, and where: a table on standard output, or where the log is JSON one of its lines."""
+    """Say what is served, and where: as a table on standard output, or, if the log is JSON, as a line of the log."""
     facts = start_facts(engine, config, sockets)
     if config.log_format == "json":
         logger.info("serving", extra={"fields": facts})
@@ -188,7 +189,7 @@ def announce(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socke
 
 
 def are_loopback(sockets: list[socket.socket]) -> bool:
-    """Whether none of them can be reached from another machine."""
+    """Whether no other machine can reach any of the sockets."""
     addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
     return all(address.is_loopback for address in addresses)
 
