@@ -1,7 +1,7 @@
 // Loops over the vectors of rows of fp32, fp16 and bf16, for the CPU kernels.
 #pragma once
 
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

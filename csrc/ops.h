@@ -1,6 +1,6 @@
 // The ops as torch calls them. Schemas and documentation: torch_bindings.cpp and pagedattn_ext/ops.
 //
-// A `str` comes as a StringHandle, for take_string() of torch_utils.h.
+// A `str` comes as a StringHandle, for take_string() of door.h.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "torch_utils.h"
+#include "door.h"
 
 namespace pagedattn {
 

@@ -9,8 +9,8 @@
 #include "cpu_dispatch.h"
 #include "cpu_graph.h"
 #include "cuda_stream.h"
+#include "door.h"
 #include "parallel.h"
-#include "torch_utils.h"
 
 namespace pagedattn {
 

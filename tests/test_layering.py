@@ -183,6 +183,18 @@ TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA | {"grammar"}
 # The rooms of csrc/ are its folders: a new one has its walls from its first file on.
 ROOMS = {path.name for path in CSRC.iterdir() if path.is_dir()}
 
+# Of csrc/ itself, not of a room: what kernels include.
+SHARED_BY_KERNELS = {
+    "cpu_vec.h",
+    "cpu_float16.h",
+    "cpu_float8.h",
+    "cpu_memory.h",
+    "cpu_rows.h",
+    "cpu_math.h",
+    "types.h",
+    "dispatch.h",
+}
+
 
 def reachable(module: str) -> set[str]:
     """All modules that the arrows of `module` lead to."""
@@ -252,9 +264,10 @@ def ext_errors(module: str, source: str) -> list[str]:
 
 
 def folder_of(path: str) -> str | None:
-    """The folder of a room (attention/cpu) that a file of csrc/ lies in; None for one that lies in the room itself."""
-    folder = posixpath.dirname(path)
-    return folder if folder.split("/")[0] in ROOMS and "/" in folder else None
+    """The folder of a room (attention/cpu) that a file of csrc/ lies in, at any depth; None for one that lies in the
+    room itself."""
+    room, *folders, _ = path.split("/") if "/" in path else ("", path)
+    return f"{room}/{folders[0]}" if room in ROOMS and folders else None
 
 
 def is_torch_free(path: str) -> bool:
@@ -265,7 +278,7 @@ def is_torch_free(path: str) -> bool:
         return True
     if path.split("/")[0] in ROOMS:
         return folder_of(path) is not None or (name.endswith(".h") and not name.endswith("_op.h"))
-    return path in {"cpu_vec.h", "cpu_rows.h", "cpu_math.h", "types.h", "dispatch.h"}
+    return path in SHARED_BY_KERNELS
 
 
 def includes(path: str, files: dict[str, str]) -> list[str]:
@@ -432,41 +445,44 @@ def test_a_right_import_of_the_op_package_passes(module: str) -> None:
         {"cache/cache_cpu.cpp": "#include <torch/csrc/stable/tensor.h>"},
         {"cache/cache_cuda.cu": "#include <ATen/ATen.h>"},
         {"ptx.cuh": "  #  include <c10/core/Device.h>"},
-        {"cache/cache.h": '#include "torch_utils.h"'},
-        {"types.h": '#include "torch_utils.h"'},
-        {"cpu_vec.h": '#include "more.h"', "more.h": '#include "torch_utils.h"'},
+        {"cache/cache.h": '#include "door.h"'},
+        {"types.h": '#include "door.h"'},
+        {"cpu_vec.h": '#include "more.h"', "more.h": '#include "door.h"'},
         {"cache/cache.cpp": '#include "attention/attention.h"'},
         {"cache/cache.cpp": '#include "../attention/attention.h"'},
         {"linear/linear_op.h": '#include "attention/attention.h"'},
-        {"linear/linear_cpu.cpp": '#include "linear/linear_op.h"', "linear/linear_op.h": '#include "torch_utils.h"'},
-        {"linear/cpu/linear_op.h": '#include "torch_utils.h"'},
+        {"linear/linear_cpu.cpp": '#include "linear/linear_op.h"', "linear/linear_op.h": '#include "door.h"'},
+        {"linear/cpu/linear_op.h": '#include "door.h"'},
         {"cache/cpu/tile.h": '#include "attention/attention.h"'},
         {"cache/cpu/tile.h": '#include "../../attention/attention.h"'},
         {"cache/cpu/tile.h": '#include "attention/cpu/tile.h"'},
-        {"cache/cpu/tile.h": '#include "torch_utils.h"'},
+        {"cache/cpu/tile.h": '#include "door.h"'},
         {"cache/cuda/plan.cpp": "#include <torch/csrc/stable/tensor.h>"},
         {"cache/cpu/tile.h": '#include "cache/cuda/tile.cuh"', "cache/cuda/tile.cuh": ""},
         {"cache/cuda/cache_cuda.cu": '#include "../cpu/tile.h"', "cache/cpu/tile.h": ""},
         {"cache/cache.cpp": '#include "cache/cpu/tile.h"', "cache/cpu/tile.h": ""},
+        {"cache/cpu/instantiations/cache_f32.cpp": '#include "cache/cuda/tile.cuh"', "cache/cuda/tile.cuh": ""},
+        {"cache/cpu/instantiations/cache_f32.cpp": "#include <torch/csrc/stable/tensor.h>"},
         {"ops.h": '#include "cache/cpu/tile.h"', "cache/cpu/tile.h": ""},
     ],
 )
 def test_a_wrong_include_is_found(planted: dict[str, str]) -> None:
-    assert len(csrc_errors({"torch_utils.h": "#include <torch/csrc/stable/tensor.h>", **planted})) == 1
+    assert len(csrc_errors({"door.h": "#include <torch/csrc/stable/tensor.h>", **planted})) == 1
 
 
 def test_right_includes_pass() -> None:
     files = {
-        "torch_utils.h": '#include <torch/csrc/stable/tensor.h>\n#include "types.h"',
+        "door.h": '#include <torch/csrc/stable/tensor.h>\n#include "types.h"',
         "types.h": "#include <cstdint>",
         "cache/cache.h": '#include "types.h"',
-        "ops.h": '#include "torch_utils.h"',
-        "cache/cache.cpp": '#include "cache.h"\n#include "ops.h"\n#include "../torch_utils.h"',
+        "ops.h": '#include "door.h"',
+        "cache/cache.cpp": '#include "cache.h"\n#include "ops.h"\n#include "../door.h"',
         "cache/cache_cpu.cpp": '#include "cache/cache.h"\n// #include <torch/all.h>',
         "cache/cpu/cache_cpu.cpp": '#include "cache/cache.h"\n#include "cache/cpu/tile.h"\n#include "types.h"',
         "cache/cpu/tile.h": '#include "../cache.h"',
+        "cache/cpu/instantiations/cache_f32.cpp": '#include "cache/cpu/tile.h"',
         "linear/linear.cpp": '#include "linear/linear_op.h"',
-        "linear/linear_op.h": '#include "torch_utils.h"',
+        "linear/linear_op.h": '#include "door.h"',
         "torch_bindings.cpp": '#include "cache/cache.h"\n#include "ops.h"',
     }
     assert csrc_errors(files) == []

@@ -2,8 +2,8 @@
 #include "attention/merge_attn_states.h"
 
 #include "cpu_math.h"
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -1,8 +1,8 @@
 // One memcpy a block: blocks are whole in memory. Many of them are copied past the caches instead.
 #include "cache/block_transfer.h"
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -2,8 +2,8 @@
 // nearest cache between the two, so memory is read and written once.
 #include "layernorm/layernorm.h"
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -1,7 +1,7 @@
 // A weight is (code - zero) * scale, with codes and zeros of 4 bits, and one scale and zero for each group of a column.
 // In a block of 32 elements all is summed in integers, exactly; blocks are summed in fp32, one after the other, so a
 // row's results do not depend on the rows beside it.
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
 #include "linear/linear_quantized.h"

@@ -3,7 +3,7 @@
 // weight, 128 too large; 128 times the sum of a row's codes is taken off at the end.
 //
 // A tile of rows passes over a block of some panels, then the next tile, which finds the block in the nearest cache.
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
 #include "linear/linear_quantized.h"

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "cpu_graph.h"
+#include "door.h"
 #include "linear/linear.h"
 #include "parallel.h"
-#include "torch_utils.h"
 
 namespace pagedattn {
 

@@ -7,8 +7,8 @@
 // Rows and weights meet in fp32, or in bf16 where both are and the CPU has an instruction for their products. The
 // products of a block are one chain of additions, and the blocks are added in their order, whatever the tile: the bits
 // of a row do not depend on the rows beside it.
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 #include "dispatch.h"
 #include "linear/linear_packed.h"
 #include "linear/panels.h"

@@ -4,7 +4,7 @@
 // a tile of 6 rows takes 10 loads for 24 multiply-adds.
 #pragma once
 
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 #include "linear/linear.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -1,8 +1,8 @@
 // Elements to 8-bit integers with a scale of their own: what both quantized linear layers do with their input.
 #pragma once
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -1,8 +1,8 @@
 // In place, token by token: the token's row of cosines and sines stays in cache over all its heads.
 #include "pos_encoding/rotary_embedding.h"
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

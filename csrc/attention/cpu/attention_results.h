@@ -3,8 +3,8 @@
 
 #include "attention/paged_attention.h"
 #include "cpu_math.h"
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

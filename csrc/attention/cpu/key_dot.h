@@ -7,8 +7,8 @@
 
 #include <type_traits>
 
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -10,8 +10,9 @@
 #include "attention/cpu/attend_rows.h"
 #include "attention/cpu/attention_results.h"
 #include "attention/cpu/many_rows.h"
+#include "attention/cpu/prefetcher.h"
 #include "attention/cpu/tile.h"
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -7,11 +7,11 @@
 #include <type_traits>
 
 #include "attention/cpu/key_dot.h"
-#include "attention/cpu/tile.h"
+#include "attention/cpu/prefetcher.h"
 #include "attention/paged_attention.h"
 #include "cpu_math.h"
+#include "cpu_memory.h"
 #include "cpu_rows.h"
-#include "cpu_vec.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/paged_attention.h"
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
@@ -135,124 +135,6 @@ TileRows<T> find_next_tile_rows(const PagedAttentionParams& p, const AttentionRo
                                 int64_t partition, const TileRows<T>& last) {
   return find_tile_rows<T>(p, rows, item, partition, last.tile.token, last.end);
 }
-
-// Fetches a part of a tile into the second-level cache, while the part before it is computed: the hardware does not
-// foresee the jumps from block to block, and without this a decode step over a large cache takes 1.5 to 1.9 times as
-// long. The first-level cache as target would be slower: all the misses that it can have at a time would be in use.
-//
-// A part is the keys and values of some adjacent KV heads. Its blocks, first all of the keys, take turns, FETCH_BYTES
-// each: memory is fastest with several blocks at a time, and long runs in each.
-//
-// Each turn is fetched again with the next ones, as the CPU drops a part of it (prefetch_line).
-//
-// A line of each page is fetched at the start. Addresses in a page are translated when it is first used, and until then
-// nothing that comes later can retire; many such waits together are shorter than one at each page's turn.
-constexpr int64_t FETCH_BYTES = 256;
-constexpr int64_t PAGE_BYTES = 4 << 10;
-
-constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS;
-
-// As many heads of a block as FETCH_RUN_BYTES holds are a part, and RUNS_IN_TURNS blocks take turns. CPUs with AVX512
-// have a second-level cache of 1 MiB or more, and take all blocks of a tile. In the 512 KiB of others two such parts
-// would push each other out; and measured on a Zen 3, more than four blocks in turns are slower beside arithmetic.
-constexpr int64_t FETCH_RUN_BYTES = (VEC_SIZE == 16 ? 16 : 8) << 10;
-constexpr int RUNS_IN_TURNS = VEC_SIZE == 16 ? MAX_RUNS : 4;
-
-template <typename T>
-class Prefetcher {
- public:
-  // Drops what was left of the part before. A tile without visible tokens is nothing to fetch.
-  void start(const PagedAttentionParams& p, const Tile<T>& tile, int64_t head, int64_t num_heads) {
-    const int64_t head_elements = p.head_size * p.block_size;
-    const T* keys = static_cast<const T*>(p.key_cache) + head * head_elements;
-    const T* values = static_cast<const T*>(p.value_cache) + head * head_elements;
-    const bool whole_blocks = p.block_size <= TILE_TOKENS;
-    const int64_t run_tokens = whole_blocks ? p.block_size : TILE_TOKENS;
-    num_runs_ = 0;
-    const auto add_runs = [&](const T* head_begin, const int64_t* offsets, int64_t row_elements) {
-      for (int64_t token = tile.begin / run_tokens * run_tokens; token < tile.end; token += run_tokens) {
-        runs_[num_runs_++] = {head_begin + offsets[token / LOCATED_TOKENS], whole_blocks ? 0 : -row_elements};
-      }
-    };
-    add_runs(keys, tile.key_offset, run_tokens * ELEMENTS_PER_CHUNK<T>);
-    add_runs(values, tile.value_offset, run_tokens);
-    for (Turn& turn : recent_turns_) {
-      for (const T*& piece : turn.pieces) piece = keys;
-    }
-    run_elements_ = num_heads * p.head_size * run_tokens;
-    num_left_ = (run_elements_ + TURN - 1) / TURN * num_runs_;
-    take_turns_from(0);
-    for (int64_t offset = 0; offset < run_elements_; offset += PAGE_BYTES / static_cast<int64_t>(sizeof(T))) {
-      for (int i = 0; i < num_runs_; ++i) prefetch_line(runs_[i].at(offset));
-    }
-  }
-
-  // How often fetch() has something to fetch.
-  int64_t num_left() const { return num_left_; }
-
-  // The next FETCH_BYTES, if any are left; with AGAIN the turns before as well.
-  template <bool AGAIN = true>
-  PAGEDATTN_INLINE void fetch() {
-    if (num_left_ == 0) return;
-    --num_left_;
-    Turn turn;
-    PAGEDATTN_UNROLL
-    for (int64_t i = 0; i < NUM_PIECES; ++i) turn.pieces[i] = runs_[run_].at(offset_ + i * PIECE);
-    fetch_lines(turn);
-    if constexpr (AGAIN) {
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_RECENT; ++i) fetch_lines(recent_turns_[i]);
-      for (int i = NUM_RECENT - 1; i > 0; --i) recent_turns_[i] = recent_turns_[i - 1];
-      recent_turns_[0] = turn;
-    }
-    if (++run_ < end_run_) return;
-    run_ = first_run_;
-    offset_ += TURN;
-    if (offset_ >= run_elements_) take_turns_from(end_run_);
-  }
-
- private:
-  void take_turns_from(int run) {
-    run_ = first_run_ = run;
-    end_run_ = num_runs_ - run < RUNS_IN_TURNS ? num_runs_ : run + RUNS_IN_TURNS;
-    offset_ = 0;
-  }
-
-  // With how many of the next turns: fewer where the arithmetic takes longer for a byte.
-  static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
-
-  // A turn, in pieces no longer than a row of a tile.
-  static constexpr int64_t TURN = FETCH_BYTES / sizeof(T);
-  static constexpr int64_t PIECE = TURN < TILE_TOKENS ? TURN : TILE_TOKENS;
-  static constexpr int64_t NUM_PIECES = TURN / PIECE;
-  struct Turn {
-    const T* pieces[NUM_PIECES];
-  };
-
-  static PAGEDATTN_INLINE void fetch_lines(const Turn& turn) {
-    constexpr int64_t LINE = 64 / sizeof(T);
-    PAGEDATTN_UNROLL
-    for (int64_t i = 0; i < TURN; i += LINE) prefetch_line(turn.pieces[i / PIECE] + i % PIECE);
-  }
-
-  // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an
-  // offset that count the rows.
-  struct Run {
-    const T* begin;
-    int64_t skipped;
-
-    const T* at(int64_t offset) const { return begin + offset + (offset & skipped); }
-  };
-  Run runs_[MAX_RUNS];
-  Turn recent_turns_[NUM_RECENT];
-  int num_runs_ = 0;
-  int first_run_ = 0;  // of those that take turns
-  int end_run_ = 0;
-  int run_ = 0;
-  int64_t run_elements_ = 0;
-  int64_t offset_ = 0;  // in each of them
-  int64_t num_left_ = 0;
-};
 
 }  // namespace
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/paged_attention.h"
-#include "cpu_vec.h"
+#include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
