@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
@@ -19,7 +18,7 @@ from pagedattn_serve.sampling_params import SamplingParams
 CHUNK_SIZE = 512  # tokens of a step
 
 
-@inference_mode()
+@torch.inference_mode()
 def calibrate_kv_scales(
     model: str | PathLike[str],
     prompts: Sequence[Prompt],

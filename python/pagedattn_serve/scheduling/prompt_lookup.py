@@ -16,7 +16,7 @@ class PromptLookup:
     """Where each n-gram of a sequence was seen last, for the sequences that were asked about, keyed by identity.
 
     An index is made when its sequence is first asked about, and extended by the tokens that came since. So tokens may
-    be added to a sequence, but none taken back without `forget` or `clear`. An interrupt within a call does no harm.
+    be added to a sequence, but none taken back.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,6 @@ class StopStrings:
         self._given = stop_strings
         self._sorted = sorted(set(stop_strings))
         self._place = {text: place for place, text in reversed(list(enumerate(stop_strings)))}
-        self._longest = max(map(len, stop_strings))
         self.start = StopState(0, 0, len(self._sorted), None, None)
 
     def search(self, text: str, begin: int, state: StopState) -> tuple[tuple[int, str] | None, StopState]:
@@ -55,11 +54,6 @@ class StopStrings:
                 found = (end - len(self._given[state.found]), state.found)
                 earliest = found if earliest is None else min(earliest, found)
         return None if earliest is None else (earliest[0], self._given[earliest[1]]), state
-
-    def state_of(self, text: str) -> StopState:
-        """The state at the end of a text."""
-        begin = max(len(text) - self._longest, 0)
-        return self.search(text, begin, self.start)[1]
 
     def num_held_back(self, state: StopState) -> int:
         """Characters at the end of a text that begin a stop string, which the next token may complete."""

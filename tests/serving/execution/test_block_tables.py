@@ -194,10 +194,8 @@ def test_an_array_that_was_given_out_stays_as_it_is() -> None:
     assert (array == before).all()
 
 
-def test_rows_that_got_lost_are_found_again() -> None:
-    """As if each new row's sequence had been interrupted before it was entered; and when all are cleared."""
+def test_all_rows_are_free_after_clear() -> None:
     manager, tables = make_manager(20), BlockTables(2, MAX_LEN // BLOCK_SIZE)
-    tables._free_rows.pop()
     first, second = start(manager, 9), start(manager, 20)
     update(tables, manager, [first])
     update(tables, manager, [first, second])

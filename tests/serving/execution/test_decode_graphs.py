@@ -56,7 +56,7 @@ def test_several_threads(llama: Checkpoint, several_threads: None) -> None:
 
 
 def test_a_capture_that_is_interrupted(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step comes again, and captures again."""
+    """The next request's step captures again."""
     engine = LLMEngine(llama.path)
     greedy, prompt = SamplingParams(max_tokens=9, temperature=0), llama.prompts[5]
     engine.add_request("a", None, greedy, prompt)
@@ -70,7 +70,5 @@ def test_a_capture_that_is_interrupted(llama: Checkpoint, monkeypatch: pytest.Mo
         patch.setattr(layer, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-    assert token_ids(outputs) == token_ids(run(LLMEngine(llama.path), [prompt], greedy))
+    assert not engine.has_unfinished_requests()
+    assert token_ids(run(engine, [prompt], greedy)) == token_ids(run(LLMEngine(llama.path), [prompt], greedy))

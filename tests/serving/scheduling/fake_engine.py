@@ -69,7 +69,7 @@ class FakeEngine:
         self.requests: list[Request] = []  # the same
         self.num_times: Counter[str] = Counter()
         self._salts: dict[SequenceGroup, str] = {}
-        self._aborted: set[str] = set()
+        self._interrupted: set[str] = set()  # requests that ended with an interrupt: nobody gets what they had
         self._num_miscounted = 0
         self._left_out_before: SequenceGroup | None = None  # the long prompt that the last step left out
         self._sealed: dict[int, bytes] = {}  # blocks in use, and the keys that they were published under before a step
@@ -150,12 +150,11 @@ class FakeEngine:
         batch = self.engine._batch
         if batch is not None and any(each.sequence.request_id == request_id for each in batch.sequences):
             self.num_times["aborted amid a step"] += 1
-        self._aborted.add(request_id)  # if it is interrupted, its sequences may never be told
         self._call(lambda: self.engine.abort_request(request_id), num_lines)
         self.check()
 
     def interrupt(self) -> None:
-        """A step that ends amid scheduling. After it the engine makes all anew."""
+        """A step that ends amid scheduling. After it the engine begins anew."""
         self.step(num_lines=10)
 
     def restart(self, groups: list[SequenceGroup]) -> None:
@@ -194,16 +193,20 @@ class FakeEngine:
         return sum(group.num_preemptions for group in self.groups)
 
     def _call(self, function: Callable[[], Any], num_lines: int | None) -> None:
-        """Do it, or a part of it; then the engine has put things in order."""
+        """Do it, or a part of it, which ends all requests."""
         if num_lines is None:
             function()
             return
+        unfinished = set(self.engine._requests)
         try:
             with interrupted_after(num_lines):
                 function()
         except KeyboardInterrupt:
             self.num_times["interrupted"] += 1
-            self.engine.has_unfinished_requests()
+            self._interrupted |= unfinished
+            if self.engine.has_unfinished_requests():  # the interrupt came before the call began
+                self._interrupted -= set(self.engine._requests)
+                assert self.engine._requests.keys() == unfinished
 
     def _take_batch(self, batch: ScheduledBatch) -> None:
         """Before the runner does anything to a batch, which may come to it again after it failed."""
@@ -219,7 +222,6 @@ class FakeEngine:
     def _begin_anew(self) -> None:
         """The engine has dropped all blocks, which may hold anything now."""
         self.cache.poison(range(len(self.cache.blocks)), range(len(self.cache.host_blocks)))
-        self.runner.values_of.clear()  # of tokens that are taken back
         self._sealed = {}
         self._ran_before = set()
         # An interrupt may come between the two counts of one preemption.
@@ -245,10 +247,11 @@ class FakeEngine:
         ended from outside, the beginning of it."""
         for request in self.requests:
             group = request.group
+            if group.request_id in self._interrupted:
+                continue
             statuses = {completion.sequence.status for completion in request.completions}
+            assert all(status.is_finished for status in statuses)
             is_whole = request.error in (None, ROW_ERROR) and SequenceStatus.FINISHED_ABORTED not in statuses
-            assert request.is_finished or group.request_id in self._aborted
-            is_whole &= request.is_finished
             if is_whole and request.error is None and group.sampling_params.prompt_logprobs is not None:
                 prompt = group.prompt_token_ids
                 values = self._history(self._salts[group], prompt)
