@@ -18,12 +18,12 @@ class HostMemoryError(MemoryError):
 
 
 class CacheEngine:
-    """One key and one value cache a layer; the layout is that of `pagedattn_ext.ops`. Beside them a pool of the same
-    blocks on the host, where swapped-out sequences wait.
+    """A key cache and a value cache for each layer, in the layout of `pagedattn_ext.ops`. On the host there is a pool
+    of the same blocks, for sequences that are swapped out.
 
-    On CUDA, blocks are swapped on a stream of their own, layer after layer, while the model computes the layers before:
-    whoever takes a layer's caches from `kv_caches` lets the current stream wait for the copies of that layer (this has
-    not run on a GPU yet). On the CPU a swap has happened when the call returns.
+    On CUDA, a stream of its own swaps blocks, layer after layer, while the model computes the layers before. Taking a
+    layer's caches from `kv_caches` lets the current stream wait for the copies of that layer (this has not run on a GPU
+    yet). On the CPU a swap has happened when the call returns.
 
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
 
@@ -46,7 +46,7 @@ class CacheEngine:
         if head_size > 256:
             raise ArgumentError("head_size", "at most 256", head_size)
         on_cuda = torch.device(device).type == "cuda"
-        # Not filled: a slot is written before it is read, and memory that is never used is never taken.
+        # Not filled: a slot is written before it is read, and memory that is never written is never taken.
         pairs = allocate_kv_cache(num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers)
         scales: Sequence[Sequence[float]] = kv_scales or [()] * num_layers
         caches = [
@@ -63,7 +63,7 @@ class CacheEngine:
                 num_layers=num_layers,
                 pin_memory=on_cuda and num_host_blocks > 0,
             )
-        except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
+        except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
             num_bytes = num_host_blocks * bytes_per_block(num_layers, num_kv_heads, head_size, block_size, dtype)
             raise HostMemoryError(
                 f"swap_space: expected a pool that fits in the host's memory, got {num_host_blocks:,} blocks of "
@@ -75,7 +75,7 @@ class CacheEngine:
         if on_cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self.kv_caches = self._pending = PendingCaches(caches, device)
-            # Nobody else may get memory that copies still go to.
+            # torch's allocator must not give this memory away while copies still go to it.
             weakref.finalize(self, self._stream.synchronize)
 
     def swap_out(self, blocks: list[tuple[int, int]]) -> None:
@@ -101,10 +101,10 @@ class CacheEngine:
             for caches, host_caches in zip(self.kv_caches, self.host_caches, strict=True):
                 swap_layer(caches, host_caches, mapping, to_host)
             return
-        # The current stream wrote what goes out, and may still read what comes in over it.
+        # The current stream wrote the blocks that go out, and may still read the blocks that are overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            # Once for all layers, and pinned: to bring other memory there, the host would wait for the stream.
+            # One copy for all layers, from pinned memory: with other memory the host would wait for the stream.
             mapping = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
             for layer, host_caches in enumerate(self.host_caches):
                 swap_layer(self._pending.caches[layer], host_caches, mapping, to_host)
@@ -112,16 +112,16 @@ class CacheEngine:
 
 
 class PendingCaches(Sequence[KVCache]):
-    """The caches of a CUDA device, a pair a layer, whose blocks another stream may be copying.
+    """The caches of a CUDA device, a pair for each layer. Another stream may be copying their blocks.
 
-    To take those of a layer lets the current stream wait for its copies, so that nothing is overwritten before it has
-    gone out, or read before it has come in.
+    Taking a layer's pair lets the current stream wait for the copies of that layer. So no block is overwritten before
+    it has gone out, and no block is read before it has come in.
     """
 
     def __init__(self, caches: list[KVCache], device: str) -> None:
         self.caches = caches
         self.device = device
-        self.copied: list[torch.cuda.Event | None] = [None] * len(caches)  # not waited for yet, by layer
+        self.copied: list[torch.cuda.Event | None] = [None] * len(caches)  # by layer; None where nobody has to wait
 
     def __len__(self) -> int:
         return len(self.caches)
@@ -146,7 +146,7 @@ def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_si
 
 
 def choose_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """That of the cache of a model of `dtype`, which is what "auto" says. ValueError for an unknown name."""
+    """The dtype of the cache of a model of `dtype`; "auto" means the model's. Raises ValueError for an unknown name."""
     if kv_cache_dtype == "auto":
         return dtype
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in FP8_DTYPES:

@@ -13,16 +13,16 @@ from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence
 
-DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of all memory would be taken from whatever else runs
+DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of the memory would take it from other programs
 
 
 def num_useful_blocks(config: SchedulerConfig, block_size: int) -> int:
-    """What sequences may hold at once, and the watermark beside them."""
+    """Blocks that sequences may hold at once, and the watermark beside them."""
     return math.ceil(num_held_blocks(config, block_size) / (1 - DEFAULT_WATERMARK))
 
 
 def num_held_blocks(config: SchedulerConfig, block_size: int) -> int:
-    """What as many sequences as may run hold at their longest."""
+    """Blocks that sequences hold when as many run as may, and each is at its longest."""
     return config.max_num_seqs * -(-config.max_model_len // block_size)
 
 
@@ -51,10 +51,10 @@ def choose_num_host_blocks(
 ) -> int:
     """Blocks that fit in `swap_space` GiB, but not more than the cache has (num_blocks), nor than sequences may hold.
 
-    The bound is that of the PagedAttention paper (section 4.5): nobody is let in who comes after a request that is
-    swapped out, so what is swapped out was in the cache before. It may be more than was there at one time, where the
-    requests that stay grow into the room and are swapped out in turn, or where better priorities keep coming. The pool
-    is full then, and the next request is computed again.
+    The bound is that of the PagedAttention paper (section 4.5): no request is let in that comes after a swapped-out
+    request, so what is swapped out was in the cache before. But it may be more than the cache held at one time: the
+    requests that stay grow into the room and are swapped out in their turn, or better priorities keep coming. Then the
+    pool is full, and the next request is computed again.
     """
     num_host_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
     return min(num_host_blocks, num_blocks, num_held_blocks(config, block_size))
@@ -68,9 +68,9 @@ def cuda_memory(
     gpu_memory_utilization: float,
     kv_cache_dtype: str = "auto",
 ) -> int:
-    """Bytes that the cache may take: the share of the device, less all that the largest step takes beside it.
+    """Bytes that the cache may take: the share of the device, less all that the largest step takes beside the cache.
 
-    The step is run, on a cache of its own that is gone afterwards. Raises ValueError if nothing is left.
+    The largest step is run, on a cache of its own that is gone afterwards. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats(device)
     batch = largest_batch(config, block_size)
@@ -95,7 +95,7 @@ def cuda_memory(
 
 
 def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
-    """Prompts that fill a step to its limits, as many of them as may run, with as many tokens drawn as may be."""
+    """Prompts that fill a step to its limits: the most sequences, the most tokens, the most tokens drawn."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     blocks_per_seq = -(-length // block_size)

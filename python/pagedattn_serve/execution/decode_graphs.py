@@ -9,11 +9,12 @@ from pagedattn_ext import CPUGraph
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
-MAX_SEQUENCES = 8  # with more, what a step takes beside its kernels counts for little
+MAX_SEQUENCES = 8  # with more sequences, the time between kernels counts for little
 
 
 class DecodeGraphs:
-    """One for each number of sequences, captured when it first comes; each keeps what passes between its layers."""
+    """A graph for each number of sequences, captured when that number first comes. A graph keeps the memory of what
+    passes between the layers."""
 
     def __init__(self, model: CausalLM, kv_caches: Sequence[KVCache], max_num_blocks_per_seq: int) -> None:
         self._model = model
@@ -26,8 +27,8 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[CPUGraph, Tensor]] = {}
 
     def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
-        """What the model returns, in memory that the next call writes to. None where a sequence has several tokens or
-        several samples, or there are too many sequences."""
+        """What the model returns, in memory that the next call overwrites. None if a sequence has several tokens or
+        several samples, or if there are too many sequences."""
         num_seqs = len(token_ids)
         if num_seqs > MAX_SEQUENCES or metadata.query_start_loc is not None:
             return None

@@ -1,8 +1,9 @@
 """What changes the logits of a row before the temperature: callables of the user, masks, biases, penalties.
 
-All of it is for the rows that ask alone, and but for the callables, for all of them at once: the places that change are
-put together as flat indices on the host, and each kind of change is one gather, arithmetic on what it gives, and one
-scatter. So a step reads and writes as many logits as the rows have tokens or biases, whatever the vocabulary.
+Only rows that ask for a change are changed. Each kind of change, except callables, is made for all rows at once. The
+host collects the places that change as flat indices; then one gather reads their logits, and one scatter writes the
+changed logits back. So a step reads and writes as many logits as the rows have tokens or biases, whatever the
+vocabulary.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -38,7 +39,7 @@ def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[
 def _call_processors(logits: Tensor, row: Row) -> ArgumentError | None:
     """Replace logits, [vocab_size], by what the user's callables make of them; returns what went wrong.
 
-    One that fails is that request's affair: the other rows of the batch go on.
+    If a callable fails, only its own request fails: the other rows of the batch go on.
     """
     for processor in row.sampling_params.logits_processors or ():
         arguments = [list(row.output_token_ids), logits.clone()]
@@ -52,7 +53,7 @@ def _call_processors(logits: Tensor, row: Row) -> ArgumentError | None:
             if result.shape != logits.shape:
                 return ArgumentError("logits_processors", expected, f"shape {list(result.shape)}")
             logits.copy_(result)
-        except Exception as error:  # whatever it raises
+        except Exception as error:  # a user's callable may raise anything
             return ArgumentError("logits_processors", expected, f"{type(error).__name__}: {error}")
     return None
 
@@ -66,7 +67,7 @@ def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> Non
 
 
 def _kept_out(row: Row) -> Iterator[int]:
-    """The tokens that min_tokens and bad words keep out. With structured output, min_tokens is the mask's affair."""
+    """The tokens that min_tokens and bad words keep out. With structured output, the mask looks after min_tokens."""
     if row.matcher is None and len(row.output_token_ids) < row.sampling_params.min_tokens:
         yield from row.token_rules.end_token_ids
     previous = (row.output_token_ids or row.prompt_token_ids)[-1]
@@ -76,7 +77,7 @@ def _kept_out(row: Row) -> Iterator[int]:
 
 
 def _ends_with(row: Row, token_ids: tuple[int, ...]) -> bool:
-    """Whether the prompt and the output, taken as one list, end with these."""
+    """Whether the prompt and the output, taken as one list, end with these token ids."""
     num_in_prompt = max(len(token_ids) - len(row.output_token_ids), 0)
     in_prompt = row.prompt_token_ids[-num_in_prompt:] if num_in_prompt else []
     in_output = row.output_token_ids[max(len(row.output_token_ids) - len(token_ids), 0) :]
@@ -84,7 +85,7 @@ def _ends_with(row: Row, token_ids: tuple[int, ...]) -> bool:
 
 
 def _keep_out(logits: Tensor, token_ids: dict[int, list[int]]) -> None:
-    # A tokenizer may have tokens that the model does not.
+    # A tokenizer may have tokens that the model does not have.
     token_ids = {i: [each for each in ids if each < logits.shape[1]] for i, ids in token_ids.items()}
     if any(token_ids.values()):
         logits.view(-1).index_fill_(0, _to_device(_places(logits, token_ids), logits), -torch.inf)
@@ -105,7 +106,7 @@ def _penalise_repetition(logits: Tensor, rows: dict[int, Row]) -> None:
         places = _to_device(_places(logits, tokens), logits)
         penalty = _to_device(np.repeat(np.array(penalties, np.float32), list(map(len, tokens.values()))), logits)
         values = logits.view(-1).index_select(0, places)
-        # A token that is there twice is written twice, the same each time.
+        # A token that occurs twice is written twice, with the same logit.
         logits.view(-1).scatter_(0, places, torch.where(values < 0, values * penalty, values / penalty))
 
 

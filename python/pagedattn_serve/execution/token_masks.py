@@ -1,4 +1,4 @@
-"""Structured output in a batch: what the forms of its rows allow next, filled in by llguidance, applied by one op."""
+"""Structured output in a batch: llguidance fills in what the forms of the rows allow next, and one op applies it."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,24 +18,25 @@ class TokenMasks:
     """Masks on the host, for one step at a time, and llguidance's threads: as many as torch has."""
 
     def __init__(self, device: torch.device | str) -> None:
-        from llguidance import LLExecutor  # needed where a row has a matcher, which is from there
+        from llguidance import LLExecutor  # rows with a matcher come only if it is installed
 
         self._executor = LLExecutor(torch.get_num_threads())
         self._pin_memory = torch.device(device).type == "cuda"
         self._masks = torch.empty(0, 0, dtype=torch.int32)
 
     def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, ArgumentError]:
-        """The tokens that the forms of the rows in `indices` do not allow get -inf, in place; before min_tokens, so do
-        those that end an output, unless its form allows nothing else.
+        """In the rows in `indices`, tokens that the row's form does not allow get -inf, in place. Before min_tokens,
+        tokens that end an output get -inf as well, unless the form allows nothing else.
 
-        logits: [num_rows, vocab_size]; each of these rows has a matcher. The rows of one sequence follow each other:
-        several at its end where it is about to fork, or its own and then one after each draft. A draft that its form
-        does not allow is never drawn, so the rows after it count for nothing and may stay as they are.
+        logits: [num_rows, vocab_size]; each of these rows has a matcher. The rows of one sequence follow each other. A
+        sequence that is about to fork has several rows, all at its end. A sequence with drafts has its own row, then a
+        row after each draft. A draft that the form does not allow is never drawn, so the rows after it count for
+        nothing and may stay as they are.
 
-        Returns what llguidance could not do for a row.
+        Returns the errors of llguidance, by row.
         """
         errors: dict[int, ArgumentError] = {}
-        runs: list[tuple[int, Any, int, list[int]]] = []  # of a sequence: row, matcher, place of its mask, drafts
+        runs: list[tuple[int, Any, int, list[int]]] = []  # for each sequence: row, matcher, place of its mask, drafts
         last, num_tokens = None, 0
         for place, i in enumerate(indices):
             matcher, token_ids = rows[i].matcher, rows[i].output_token_ids
@@ -77,7 +78,7 @@ class TokenMasks:
 
 
 def _keep_out(token_ids: Collection[int], mask: npt.NDArray[np.int32]) -> None:
-    """Clear the bits of these tokens, unless that would leave none."""
+    """Clear the bits of these tokens, unless no bit would be left."""
     words = mask.view(np.uint32)
     others = words.copy()
     for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""What to run in one step: made by the scheduler, read by the runner, and all that passes between them."""
+"""What to run in one step. The scheduler makes it and the runner reads it; nothing else passes between the two."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,11 @@ class ScheduledSequence:
     """The next `num_new_tokens` uncomputed tokens of a sequence, and its blocks.
 
     block_table: physical blocks of all its tokens so far, [num_blocks_of_sequence]. It is the block manager's own list,
-        to be read only; the same object as in the step before only if nothing but its end may have changed.
-    num_samples: how many tokens to draw where its last row is: 0 amid a prompt, more than 1 where a group of several
-        sequences is about to fork. Fixed when scheduled, as the sequence moves on afterwards.
-    draft_token_ids: guesses at the tokens after its last one, run behind it; a token is drawn in the row of each, too.
+        to be read only. If it is the same object as in the step before, nothing but its end may have changed.
+    num_samples: how many tokens to draw from its last row: 0 amid a prompt, more than 1 if a group of several sequences
+        is about to fork. The number is fixed when the sequence is scheduled, because the sequence moves on afterwards.
+    draft_token_ids: guesses at the tokens after its last one. They run behind it, and a token is drawn from the row of
+        each guess, too.
     """
 
     sequence: Sequence
@@ -26,17 +27,17 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step of the model. Its copies are part of it: whoever runs the batch makes them first, whatever else there is
-    to run, and takes each list's pairs out when they are copied (`Scheduler.mark_computed` refuses a batch that has any
-    left).
+    """One step of the model. Copies of blocks are part of the step: whoever runs the batch makes the copies first,
+    even if there is nothing else to run. Pairs that are copied are taken out of their list, and
+    `Scheduler.mark_computed` refuses a batch with pairs left.
 
-    sequences: what to run, those of a group one after the other and in its order.
-    blocks_to_swap_out: (device block, host block) pairs to copy first of all;
-    blocks_to_swap_in: then these, (host block, device block);
-    blocks_to_copy: then these, (src, dst) within the cache, in this order (copy-on-write).
+    sequences: what to run; the sequences of a group follow each other, in the group's order.
+    blocks_to_swap_out: (device block, host block) pairs to copy first.
+    blocks_to_swap_in: (host block, device block) pairs to copy next.
+    blocks_to_copy: (src, dst) pairs within the cache to copy last, in the order of the list (copy-on-write).
     preempted: groups that lost their blocks in this step, to make room.
-    outgrown: groups that cannot go on, as they need more blocks than the cache has with nobody else in it.
-    num_decodes: how many of the sequences belong to groups that decode: each runs its last token alone, but for drafts.
+    outgrown: groups that cannot go on, because they alone need more blocks than the cache has.
+    num_decodes: how many of the sequences belong to groups that decode: each runs its last token, and its drafts.
     num_long_tokens: how many tokens belong to prompts that do not fit in a step.
     """
 
@@ -56,6 +57,6 @@ class ScheduledBatch:
 
     @property
     def has_copies(self) -> bool:
-        """Whether blocks are still to be copied. They may be without any sequence to run: those of a group that made
-        room for one that is `outgrown` all the same."""
+        """Whether blocks are still to be copied. There may be some without any sequence to run: the blocks of a group
+        that made room for another group, which is `outgrown` nevertheless."""
         return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)

@@ -1,13 +1,13 @@
 """From the logical blocks of a sequence to the physical blocks of the cache.
 
-As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.5): a sequence's block table names the physical block of
-each run of `block_size` tokens; blocks are taken as tokens come; forked sequences share blocks, and a shared block is
-copied when one of them is about to write to it; a group can be swapped out to blocks of a pool in host memory.
+As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.5), a sequence's block table names the physical block of
+each run of `block_size` tokens. Blocks are taken as tokens come. Forked sequences share blocks, and a shared block is
+copied when one of its sequences is about to write to it. A group can be swapped out to blocks of a pool in host memory.
 
-Prefix caching: a full block is known by the hash of its tokens and of the block before it (or of the sequence's salt,
-for the first one), so a sequence that begins with the same tokens finds it. A block is published when the tokens that
-fill it are scheduled: whoever finds it runs in the same step or later, and in each layer all keys and values of a step
-are written before any are read.
+Prefix caching: a full block is known by the hash of its tokens and of the block before it (the first block: and of the
+sequence's salt). So a sequence that begins with the same tokens finds the block. A block is published when the tokens
+that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
+each layer all keys and values of a step are written before any are read.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from pagedattn_serve.scheduling.sequence import Sequence
 class BlockManager:
     """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing.
 
-    Sequences that belong together are given together, as the list of a group: those may share blocks. Where one is
-    told that there is no room, nothing was changed.
+    The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
+    room, nothing was changed.
     """
 
     def __init__(self, cache_config: CacheConfig) -> None:
@@ -71,8 +71,8 @@ class BlockManager:
     def block_table(self, sequence: Sequence) -> list[int]:
         """Physical block of each logical block, [num_blocks_of_sequence]. ValueError if the sequence holds none.
 
-        The manager's own list, to be read only. It grows with the sequence, and its last entry may change; where
-        another one changes, the list becomes another object.
+        The manager's own list, to be read only. It grows with the sequence, and its last entry may change. If an
+        earlier entry changes, the list becomes another object.
         """
         table = self._tables.get(sequence)
         if table is None:
@@ -85,7 +85,7 @@ class BlockManager:
         return sum(map(len, self._tables.values()))
 
     def num_used_slots(self) -> int:
-        """Tokens whose keys and values are in the blocks that sequences hold; those of a shared block count once."""
+        """Tokens whose keys and values are in blocks that sequences hold. Tokens of a shared block count once."""
         num_tokens: dict[int, int] = {}
         for sequence, table in self._tables.items():
             num_full, rest = divmod(sequence.num_computed_tokens, self.block_size)
@@ -95,11 +95,11 @@ class BlockManager:
         return sum(num_tokens.values())
 
     def block_states(self) -> list[str]:
-        """Of each block of the cache: "used" by one sequence, "shared" by several, "cached" or "free"."""
+        """What each block of the cache is: "used" by one sequence, "shared" by several, "cached" or "free"."""
         return self._allocator.states()
 
     def block_owners(self, groups: list[list[Sequence]]) -> list[int]:
-        """Of each block of the cache, the index of one of the groups that hold it; -1 if none does."""
+        """For each block of the cache, the index of a group that holds it; -1 if no group does."""
         return _owners(self._allocator, self._tables, groups)
 
     def host_block_owners(self, groups: list[list[Sequence]]) -> list[int]:
@@ -113,19 +113,20 @@ class BlockManager:
         return self._has_room(*self._plan(sequences), keep_watermark)
 
     def allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
-        """Give the sequences blocks for all their tokens, and set how many of these are computed already.
+        """Give the sequences blocks for all their tokens, and set how many of these tokens are computed already.
 
-        Those are in blocks that were found by their tokens, or that the sequence shares with an earlier one of the
-        list, which has to be computed first. Each sequence has its last token left to compute.
+        A token counts as computed if its block was found by its tokens, or if the sequence shares the block with an
+        earlier sequence of the list, which has to be computed first. The last token of each sequence is left to
+        compute.
 
-        Returns False if there is no room: too few blocks are free, or with `keep_watermark` the reserve would not stay
-        free beside them, which lets running sequences grow for a while before the newcomer has to be preempted for
-        them. Raises ValueError if one holds blocks already.
+        Returns False if there is no room: too few blocks are free, or, with `keep_watermark`, the reserve would not
+        stay free beside them. The reserve lets running sequences grow for a while before the newcomer has to be
+        preempted for them. Raises ValueError if a sequence holds blocks already.
         """
         num_new, found = self._plan(sequences)
         if not self._has_room(num_new, found, keep_watermark):
             return False
-        for blocks in found:  # all of them first, so that none is evicted for another sequence's new block
+        for blocks in found:  # before any new block is taken, so that no found block is evicted for it
             for block in blocks:
                 self._allocator.fork(block)
         block_of: dict[bytes, int] = {}
@@ -146,8 +147,8 @@ class BlockManager:
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
         """Make the last token (index num_tokens - 1) writable: its block exists and no other sequence shares it.
 
-        To be called after each token added to the sequence, before it is run; a second call does nothing. Returns the
-        (src, dst) pair to copy in the cache before that token is written, if its block was shared: copy-on-write.
+        To be called after each token added to the sequence, before the token is run; a second call does nothing. If
+        the token's block was shared, returns the (src, dst) pair to copy before the token is written: copy-on-write.
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
         table = self.block_table(sequence)
@@ -168,7 +169,7 @@ class BlockManager:
     def append_drafts(self, sequence: Sequence, num_tokens: int) -> int:
         """After `append`, make positions behind the last token writable, as far as free blocks go.
 
-        Returns for how many of `num_tokens` there is room; when the step is over, `trim` takes back what is not used.
+        Returns how many of `num_tokens` have room. When the step is over, `trim` takes back what is not used.
         """
         table = self.block_table(sequence)
         num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
@@ -201,7 +202,7 @@ class BlockManager:
         self._tables[child] = table
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks away, on the device or the host; shared ones stay with the others.
+        """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
 
         ValueError if it holds none.
         """
@@ -209,14 +210,14 @@ class BlockManager:
             for block in self._host_tables.pop(sequence):
                 self._host_allocator.free(block)
             return
-        for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it hangs on
+        for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it builds on
             self._allocator.free(block)
         del self._tables[sequence]
 
     def clear(self) -> None:
-        """Take the blocks of all sequences away, whatever state the tables are in, and forget what they hold.
+        """Take the blocks of all sequences away, whatever state the tables are in, and forget what the blocks hold.
 
-        What is pinned stays so: it is kept when it is computed again.
+        Pinned prefixes stay pinned: their blocks are kept when they are computed again.
         """
         self._tables = {}
         self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
@@ -226,10 +227,10 @@ class BlockManager:
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
     def swap_out(self, sequences: list[Sequence]) -> list[tuple[int, int]] | None:
-        """Move the blocks of a group to the host's pool. What is shared on the device is shared there.
+        """Move the blocks of a group to the host's pool. Blocks that are shared on the device are shared there, too.
 
-        Returns the (device block, host block) pairs to copy before the device blocks are written to; None, with nothing
-        changed, if the pool has too few free ones. Raises ValueError if a sequence holds no blocks.
+        Returns the (device block, host block) pairs to copy before the device blocks are written to. Returns None, with
+        nothing changed, if the pool has too few free blocks. Raises ValueError if a sequence holds no blocks.
         """
         tables = [self.block_table(sequence) for sequence in sequences]
         blocks = dict.fromkeys(block for table in tables for block in table)
@@ -243,12 +244,12 @@ class BlockManager:
         return list(host_of.items())
 
     def swap_in(self, sequences: list[Sequence], *, keep_watermark: bool) -> list[tuple[int, int]] | None:
-        """Move the blocks of a swapped-out group back. There is room for the last token of each to be appended.
+        """Move the blocks of a swapped-out group back, with room to append the last token of each sequence.
 
-        Blocks that are still, or again, found by their tokens are not copied.
+        Blocks that are still found by their tokens, or are found again, are not copied.
 
-        Returns the (host block, device block) pairs to copy before the device blocks are read; None, with nothing
-        changed, if there is no room, as in `allocate`. Raises ValueError if a sequence is not swapped out.
+        Returns the (host block, device block) pairs to copy before the device blocks are read. Returns None, with
+        nothing changed, if there is no room, as in `allocate`. Raises ValueError if a sequence is not swapped out.
         """
         for sequence in sequences:
             if sequence not in self._host_tables:
@@ -278,7 +279,7 @@ class BlockManager:
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
-        """Let its logical blocks [first, last), all tokens of which are scheduled, be found by their tokens."""
+        """Let the sequence's logical blocks [first, last) be found by their tokens, all of which are scheduled."""
         table, hashes = self.block_table(sequence), self._hashes(sequence, last)
         for i in range(first, last):
             self._allocator.publish(table[i], hashes[i])
@@ -289,7 +290,7 @@ class BlockManager:
         for i in range(first, last):
             block_hash = sequence.block_hashes[i]
             published = self._allocator.find(block_hash)
-            if published is None:  # it was another one without an owner, which was taken for other tokens since
+            if published is None:  # the published block had no owner any more, and was taken for other tokens
                 self._allocator.publish(table[i], block_hash)
             elif published != table[i]:
                 self._allocator.fork(published)
@@ -299,7 +300,7 @@ class BlockManager:
             self._tables[sequence] = table
 
     def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
-        """Keep the full blocks of these tokens from being taken for others, once a sequence has computed them.
+        """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them.
 
         Returns how many tokens they hold. Raises ValueError if pins would take more than `max_num_blocks`.
         """
@@ -339,11 +340,11 @@ class BlockManager:
                 num_missing += 1
             else:
                 sharers[table[-1]] += 1
-        # Who comes last to a block keeps it, unless it is shared with others still.
+        # The last sequence that comes to a block keeps it, unless the block is still shared.
         return num_missing + sum(min(count, allocator.ref_count(block) - 1) for block, count in sharers.items())
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Of its first `num_blocks` blocks, which are full, or more."""
+        """The hashes of the sequence's first `num_blocks` blocks, which are full. There may be more of them."""
         hashes = sequence.block_hashes
         while len(hashes) < num_blocks:
             begin = len(hashes) * self.block_size
@@ -353,8 +354,8 @@ class BlockManager:
         return hashes
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
-        """Of the full blocks that are worth looking for: without the last token, which has to be computed; none where
-        the prompt's logits are asked for."""
+        """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
+        token has to be computed. If the prompt's logits are asked for, there are none."""
         if (alone and not self.prefix_caching) or sequence.needs_prompt_logits:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
@@ -363,7 +364,7 @@ class BlockManager:
     def _plan(self, sequences: list[Sequence]) -> tuple[int, list[list[int]]]:
         """How many new blocks the sequences need, and the blocks that each finds by its tokens."""
         found: list[list[int]] = []
-        shared: set[bytes] = set()  # what earlier ones bring
+        shared: set[bytes] = set()  # hashes of blocks that earlier sequences bring
         num_new = 0
         for sequence in sequences:
             self._require_unknown(sequence)
@@ -375,7 +376,7 @@ class BlockManager:
         return num_new, found
 
     def _find(self, hashes: list[bytes]) -> list[int]:
-        """The blocks of the longest run of hashes, from the first, that have one."""
+        """The blocks of these hashes, up to the first hash that has no block."""
         blocks = []
         for block_hash in hashes:
             block = self._allocator.find(block_hash)
@@ -385,7 +386,7 @@ class BlockManager:
         return blocks
 
     def _has_room(self, num_new: int, found: list[list[int]], keep_watermark: bool) -> bool:
-        """Whether `num_new` blocks are free, beside those that were found and of which some are counted as free."""
+        """Whether `num_new` blocks are free beside the found blocks, some of which count as free."""
         reserve = self._watermark_blocks if keep_watermark else 0
         num_revived = self._allocator.num_evictable({block for blocks in found for block in blocks})
         return num_new + num_revived + reserve <= self.num_free_blocks
@@ -393,7 +394,7 @@ class BlockManager:
     def _translate(
         self, sequences: list[Sequence], tables: list[list[int]], block_of: dict[int, int], allocator: BlockAllocator
     ) -> dict[Sequence, list[int]]:
-        """The tables in blocks of another pool, each of which has one owner so far, and then as many as hold it."""
+        """The tables in blocks of another pool. A block has one owner so far, and as many as hold it afterwards."""
         owned: set[int] = set()
         for table in tables:
             for block in table:
@@ -409,16 +410,17 @@ class BlockManager:
 
 
 def salt_hash(salt: str) -> bytes:
-    """What the hashes of a sequence's blocks begin with: nothing without a salt; else what no block has for its hash,
-    and no tokens can look like."""
+    """What the hashes of a sequence's blocks begin with: nothing without a salt. With a salt, it differs from the hash
+    of every block and from all tokens."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
 
 
 def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:
     owners = [-1] * allocator.num_blocks
     num_left = allocator.num_owned_blocks
-    # What a sequence shares is its beginning, so from its end to the first that has an owner, each block is looked at
-    # once. Merging what was swapped in and computed by others at once can leave others before that: a second round.
+    # A sequence shares its beginning. So the first round goes from the end of each table to the first block that has an
+    # owner, and looks at each block once. If blocks that were swapped in were computed by another sequence at the same
+    # time, merging can leave blocks without an owner before that place. The second round finds them.
     for ends_at_shared in (True, False):
         for index, sequences in enumerate(groups):
             for sequence in sequences:

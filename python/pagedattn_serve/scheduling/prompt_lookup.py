@@ -1,14 +1,15 @@
 """Guesses at how a sequence goes on: as it went on the last time that it said the same. No second model.
 
-Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; "ngram" in vLLM), which looks for
-the last tokens of prompt and output earlier in both; LLMA (Yang et al. 2023, "Inference with Reference: Lossless
-Acceleration of Large Language Models") looks in given texts. The model verifies (Leviathan et al., ICML 2023).
+This is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; "ngram" in vLLM). It looks
+for the last tokens earlier in prompt and output. LLMA (Yang et al. 2023, "Inference with Reference: Lossless
+Acceleration of Large Language Models") looks in given texts. The model verifies the guesses (Leviathan et al., ICML
+2023).
 """
 
 from pagedattn_serve.scheduling.sequence import Sequence
 
-# Tokens that have to recur. Of the demo model's ordinary output 2 guess at every tenth step, and mostly wrong; 4 miss
-# the beginnings of what is quoted.
+# How many tokens have to recur. With 2, there is a guess at every tenth step of the demo model's ordinary output, and
+# most guesses are wrong. With 4, the beginnings of what is quoted are missed.
 NGRAM_SIZE = 3
 
 
@@ -36,7 +37,7 @@ class PromptLookup:
         if position is None:
             return []
         found = sequence.tokens(position, min(position + max_num_tokens, num_tokens))
-        # What ends with the sequence goes on with its own beginning, as copies in LZ77 do: a period recurs.
+        # A guess that reaches the sequence's end goes on with its own beginning, like a copy in LZ77: a period recurs.
         return (found * -(-max_num_tokens // len(found)))[:max_num_tokens]
 
     def forget(self, sequence: Sequence) -> None:

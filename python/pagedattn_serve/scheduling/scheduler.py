@@ -40,17 +40,17 @@ from pagedattn_serve.scheduling.prompt_pace import PromptPace
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
-# A group of priority p stands where one of priority 0 would that came so many requests times p later. However many
-# come with a better priority, only those of the next so many pass it.
+# A group of priority p stands where a group of priority 0 would stand that came p times this many requests later. So of
+# the requests with a better priority, only those among the next p times this many pass it.
 PLACES_PER_PRIORITY = 10_000
 
 
 @dataclass(slots=True)
 class _LongPrompts:
-    """Those in prefill in one step. They run last, when all others are known.
+    """The long prompts that are in prefill in one step. They run last, when all other sequences of the step are known.
 
-    num_tokens: that they are to have beside others.
-    num_kept: of these, how many the budget for others leaves out.
+    num_tokens: how many tokens they are to have beside other sequences.
+    num_kept: how many of these tokens were taken out of the budget for other sequences.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -59,11 +59,12 @@ class _LongPrompts:
 
 
 class Scheduler:
-    """The queues, and the blocks of those that run.
+    """The queues, and the blocks of the groups that run.
 
     Each step: `schedule()`, run the batch, `mark_computed(batch)`, `fork` where a group gets more sequences, append one
-    token to each sequence that samples, and `finish` those that are done, at the latest when they hold max_model_len
-    tokens. A sequence with drafts gets those that were right and one token more; then `mark_verified`. Not thread-safe.
+    token to each sequence that samples, and `finish` the sequences that are done, at the latest when they hold
+    max_model_len tokens. A sequence with drafts gets the drafts that were right and one token more; then call
+    `mark_verified`. Not thread-safe.
 
     Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end.
     """
@@ -89,7 +90,7 @@ class Scheduler:
         self.num_accepted_tokens = 0
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
-        self._num_passing_tokens = 0  # of prompts that ran beside a long one since it last ran as if alone
+        self._num_passing_tokens = 0  # of prompts that ran beside a long one, since that one last ran as if alone
         self._num_arrived = 0
         self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
@@ -99,10 +100,10 @@ class Scheduler:
         return bool(self._unfinished)
 
     def add(self, group: SequenceGroup) -> None:
-        """Put a new group where its turn is.
+        """Put a new group into the queue, at its place in the order.
 
-        Raises ValueError if it is not new, its request id is taken, its prompt is empty or leaves no room for output,
-        it has more sequences than can run, or a priority that the policy would not look at.
+        Raises ValueError if the group is not new, if its request id is taken, if its prompt is empty or leaves no room
+        for output, if it has more sequences than can run, or a priority that the policy would not look at.
         """
         if group.request_id in self._unfinished:
             raise ValueError(f"request_id: {group.request_id!r} is taken by an unfinished request")
@@ -129,7 +130,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose what runs next. Preempts, swaps in and admits as needed.
 
-        Empty only if nothing is unfinished, or those left are `outgrown`.
+        The batch is empty only if nothing is unfinished, or if all groups that are left are `outgrown`.
         """
         batch = ScheduledBatch()
         if self.config.policy == "priority":
@@ -146,9 +147,9 @@ class Scheduler:
         return batch
 
     def mark_computed(self, batch: ScheduledBatch, seconds: float | None = None) -> None:
-        """Record that the batch ran: the keys and values of its tokens are in the cache; drafts do not count yet.
+        """Record that the batch ran: the keys and values of its tokens are in the cache. Drafts do not count yet.
 
-        seconds: what the batch took; None if nobody knows. From them follows how many tokens of long prompts run.
+        seconds: the time that the batch took, from which follows how many tokens of long prompts run; None if unknown.
         Raises RuntimeError if it has copies left: the blocks of somebody would hold the tokens of somebody else.
         """
         if batch.has_copies:
@@ -165,7 +166,7 @@ class Scheduler:
                 manager.merge(sequence, begin // block_size, end // block_size)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
-        """After `mark_computed`, with its new tokens appended: all but the last, so many, were its first drafts."""
+        """After `mark_computed` and with the new tokens appended: `num_accepted` of them were its first drafts."""
         manager = self.block_manager
         self.num_accepted_tokens += num_accepted
         first = sequence.num_computed_tokens // manager.block_size
@@ -203,7 +204,7 @@ class Scheduler:
         sequence.status = status
 
     def abort(self, request_id: str) -> SequenceGroup | None:
-        """Finish what is unfinished of a request as aborted; None if it is unknown or finished already."""
+        """Finish the sequences of a request as aborted. Returns None if the request is unknown or finished already."""
         group = self._unfinished.get(request_id)
         if group is not None:
             for sequence in list(group.sequences):
@@ -211,7 +212,7 @@ class Scheduler:
         return group
 
     def restart(self, groups: list[SequenceGroup]) -> None:
-        """Forget all but these groups, which wait without blocks, whatever state things are in."""
+        """Forget all groups but these, which wait without blocks afterwards, whatever state they are in."""
         for group in groups:
             for sequence in group.sequences:
                 sequence.status = SequenceStatus.WAITING
@@ -227,12 +228,12 @@ class Scheduler:
         self._unfinished = {group.request_id: group for group in groups}
 
     def pin_prefix(self, token_ids: list[int]) -> int:
-        """`BlockManager.pin_prefix`, as far as a sequence of max_model_len tokens has room beside it."""
+        """`BlockManager.pin_prefix`. A sequence of max_model_len tokens must still have room beside the prefixes."""
         manager = self.block_manager
         return manager.pin_prefix(token_ids, manager.num_blocks - -(-self.config.max_model_len // manager.block_size))
 
     def cache_map(self) -> CacheMap:
-        """Who holds which block. Takes as long as there are blocks and requests, whatever they share."""
+        """Who holds which block. The time grows with the number of blocks and of requests, whatever they share."""
         manager = self.block_manager
         groups = [*self.running, *self.swapped, *self.waiting]
         sequences = [group.sequences for group in groups]
@@ -248,7 +249,7 @@ class Scheduler:
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
     def _make_way(self, batch: ScheduledBatch) -> None:
-        """Preempt the last of those that run while one that comes before it waits for its place or its blocks."""
+        """Preempt the last running group while a group that comes before it waits for its place or its blocks."""
         while self.running and (group := self._next_waiting()) and group.order < self.running[-1].order:
             has_place = group.max_num_sequences <= self._num_places()
             if has_place and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
@@ -256,8 +257,8 @@ class Scheduler:
             self._preempt_last(batch)
 
     def _schedule_running(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
-        """Decodes first, in order, so that none waits for a prompt. Returns what is left of the budget; nothing if a
-        group has no room in it, as newcomers are not to pass it."""
+        """Decodes first, in order, so that no decode waits for a prompt. Returns what is left of the budget: nothing if
+        a group has no room in the budget, because newcomers shall not pass it."""
         prefilling = []
         is_left_out = False
         num_done = 0
@@ -276,7 +277,7 @@ class Scheduler:
             else:
                 batch.outgrown.append(group)
             num_done += 1
-        for group in prefilling:  # none was preempted: victims come after who is looked at
+        for group in prefilling:  # none of them was preempted: victims come after the group that is looked at
             if not self._is_long(group):
                 budget = self._add_prefill(batch, group, budget)
             elif not long.groups and batch.num_decodes and self._pace.is_due_to_measure():
@@ -312,7 +313,7 @@ class Scheduler:
         while budget > 0 and (group := self._next_waiting()):
             if group.max_num_sequences > num_places or (self.swapped and self.swapped[0].order < group.order):
                 break
-            # Alone it may use the reserve as well: nobody else runs who could need it.
+            # A group that runs alone may use the reserve as well: no other running group could need it.
             if not self.block_manager.allocate(group.sequences, keep_watermark=bool(self.running)):
                 if not self.running:
                     batch.outgrown.append(group)
@@ -325,13 +326,13 @@ class Scheduler:
             budget = self._begin_prefill(batch, long, group, budget)
 
     def _begin_prefill(self, batch: ScheduledBatch, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
-        if self._is_long(group) and group.in_prefill:  # it is not where all but the last tokens were in the cache
+        if self._is_long(group) and group.in_prefill:  # not in prefill: all but the last tokens were in the cache
             return self._keep_share(long, group, budget)
         return self._add_prefill(batch, group, budget)
 
     def _next_waiting(self) -> SequenceGroup | None:
-        """The first that may be let in. Not a long prompt while one before it is in prefill: it would hold blocks for
-        nothing, and miss those that the other is about to fill with what both begin with."""
+        """The first waiting group that may be let in. A long prompt may not, while another one is in prefill: it would
+        hold blocks for nothing, and miss the blocks that the other is about to fill, if both begin alike."""
         if not self.waiting or not self._is_long(self.waiting[0]):
             return self.waiting[0] if self.waiting else None
         long = next((group for group in self.running if group.in_prefill and self._is_long(group)), None)
@@ -343,8 +344,8 @@ class Scheduler:
         return sum(sequence.num_tokens for sequence in group.sequences) > self.config.max_num_batched_tokens
 
     def _keep_share(self, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
-        """Among the long prompts of the step; the first that can run has a share kept for it, at most half a step's
-        tokens. Returns what is left for others."""
+        """Count the group among the step's long prompts. For the first that can run, a share of the budget is kept, at
+        most half a step's tokens. Returns what is left of the budget."""
         long.groups.append(group)
         if long.num_kept:
             return budget
@@ -359,7 +360,7 @@ class Scheduler:
         return budget - long.num_kept
 
     def _run_long_prompts(self, batch: ScheduledBatch, long: _LongPrompts) -> None:
-        """Beside others with their share, as far as the others leave it; alone with all that a second has room for."""
+        """Beside other sequences, long prompts run with their share; alone, with all that a second has room for."""
         if not long.groups:
             return
         long.groups.sort(key=_order)
@@ -372,7 +373,7 @@ class Scheduler:
         batch.num_long_tokens = batch.num_tokens - num_others
 
     def _observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Steps with prompts that are not long tell nothing."""
+        """Tell the pace what the step took. Steps with prompts that are not long tell nothing."""
         num_decodes, num_long_tokens = batch.num_decodes, batch.num_long_tokens
         if num_decodes == len(batch.sequences):
             if num_decodes:
@@ -384,9 +385,9 @@ class Scheduler:
                 self._pace.observe_alone(num_long_tokens, seconds)
 
     def _add_decodes(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
-        """The last token of each sequence; False, with nothing changed, if there is no room for all of them."""
+        """Add the last token of each sequence. Returns False, with nothing changed, if there is no room for all."""
         manager, sequences = self.block_manager, group.sequences
-        if len(sequences) == 1:  # as most are: it has the last block to itself, and fills that first
+        if len(sequences) == 1:  # the common case: its last block is its own, and is filled first
             if sequences[0].num_computed_tokens % manager.block_size == 0:
                 try:
                     manager.append(sequences[0])
@@ -395,7 +396,7 @@ class Scheduler:
             self._add_to_batch(batch, sequences[0], 1)
             batch.num_decodes += 1
             return True
-        # Counted only where it matters: each takes one block at most.
+        # Counted only if blocks are short: each sequence takes one block at most.
         num_free_blocks = manager.num_free_blocks
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
@@ -408,7 +409,7 @@ class Scheduler:
         return True
 
     def _add_prefill(self, batch: ScheduledBatch, group: SequenceGroup, budget: int) -> int:
-        """What the budget allows of a group that has more to compute than its last tokens. Returns what is left."""
+        """Add what the budget allows of a group in prefill. Returns what is left of the budget."""
         for sequence, num_new_tokens in zip(group.sequences, self._chunks(group, budget), strict=True):
             if num_new_tokens > 0:
                 self._add_to_batch(batch, sequence, num_new_tokens)
@@ -418,7 +419,7 @@ class Scheduler:
     def _chunks(self, group: SequenceGroup, budget: int) -> list[int]:
         """How many tokens of each sequence the budget allows.
 
-        Of several sequences, none gets its last token computed before all can: they go on together.
+        No sequence gets its last token computed before all sequences of the group can: they go on together.
         """
         num_left = [sequence.num_uncomputed_tokens for sequence in group.sequences]
         if sum(num_left) <= budget:
@@ -444,7 +445,7 @@ class Scheduler:
             manager.publish(sequence, begin // manager.block_size, end // manager.block_size)
 
     def _add_drafts(self, batch: ScheduledBatch, proposer: PromptLookup) -> None:
-        """Guesses behind the last tokens of sequences in decode, in order, with what the batch leaves of the budget."""
+        """Add guesses behind the last tokens of decoding sequences, in order, with what is left of the budget."""
         budget = self.config.max_num_batched_tokens - batch.num_tokens
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
@@ -460,16 +461,16 @@ class Scheduler:
     def _max_num_drafts(self, sequence: Sequence) -> int:
         """How many guesses at the next tokens of a sequence, whose last token runs, may be worth while."""
         params, num_output = sequence.sampling_params, len(sequence.output_token_ids)
-        # Logits processors may keep a state, which tokens that are then taken back would spoil.
+        # A logits processor may keep a state. Tokens that are taken back later would spoil it.
         if not num_output or params.num_sequences > 1 or params.logits_processors:
             return 0
         num_left = self.config.max_model_len - sequence.num_tokens
         if params.max_tokens is not None:
             num_left = min(num_left, params.max_tokens - num_output)
-        return min(self.config.num_speculative_tokens, num_left - 1)  # the step gives one token beside the accepted
+        return min(self.config.num_speculative_tokens, num_left - 1)  # a step gives one token beside those
 
     def _num_places(self) -> int:
-        """How many sequences may run beside those that do."""
+        """How many more sequences may run."""
         limit = self.config.max_num_seqs
         if len(self.running) >= limit:
             return 0
@@ -495,7 +496,7 @@ class Scheduler:
         batch.preempted.append(group)
 
     def _move(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        """From one queue to another."""
+        """Move a group from one queue to another."""
         self._queue_of(group.sequences[0].status).remove(group)
         for sequence in group.sequences:
             sequence.status = status
@@ -507,7 +508,7 @@ class Scheduler:
         return self.swapped if status is SequenceStatus.SWAPPED else self.waiting
 
     def _check_width(self, group: SequenceGroup) -> None:
-        """That all of its sequences can run at once, in a step of one token each."""
+        """Raise ValueError unless all sequences of the group can run at once, in a step of one token each."""
         num_sequences = group.max_num_sequences
         name = "best_of" if group.sampling_params.best_of is not None else "n"
         num_shared = (len(group.prompt_token_ids) - 1) // self.block_manager.block_size

@@ -10,13 +10,14 @@ from pagedattn_serve.scheduling.sequence import Sequence
 class SequenceGroup:
     """A request as the scheduler sees it.
 
-    It begins with one sequence. When the prompt is computed, the others are forked from it, whose blocks they share.
+    A group begins with one sequence. When the prompt is computed, the other sequences are forked from it and share its
+    blocks.
 
-    sequences: those that are not finished, in the order in which they run.
+    sequences: the unfinished sequences, in the order in which they run.
     arrival_time: as the request's metrics tell it.
-    priority: the lower, the earlier it is served, where the scheduling policy looks at it.
-    order: its place among all groups, lower is earlier; set by the scheduler.
-    num_preemptions: how often it lost its blocks.
+    priority: lower is served earlier, if the scheduling policy looks at it.
+    order: the group's place among all groups, lower is earlier; set by the scheduler.
+    num_preemptions: how often the group lost its blocks.
     """
 
     request_id: str
@@ -40,19 +41,19 @@ class SequenceGroup:
     @property
     def in_prefill(self) -> bool:
         """Whether a sequence has more to compute than its last token."""
-        for sequence in self.sequences:  # without calls, as this is asked of all at each step
+        for sequence in self.sequences:  # inline, because every step asks this of all groups
             if len(sequence.prompt_token_ids) + len(sequence.output_token_ids) > sequence.num_computed_tokens + 1:
                 return True
         return False
 
     @property
     def has_forked(self) -> bool:
-        """Whether it has output: from then on all of its sequences are there."""
+        """Whether the group has output. From then on all of its sequences are there."""
         return len(self.sequences) > 1 or bool(self.sequences and self.sequences[0].output_token_ids)
 
     @property
     def max_num_sequences(self) -> int:
-        """Most sequences that it will run at once from here on."""
+        """The most sequences that the group will run at once from here on."""
         if self.has_forked and not self.sampling_params.use_beam_search:
             return len(self.sequences)
         return self.sampling_params.num_sequences
