@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help build simt demo serve test test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize \
-  mutants bench lint format clean
+.PHONY: help build simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server test-clients \
+  test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt mutants bench \
+  lint format clean
 help:
 	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
 	  "sanitize | mutants | bench | lint | format | clean"
@@ -34,23 +35,34 @@ demo: build
 serve: build
 	$(BIN)/pagedattn serve
 
-# $(call for_each_capability,COMMAND): COMMAND once for each instruction set that this machine has.
-for_each_capability = set -e; for capability in $$($(BIN)/python -c \
-	    "import pagedattn_ext; print(*pagedattn_ext.build_info()['cpu_capabilities'])"); do \
-	  echo "PAGEDATTN_CPU_CAPABILITY=$$capability"; \
-	  env PAGEDATTN_CPU_CAPABILITY=$$capability $(1); \
-	done
+# The tests in parts, on all cores: JOBS of them at once, and the longest first. What a part prints comes when the part is
+# done, with its slowest tests. Each part is a target of its own: make test-server.
+JOBS ?= $(shell nproc)
+PYTEST := $(BIN)/python -m pytest -q --durations=15
+TEST_PARTS := test-serving test-rest test-ops test-simt test-server
+test:
+	$(MAKE) --jobs=$(JOBS) --output-sync=target test-parts
+test-parts: $(TEST_PARTS)
+
+# On each instruction set that this machine has.
+test-ops: build
+	$(PYTEST) tests/ops --device cpu-all
 
 # What CUDA kernels do depends on how many multiprocessors there are to fill, 4 on the simt device, if nothing is said,
-# and on the architecture, sm_90: here as many as an H100 has, and sm_80.
+# and on the architecture, sm_90. The second run has as many as an H100, and sm_80.
 TESTS_OF_SIZES := $(patsubst %,tests/ops/test_%.py,activation attention layernorm merge_attn_states sampling)
+test-simt: simt
+	$(PYTEST) tests/ops --device simt
+	PAGEDATTN_SIMT_MULTIPROCESSORS=132 PAGEDATTN_SIMT_ARCH=80 $(PYTEST) $(TESTS_OF_SIZES) --device simt
 
-# The op tests once for each instruction set, and on the simt device; the rest once.
-test: simt
-	$(call for_each_capability,$(BIN)/python -m pytest -q tests/ops)
-	$(BIN)/python -m pytest -q tests/ops --device simt
-	PAGEDATTN_SIMT_MULTIPROCESSORS=132 PAGEDATTN_SIMT_ARCH=80 $(BIN)/python -m pytest -q $(TESTS_OF_SIZES) --device simt
-	$(BIN)/python -m pytest -q --ignore=tests/ops
+test-server: build
+	$(PYTEST) tests/serving/server
+
+test-serving: build
+	$(PYTEST) tests/serving --ignore=tests/serving/server
+
+test-rest: build
+	$(PYTEST) --ignore=tests/ops --ignore=tests/serving
 
 # The server through clients that are heavy to install, in an environment of their own, as strangers have them; and its
 # page in Chromium, if there is one.
@@ -64,10 +76,10 @@ test-clients: build .venv-clients/ready
 	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
 	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
 
-# Hypothesis searches for new examples, thousands for each property: hours, without a limit for each test.
-PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0
+# Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
+PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0
 test-long: simt
-	$(call for_each_capability,$(PYTEST_LONG) tests/ops)
+	$(PYTEST_LONG) tests/ops --device cpu-all
 	$(PYTEST_LONG) tests/ops --device simt
 	$(PYTEST_LONG) --ignore=tests/ops
 
@@ -102,22 +114,24 @@ check-cuda: build
 	$(BIN)/python tests/check_cuda_kernels.py $(CMAKE_DIR)
 
 # The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer; of the
-# instruction sets with the lowest and the best that this machine has. Leaks are not looked for: Python and torch leave
-# much behind. What compiles code or reads the binary is left out.
+# instruction sets the lowest and the best that this machine has, of sweeps over sizes every seventh case. Leaks are not
+# looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
 CXX ?= c++
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
   PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-  $(BIN)/python -m pytest -q tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
-sanitize: build
+  $(PYTEST) --sweep-step 7 tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
+sanitize: sanitize-simt sanitize-cpu
+sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF
 	$(BIN)/cmake --build $(SANITIZED) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
-	env PAGEDATTN_CPU_CAPABILITY=default $(SANITIZED_PYTEST)
-	$(SANITIZED_PYTEST)
+sanitize-cpu: sanitize-build
+	$(SANITIZED_PYTEST) --device cpu-default --device cpu
+sanitize-simt: sanitize-build
 	$(SANITIZED_PYTEST) --device simt
 
 bench: build

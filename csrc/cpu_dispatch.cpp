@@ -1,5 +1,6 @@
 #include "cpu_dispatch.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -26,26 +27,36 @@ CpuCapability best_cpu_capability() {
 #endif
 }
 
-CpuCapability requested_cpu_capability() {
+// The best that the machine has if the name is empty.
+CpuCapability capability_named(const std::string& name) {
   const CpuCapability best = best_cpu_capability();
-  const char* request = std::getenv("PAGEDATTN_CPU_CAPABILITY");
-  if (request == nullptr || *request == '\0') return best;
+  if (name.empty()) return best;
   for (CpuCapability capability : ALL_CAPABILITIES) {
-    if (std::string(request) != cpu_capability_name(capability)) continue;
+    if (name != cpu_capability_name(capability)) continue;
     if (capability <= best) return capability;
-    throw std::runtime_error(std::string("PAGEDATTN_CPU_CAPABILITY: this machine does not run ") + request +
-                             ", its best is " + cpu_capability_name(best));
+    throw std::runtime_error("PAGEDATTN_CPU_CAPABILITY: this machine does not run " + name + ", its best is " +
+                             cpu_capability_name(best));
   }
   throw std::runtime_error(
-      std::string("PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni or avx512_bf16, got ") +
-      request);
+      "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni or avx512_bf16, got " + name);
+}
+
+CpuCapability capability_of_the_environment() {
+  const char* name = std::getenv("PAGEDATTN_CPU_CAPABILITY");
+  return capability_named(name == nullptr ? "" : name);
+}
+
+std::atomic<CpuCapability>& capability_in_use() {
+  static std::atomic<CpuCapability> capability = capability_of_the_environment();
+  return capability;
 }
 
 }  // namespace
 
-CpuCapability cpu_capability() {
-  static const CpuCapability capability = requested_cpu_capability();
-  return capability;
+CpuCapability cpu_capability() { return capability_in_use().load(std::memory_order_relaxed); }
+
+void set_cpu_capability(const std::string& name) {
+  capability_in_use() = name.empty() ? capability_of_the_environment() : capability_named(name);
 }
 
 const char* cpu_capability_name(CpuCapability capability) {

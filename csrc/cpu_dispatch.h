@@ -1,5 +1,5 @@
 // Run-time choice among the copies of a CPU kernel. Each `*_cpu.cpp` is compiled once per capability, into the
-// namespace cpu_<capability>; the best one that the machine runs is chosen once per process.
+// namespace cpu_<capability>; the best one that the machine runs is chosen at the first call of an op.
 #pragma once
 
 #include <string>
@@ -16,6 +16,10 @@ CpuCapability cpu_capability();
 const char* cpu_capability_name(CpuCapability capability);
 // The names of all that this machine runs, lowest first.
 std::vector<std::string> available_cpu_capabilities();
+
+// For tests, which run on every instruction set in one process: later calls use this capability, or, if name is empty,
+// the one that the process began with. No op may run meanwhile. Throws as cpu_capability() does.
+void set_cpu_capability(const std::string& name);
 
 template <typename Function>
 Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_vnni,

@@ -23,6 +23,7 @@ std::vector<std::string> cuda_arches() {
 
 PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", [] { return pagedattn::cpu_capability_name(pagedattn::cpu_capability()); });
+  m.def("set_cpu_capability", &pagedattn::set_cpu_capability);
   m.def("available_cpu_capabilities", &pagedattn::available_cpu_capabilities);
   m.def("cuda_arches", &cuda_arches);
   pybind11::class_<pagedattn::CpuGraph>(m, "CpuGraph")

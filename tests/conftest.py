@@ -1,29 +1,36 @@
 """Hypothesis profiles, the devices that op tests run on, and the number of threads.
 
-"ci" (default) draws the same examples every time; HYPOTHESIS_PROFILE=long searches for new ones. "unshrunk" is "ci"
-without the minutes that it takes to make a failing example small.
+"ci" (default) draws other examples in each run; what fails is printed as a line @reproduce_failure(...), which brings
+the example back above the test. HYPOTHESIS_PROFILE=long searches for long. "unshrunk" is "ci" without the minutes that
+it takes to make a failing example small.
 
-pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them, but
-for those that its mark `devices(...)` leaves out; a test without it runs where cpu is among them.
+pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them. Its
+mark `devices(...)` leaves some out. A test without the fixture runs if cpu is among the devices. "cpu" is the best
+instruction set of this machine, or that of PAGEDATTN_CPU_CAPABILITY; cpu-avx2 and the like name one; cpu-all is each
+that this machine has, one after the other.
+
+A case with the mark `long` runs with --long, in `make test-long`. A test with the mark `sweep` walks through a grid of
+sizes: --sweep-step 7 runs every seventh case, in `make sanitize`, where a call takes ten times as long.
 
 pytest --part 3/8: every eighth of these tests, from the third on, for eight processes that share them. --after TEST: of
 them, those behind TEST, for a process that goes on where another one ended.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from op_table import DEVICES, OPS, load_simt, num_simt_launches
+from op_table import DEVICES, EVERY_CPU, OPS, load_simt, num_simt_launches
 
 # They have an environment of their own, and leave this file out: make test-clients.
 collect_ignore = ["clients"]
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
-    "ci", derandomize=True, database=None, max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci", database=None, max_examples=30, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(
     "long", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -44,7 +51,10 @@ def several_threads() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", action="append", choices=DEVICES, help="where the op tests run (default: cpu)")
+    devices = [*DEVICES, *EVERY_CPU, "cpu-all"]
+    parser.addoption("--device", action="append", choices=devices, help="where the op tests run (default: cpu)")
+    parser.addoption("--long", action="store_true", help="with the cases that are marked long")
+    parser.addoption("--sweep-step", type=int, default=1, metavar="N", help="of a sweep's cases every N-th")
     parser.addoption("--part", type=part_of, default=(1, 1), metavar="I/N", help="one of N parts of the tests")
     parser.addoption("--after", metavar="TEST", help="of these tests, those behind TEST")
 
@@ -57,11 +67,18 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def devices_of(config: pytest.Config) -> list[str]:
-    return config.getoption("device") or ["cpu"]
+    asked = config.getoption("device") or ["cpu"]
+    return [device for name in asked for device in (EVERY_CPU if name == "cpu-all" else [name])]
+
+
+def kind_of(device: str) -> str:
+    return "cpu" if device in EVERY_CPU else device
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(*names): the devices that a test with the fixture `device` is for")
+    config.addinivalue_line("markers", "long: a case for pytest --long alone")
+    config.addinivalue_line("markers", "sweep: a test of which --sweep-step leaves cases out")
     config.addinivalue_line("markers", "timeout: of pytest-timeout, without which there are no limits")
     if "simt" in devices_of(config):
         load_simt()
@@ -69,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def devices_for(node: pytest.Item | pytest.Function, config: pytest.Config) -> list[str]:
     mark = node.get_closest_marker("devices")
-    return [name for name in devices_of(config) if mark is None or name in mark.args]
+    return [name for name in devices_of(config) if mark is None or kind_of(name) in mark.args]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -79,8 +96,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases_of: defaultdict[str, int] = defaultdict(int)
+
     def runs(item: pytest.Item) -> bool:
-        return bool(devices_for(item, config)) if "device" in item.fixturenames else "cpu" in devices_of(config)
+        if item.get_closest_marker("long") and not config.getoption("long"):
+            return False
+        if item.get_closest_marker("sweep"):
+            test = item.nodeid.partition("[")[0]
+            cases_of[test] += 1
+            if (cases_of[test] - 1) % config.getoption("sweep_step"):
+                return False
+        if "device" in item.fixturenames:
+            return bool(devices_for(item, config))
+        return "cpu" in map(kind_of, devices_of(config))
 
     part, num_parts = config.getoption("part")
     chosen = [item for item in items if runs(item)][part - 1 :: num_parts]
@@ -127,8 +155,7 @@ def is_gpu_lost() -> bool:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where an op test has its tensors: on the CPU for "cpu", under the ISA of the process (PAGEDATTN_CPU_CAPABILITY),
-    and for "simt"."""
+    """Where an op test has its tensors: on the CPU for every "cpu...", and for "simt"."""
     if request.param != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pagedattn_ext.ops._call
+from pagedattn_ext import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 SIMT_LIBRARY = Path(
@@ -17,6 +18,7 @@ SIMT_LIBRARY = Path(
     )
 )
 DEVICES = ("cpu", "simt", "cuda")
+EVERY_CPU = [f"cpu-{capability}" for capability in _C.available_cpu_capabilities()]
 
 
 class OpTable:
@@ -24,6 +26,7 @@ class OpTable:
 
     def __init__(self) -> None:
         self.namespace = "pagedattn_ext"
+        self.capability = ""  # the one that the process began with
 
     def __getattr__(self, name: str):
         return getattr(getattr(torch.ops, self.namespace), name)
@@ -32,6 +35,10 @@ class OpTable:
         """For the raw ops and for their wrappers."""
         self.namespace = "pagedattn_simt" if device == "simt" else "pagedattn_ext"
         pagedattn_ext.ops._call.raw_ops = getattr(torch.ops, self.namespace)
+        capability = device.removeprefix("cpu-") if device in EVERY_CPU else ""
+        if capability != self.capability:
+            _C.set_cpu_capability(capability)
+            self.capability = capability
 
 
 OPS = OpTable()

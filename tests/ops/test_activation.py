@@ -102,11 +102,12 @@ def test_many_rows(device, several_threads, name, dtype):
     assert_close_to_reference(run(name, input), formula(name)(input))
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_new"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_output_past_the_caches(several_threads, name, dtype):
+def test_output_past_the_caches(device, several_threads, name, dtype):
     """Large enough on CPUs for stores that bypass the caches, with rows whose end does not fill a cache line."""
-    input = normal(4500, 2002 if name in GATED else 1001, dtype=dtype, device=torch.device("cpu"))
+    input = normal(4500, 2002 if name in GATED else 1001, dtype=dtype, device=device)
     out = with_row_gap(torch.full((4500, 1001), math.nan, dtype=dtype), 23)
     assert out.stride(0) * out.element_size() % 64 == 0
     getattr(OPS, name)(out, input)

@@ -53,6 +53,7 @@ BLOCK_SIZES = [8, 16, 32, 64, 128, 256]
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sweep
 def test_every_named_head_size_and_block_size(device, dtype, head_size, block_size):
     """A decode row, and rows enough to be prefill."""
     case = Case(((1, 300), (9, 40)), dtype, num_kv_heads=1, head_size=head_size, block_size=block_size)
@@ -61,6 +62,7 @@ def test_every_named_head_size_and_block_size(device, dtype, head_size, block_si
 
 
 @pytest.mark.parametrize("group_size", range(1, 33))
+@pytest.mark.sweep
 def test_every_group_size(device, group_size):
     for dtype in DTYPES:
         case = Case(((1, 70), (9, 20)), dtype, group_size=group_size, head_size=16)
@@ -71,6 +73,7 @@ def test_every_group_size(device, group_size):
 @pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["same", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("group_size", [17, 32, 33, 71])
+@pytest.mark.sweep
 def test_large_groups(device, group_size, head_size, cache):
     """More rows than a multiplication of a tensor core has, over one partition and several; with few rows in the last
     tile, and with none."""

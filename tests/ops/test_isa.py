@@ -72,12 +72,24 @@ def test_the_patterns_find_what_is_there(code):
             assert re.search("compute_logits|attend_rows", found), f"{level}: no {pattern.pattern}"
 
 
-def test_capability_of_this_process():
-    """Under `make test` this process runs with the variable set, so this says which ISA all the op tests ran on."""
-    assert pagedattn_ext.cpu_capability() in LEVELS
-    wanted = os.environ.get("PAGEDATTN_CPU_CAPABILITY")
-    if wanted:
-        assert pagedattn_ext.cpu_capability() == wanted
+@pytest.mark.devices("cpu")
+def test_capability_of_a_test(device, request):
+    """`make test` runs the op tests on every instruction set that the machine has. This says that they do."""
+    available = pagedattn_ext.build_info()["cpu_capabilities"]
+    asked = request.node.callspec.params["device"].removeprefix("cpu").removeprefix("-")
+    asked = asked or os.environ.get("PAGEDATTN_CPU_CAPABILITY") or available[-1]
+    assert pagedattn_ext.cpu_capability() == asked
+
+
+def test_capability_of_a_running_process():
+    available = pagedattn_ext.build_info()["cpu_capabilities"]
+    before = pagedattn_ext.cpu_capability()
+    for name in [*available, ""]:
+        _C.set_cpu_capability(name)
+        assert pagedattn_ext.cpu_capability() == (name or before)
+    with pytest.raises(RuntimeError, match=r"expected default, .* or avx512_bf16, got sse$"):
+        _C.set_cpu_capability("sse")
+    assert pagedattn_ext.cpu_capability() == before
 
 
 # One import for all: the variable is read at the first call of an op, which is in a child.

@@ -108,11 +108,12 @@ def test_many_rows(device, several_threads, dtype):
     assert_fused_add_rms_norm(input, normal(300, 1024, dtype=dtype, device=device, seed=2), weight)
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_output_past_the_caches(several_threads, dtype):
+def test_output_past_the_caches(device, several_threads, dtype):
     """Large enough on CPUs for stores that bypass the caches, with rows whose end does not fill a cache line."""
-    input = normal(4500, 1001, dtype=dtype, device=torch.device("cpu"))
-    weight = normal(1001, dtype=dtype, device=input.device, seed=1)
+    input = normal(4500, 1001, dtype=dtype, device=device)
+    weight = normal(1001, dtype=dtype, device=device, seed=1)
     out = with_row_gap(torch.full_like(input, math.nan), 23)
     assert out.stride(0) * out.element_size() % 64 == 0
     OPS.rms_norm(out, input, weight, EPSILON)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pagedattn_ext import ops
 
-pytestmark = pytest.mark.devices("cpu")
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]  # on every instruction set
 # Around what the kernels count in: tiles of rows, the rows of a pass, panels of 16 features, 4 at a time, blocks of 64
 # and of 256 steps.
 NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 300])

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]  # on every instruction set
+
 
 def make_int8_layer(
     in_features: int, out_features: int, seed: int = 0, with_bias: bool = True

@@ -1,5 +1,6 @@
 """The package itself: its names, its version, and what it says where the extra is not installed."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -44,18 +45,51 @@ EXTRA = ["huggingface_hub", "numpy", "safetensors", "tqdm", "transformers"]
 SERVER_EXTRA = ["fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn"]
 
 
-@pytest.mark.parametrize("missing", [EXTRA, *([name] for name in EXTRA)], ids=lambda names: "-".join(names))
-def test_without_the_extra(missing: list[str]) -> None:
+# One import of torch for all. Each program runs in a child, which does as if packages were missing. What it says is its
+# status, and the lines that it wrote to standard error.
+IN_CHILDREN = """
+import json, os, sys, tempfile, torch, traceback
+
+def run(missing, program):
+    with tempfile.TemporaryFile() as said:
+        if os.fork() == 0:
+            os.dup2(said.fileno(), 2)
+            sys.modules.update(dict.fromkeys(missing))
+            status = 0
+            try:
+                exec(program, {})
+            except SystemExit as exit:
+                status = exit.code
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+        said.seek(0)
+        return status, said.read().decode().splitlines()
+
+print(json.dumps([run(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+def run_in_children(cases: list[tuple[list[str], str]]) -> list[tuple[int, list[str]]]:
+    """Status and standard error of each (missing packages, program)."""
+    command = [sys.executable, "-c", IN_CHILDREN, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [(status, lines) for status, lines in json.loads(done.stdout)]
+
+
+def test_without_the_extra() -> None:
     """All of its packages, or one: an ImportError that says what to do. The ops, and what needs none of them, work."""
-    hide = f"import sys; sys.modules.update(dict.fromkeys({missing}));"
-    done = python(f"{hide} from pagedattn_serve import LLM")
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1
-    assert last == f"ImportError: pagedattn_serve: expected {', '.join(missing)}: pip install 'pagedattn-ext[serve]'"
-    plain = python(
-        f"{hide} import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
-    )
-    assert plain.returncode == 0, plain.stderr
+    missing = [EXTRA, *([name] for name in EXTRA)]
+    for names, (status, lines) in zip(
+        missing, run_in_children([(names, "from pagedattn_serve import LLM") for names in missing]), strict=True
+    ):
+        expected = f"ImportError: pagedattn_serve: expected {', '.join(names)}: pip install 'pagedattn-ext[serve]'"
+        assert (status, lines[-1]) == (1, expected)
+    plain = "import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
+    assert run_in_children([(names, plain) for names in missing]) == [(0, [])] * len(missing)
 
 
 def test_the_extra_is_what_the_project_says() -> None:
@@ -63,11 +97,9 @@ def test_the_extra_is_what_the_project_says() -> None:
     assert named == sorted(EXTRA + SERVER_EXTRA)
 
 
-@pytest.mark.parametrize("missing", SERVER_EXTRA)
-def test_serving_without_the_extra(missing: str) -> None:
-    hide = f"import sys; sys.modules[{missing!r}] = None;"
-    done = python(f"{hide} from pagedattn_serve.cli import main; sys.exit(main(['serve']))")
-    assert done.returncode == 1
-    expected = f"pagedattn: error: pagedattn_serve: expected {missing}: pip install 'pagedattn-ext[serve]'"
-    assert done.stderr.splitlines() == [expected]
-    assert python(f"{hide} from pagedattn_serve import LLM").returncode == 0
+def test_serving_without_the_extra() -> None:
+    serve = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve']))"
+    for name, said in zip(SERVER_EXTRA, run_in_children([([name], serve) for name in SERVER_EXTRA]), strict=True):
+        assert said == (1, [f"pagedattn: error: pagedattn_serve: expected {name}: pip install 'pagedattn-ext[serve]'"])
+    offline = "from pagedattn_serve import LLM"
+    assert run_in_children([([name], offline) for name in SERVER_EXTRA]) == [(0, [])] * len(SERVER_EXTRA)
