@@ -7,7 +7,7 @@ import re
 
 import torch  # first: it loads the library that _C is linked to
 
-# _C.torch_target: an older torch could not load _C, and would say no more than which symbol it lacks.
+# The version is that of _C.torch_target. An older torch cannot load _C, and its error names only a missing symbol.
 if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
     raise ImportError(
         f"pagedattn_ext: expected torch 2.10 or later, got {torch.__version__}: pip install 'torch>=2.10'"
@@ -30,8 +30,9 @@ def __dir__() -> list[str]:
 def cpu_capability() -> str:
     """The instruction set that the CPU kernels use: one of `build_info()["cpu_capabilities"]`.
 
-    The best that the machine has, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a lower one; it is
-    read once, at the first call of an op. RuntimeError if it names an unknown one, or one that the machine lacks.
+    It is the best that the machine has, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a lower one. The
+    variable is read once, at the first call of an op. Raises RuntimeError if the name is unknown, or if the machine
+    lacks that instruction set.
     """
     return _C.cpu_capability()
 

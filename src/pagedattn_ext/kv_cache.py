@@ -24,7 +24,8 @@ def allocate_kv_cache(
 ) -> list[tuple[Tensor, Tensor]]:
     """The (key_cache, value_cache) pair of each layer, not initialised; the layout is described in `pagedattn_ext.ops`.
 
-    On the CPU the memory is asked for in huge pages, where the system grants them, and is taken only as it is written.
+    On the CPU the memory is in huge pages where the system grants them. The system gives memory when it is first
+    written.
 
     Args:
         num_blocks: blocks of each layer.
@@ -54,7 +55,7 @@ def allocate_kv_cache(
     key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
     value_shape = (num_blocks, num_kv_heads, head_size, block_size)
 
-    if pin_memory:  # in one piece, as torch rounds each up to a power of two
+    if pin_memory:  # in one piece, because torch rounds each piece up to a power of two
         pool = torch.empty((num_layers, 2, prod(key_shape)), dtype=dtype, device=device, pin_memory=True)
         return [(keys.view(key_shape), values.view(value_shape)) for keys, values in pool]
 
@@ -67,9 +68,9 @@ def allocate_kv_cache(
 
 
 def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
-    """The next multiple of 16 bytes, in elements of `dtype`: heads of another size fit into a cache with zeros behind.
+    """The next multiple of 16 bytes, in elements of `dtype`. Heads of another size fit into a cache, padded with zeros.
 
-    They change no dot product of keys, and come out of values as zeros.
+    The zeros change no dot product of keys, and come out of values as zeros.
     """
     x = 16 // dtype.itemsize
     return -(-head_size // x) * x

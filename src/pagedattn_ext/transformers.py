@@ -4,8 +4,8 @@
     use_paged_attention(model)
     outputs = model.generate_batch(prompts)
 
-`import pagedattn_ext` leaves this module out: it needs transformers, and of the versions FIRST to LAST, because it
-subclasses what they do not promise to keep. ImportError with another one.
+`import pagedattn_ext` leaves this module out, because it needs transformers of the versions FIRST to LAST. It
+subclasses what transformers does not promise to keep, so with another version the import raises ImportError.
 """
 
 import copy
@@ -51,18 +51,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def use_paged_attention(model: transformers.PreTrainedModel) -> None:
     """From now on `model.generate_batch`, and all of transformers' continuous batching, runs on the paged ops.
 
-    On the device of the model, CPU or CUDA; in fp32, fp16 or bf16. The model itself stays as it is: its forward and
-    `generate` run on its own attention, with gradients, but for the time in which a continuous batching manager of it
-    runs: they raise RuntimeError then. Other models are not touched. To call it again changes nothing.
+    The ops run on the device of the model, CPU or CUDA, in fp32, fp16 or bf16. The model itself stays as it is: its
+    forward and `generate` run on its own attention, with gradients. While a continuous batching manager of the model
+    runs, forward and `generate` raise RuntimeError. Other models are not touched. A second call changes nothing.
 
-    Of a ContinuousBatchingConfig, page_size must be a power of two from 8 to 256; CUDA graphs and torch.compile are
-    ValueError; auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
+    In a ContinuousBatchingConfig, page_size must be a power of two from 8 to 256. CUDA graphs and torch.compile raise
+    ValueError. auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
 
-    Raises TypeError for what is not a model of transformers, ValueError for one whose layers are not all causal
-    attention through transformers' AttentionInterface: recurrent, encoder-decoder, chunked, with ALiBi.
+    Raises TypeError for what is not a model of transformers. Raises ValueError for a model with a layer that is not
+    causal attention through transformers' AttentionInterface: recurrent, encoder-decoder, chunked, with ALiBi.
     """
     _check_model(model)
-    model.destroy_cached_continuous_batching_manager()  # one with another attention would be used again
+    model.destroy_cached_continuous_batching_manager()  # a cached manager would go on with another attention
     model.init_continuous_batching = MethodType(init_continuous_batching, model)
 
 
@@ -89,7 +89,7 @@ def _check_model(model: object) -> None:
 
 
 def _head_size(config: Any) -> int:
-    """Of the keys and values that the attention gets; of the wider where they differ (expanded MLA)."""
+    """The head size of the keys and values that the attention gets. If they differ (expanded MLA), the wider one."""
     key_size = getattr(config, "qk_head_dim", None) or find_head_dim(config)
     return max(key_size, getattr(config, "v_head_dim", None) or 0)
 
@@ -108,18 +108,18 @@ class _Pages:
             keys, values = allocator.get_cache_for_block_table(layer)  # [num_pages, page_size, num_kv_heads, head_size]
             num_pages, page_size, num_kv_heads, head_size = keys.shape
             x = 16 // keys.dtype.itemsize
-            # Nobody else looks into a page: its elements may lie in our order.
+            # Nobody else looks into a page, so its elements may lie in our order.
             self.caches[layer] = (
                 keys.view(num_pages, num_kv_heads, head_size // x, page_size, x),
                 values.view(num_pages, num_kv_heads, head_size, page_size),
             )
-        self.attended: set[int] = set()  # layers
+        self.attended: set[int] = set()  # the layers that have called the attention
         self._step: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor]
 
     def inputs(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """slot_mapping, block_tables and seq_lens of the step that these arguments of the attention belong to."""
-        if self._step is not arguments["cu_seq_lens_q"]:  # one tensor for all layers of a step, a new one for the next
+        if self._step is not arguments["cu_seq_lens_q"]:  # one tensor for the layers of a step, a new one for each step
             self._step = arguments["cu_seq_lens_q"]
             self._inputs = self._make_inputs(arguments)
         return self._inputs
@@ -198,7 +198,7 @@ def _rows(tensor: Tensor, head_size: int) -> Tensor:
     return pad(rows, (0, head_size - rows.shape[-1])) if rows.shape[-1] < head_size else rows.contiguous()
 
 
-transformers.AttentionInterface.register(NAME, _paged_attention)  # a name more: it changes no other one
+transformers.AttentionInterface.register(NAME, _paged_attention)  # a new name; no other attention changes
 
 
 # ---- continuous batching --------------------------------------------------------------------------------------------
@@ -207,9 +207,10 @@ transformers.AttentionInterface.register(NAME, _paged_attention)  # a name more:
 class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
     """The manager that a model gets from `use_paged_attention`.
 
-    transformers plans the cache by the model's config, and cannot say by block tables where a layer with a sliding
-    window keeps its tokens. So it plans with a view of the model whose config says that all layers are full attention,
-    of a head size that the ops take; the model that runs keeps its own config, and its layers bring their windows.
+    transformers plans the cache by the model's config. Block tables cannot say where transformers would keep the tokens
+    of a layer with a sliding window. So transformers plans with a view of the model, whose config says that all layers
+    are full attention with a head size that the ops take. The model that runs keeps its own config, and its layers
+    bring their windows.
     """
 
     def __init__(
@@ -230,12 +231,12 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._view = _view(model)
         super().__init__(self._view, generation_config, config, workload_hints)
         self.model = model.eval()
-        # Steps of decode rows alone come with block tables. transformers would keep that to flash-attn.
+        # Steps with nothing but decode rows shall come with block tables. transformers does this only for flash-attn.
         self.continuous_batching_config.max_blocks_per_request = max_blocks_per_request
         self._enough_blocks = None if config.num_blocks else _enough_blocks(config.page_size, workload_hints)
 
     def switch_to_cb_friendly_attn(self, model: transformers.PreTrainedModel, auto_switch_to_flash: bool) -> None:
-        """Nothing: `start` switches the attention."""
+        """Does nothing: `start` switches the attention."""
 
     def start(self) -> None:
         if not self.is_running():
@@ -263,8 +264,8 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         return processor
 
     def _plan(self) -> ContinuousBatchProcessor:
-        """With no larger a cache than the requests fill, where they are known and nothing was asked for: transformers
-        would take, and on the CPU zero, most of the memory."""
+        """The plan with a cache no larger than the requests fill, if the requests are known and no size was asked for.
+        transformers would take most of the memory, and on the CPU fill it with zeros."""
         if self._enough_blocks and self.batch_processor is None:
             self.continuous_batching_config.num_blocks = self._enough_blocks
             try:
@@ -281,7 +282,7 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
 
 def _view(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same modules and weights under another config, which only the planning of the cache looks at."""
+    """The same modules and weights under another config. Only the planning of the cache looks at this config."""
     view = copy.copy(model)
     view.config = copy.deepcopy(model.config)
     config = view.config.get_text_config()
@@ -292,7 +293,7 @@ def _view(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 def _enough_blocks(page_size: int, hints: WorkloadHints | None) -> int | None:
-    """For all requests at once, and a quarter more: with few free blocks transformers admits requests one by one."""
+    """Blocks for all requests at once, and a quarter more. With few free blocks transformers admits them one by one."""
     if hints is None or not hints.max_generated_length:
         return None
     longest = hints.max_prompt_length + hints.max_generated_length
@@ -319,12 +320,12 @@ def init_continuous_batching(
     continuous_batching_config: transformers.ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> ContinuousBatchingManager:
-    """The method of that name of a model: all of transformers' ways to continuous batching go through it."""
+    """A model's method of this name. All of transformers' ways to continuous batching go through it."""
     if (kept := getattr(model, "_cached_continuous_batching_manager", None)) is not None:
         return kept
     generation_config = copy.deepcopy(generation_config or model.generation_config)
     if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = -1  # never stop; None would be the one of model.config
+        generation_config.eos_token_id = -1  # never stop; None would mean the id of model.config
     for config in (continuous_batching_config, getattr(generation_config, "continuous_batching_config", None)):
         if isinstance(config, transformers.ContinuousBatchingConfig):
             return _PagedManager(model, generation_config, config, workload_hints)

@@ -1,31 +1,33 @@
 """Documented functions for the ops in `torch.ops.pagedattn_ext`.
 
-They allocate outputs and fill in what follows from the arguments; the ops themselves, with the argument order that the
-field uses (outputs first), are in `torch.ops.pagedattn_ext`. All work under `torch.compile(fullgraph=True)`, but its
-default backend can lose where a view begins that an op writes to (docs/ops.md has the cases and ways around them).
+The functions allocate outputs and fill in what follows from the arguments. The ops themselves, with the field's order
+of arguments (outputs first), are in `torch.ops.pagedattn_ext`. All work under `torch.compile(fullgraph=True)`. If an op
+writes to a view, torch.compile's default backend can lose where the view begins; docs/ops.md has the cases, and ways
+around them.
 
 Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
     key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]
 Token t of a sequence is in block `block_table[t // block_size]` at offset `t % block_size`; its slot is
-`block * block_size + offset`. Blocks may be strided in dimension 0. dtypes are fp32, fp16 and bf16, one for a cache and
-all that meets it; block_size is a power of two from 8 to 256, head_size a multiple of x up to 256.
+`block * block_size + offset`. Caches may be strided in dimension 0. dtypes are fp32, fp16 and bf16; a cache and all
+data tensors of a call have the same dtype. block_size is a power of two from 8 to 256, head_size a multiple of x up to
+256.
 
 An fp8 cache (x = 16) holds value / scale, rounded to nearest and saturating, and meets tensors of any of the three
 dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m3fn and torch.float8_e5m2 included),
-"fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too); k_scale and v_scale are fp32 tensors of one element,
-by default 1. With a cache that is not fp8 nothing is scaled, and their values are ignored.
+"fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too). k_scale and v_scale are fp32 tensors of one element;
+None is 1. If the cache is not fp8, nothing is scaled, and the values of the scales are ignored.
 
 Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
-grad raises RuntimeError, and so does one that carries a tangent of forward mode (the raw ops let both pass).
+grad raises RuntimeError. A tensor that carries a tangent of forward mode always does. (The raw ops let both pass.)
 
 Devices: CPU, and CUDA where the build has CUDA kernels, which have not run on a GPU yet. An op runs where its tensors
-are, on the current stream, and does not wait for the GPU. They must be on one device, but k_scale and v_scale may be on
-the CPU, and block_mapping anywhere. What index tensors on a GPU hold is checked with PAGEDATTN_CHECK=1 in the
-environment, which does wait for it.
+are, on the current stream, and does not wait for the GPU. All tensors must be on one device, but k_scale and v_scale
+may be on the CPU, and block_mapping anywhere. With PAGEDATTN_CHECK=1 in the environment an op checks what index tensors
+on a GPU hold; to do this it waits for the GPU.
 
-Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or a wrong type, both before
-any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
+Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or a wrong type. Both are raised
+before any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
 RuntimeError with the same text.
 """
 

@@ -29,7 +29,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         if ": expected " in message:
             raise ValueError(message) from None
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in message:
-            _name_other_device(op, args, kwargs)  # the error does not say which argument it is
+            _name_other_device(op, args, kwargs)  # torch's error does not say which argument differs
         raise
 
 
@@ -43,7 +43,7 @@ def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors of a value that is one, or holds some in lists, tuples and dicts."""
+    """The tensors of a value: a tensor itself, or tensors in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -51,8 +51,8 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if the tensors are on several devices. An input says where they should be; what may be on the
-    CPU as well is asked last, and what is written, which a wrapper may have allocated, after the inputs."""
+    """Raises ValueError if the tensors are on several devices. The first input says which device is expected. Outputs,
+    which a wrapper may have allocated, are compared after the inputs; tensors that may be on the CPU come last."""
 
     def rank(item: tuple[Any, Tensor]) -> tuple[bool, bool]:
         return item[0].name in MAYBE_ON_CPU, item[0].is_write
@@ -67,7 +67,7 @@ def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def check_one_device(op: str, *values: object) -> None:
-    """For a fake kernel: a meta tensor among real ones brings torch there, too."""
+    """For a fake kernel, which torch also calls if one meta tensor is among real ones."""
     if len({value.device for value in values if isinstance(value, Tensor)}) > 1:
         raise RuntimeError(f"{op}: {SEVERAL_DEVICES}")
 
@@ -83,7 +83,7 @@ def _any_requires_grad(values: Iterable[object]) -> bool:
 
 
 def _refuse_derivatives(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An op writes behind autograd's back: a gradient or a tangent would be lost, and nothing would say so."""
+    """An op writes without autograd's knowledge: a gradient or a tangent would be lost, and nothing would say so."""
     for argument, tensors in _arguments(op, args, kwargs):
         for tensor in tensors:
             if torch.is_grad_enabled() and tensor.requires_grad:
@@ -110,7 +110,7 @@ def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
 
 
 def to_int(op: str, name: str, value: Any) -> int:
-    """For functions that compute with an argument; what torch would take as an int, and nothing else."""
+    """For functions that compute with an argument. Takes what torch would take as an int, and nothing else."""
     if isinstance(value, (int, torch.SymInt)):
         return value  # type: ignore[return-value]
     try:
@@ -120,8 +120,9 @@ def to_int(op: str, name: str, value: Any) -> int:
 
 
 def _kernel_for_negated(op: Any) -> Callable[..., Any]:
-    """What an op does if an argument is a view that torch negates when it is read (Tensor.is_neg). Without it torch
-    writes results to a copy, and finds it cannot bring them back when other arguments have been written."""
+    """What an op does if an argument is a view that torch negates when it is read (Tensor.is_neg). Without this kernel
+    torch writes results to a copy. It finds that it cannot copy them back only when other arguments have been
+    written."""
 
     def resolved(value: Any) -> Any:
         if isinstance(value, list):
@@ -142,7 +143,7 @@ _library = torch.library.Library("pagedattn_ext", "IMPL")  # type: ignore[no-unt
 
 
 def refuse_negated_outputs(names: list[str]) -> None:
-    """For the raw ops of these names."""
+    """Register `_kernel_for_negated` for the raw ops of these names."""
     for name in names:
         kernel = _kernel_for_negated(getattr(torch.ops.pagedattn_ext, name))
         _library.impl(name, kernel, "Negative")  # type: ignore[no-untyped-call]

@@ -77,10 +77,10 @@ def paged_attention_v2(
 ) -> Tensor:
     """`paged_attention_v1` with its arguments and its result, bit for bit, for callers of vLLM's v2.
 
-    The raw op takes the scratch that they bring after out: exp_sums, max_logits (fp32 [num_seqs, num_heads,
+    After out, the raw op takes the scratch of such callers: exp_sums, max_logits (fp32 [num_seqs, num_heads,
     max_num_partitions]) and tmp_out ([num_seqs, num_heads, max_num_partitions, head_size]), for partitions of 512
-    tokens. It checks the scratch and neither reads nor writes it: both ops split long sequences, and allocate what they
-    need. This function makes scratch of the right shapes.
+    tokens. The op checks the scratch, and neither reads nor writes it. Both ops split long sequences, and allocate what
+    they need. This function makes scratch of the right shapes.
     """
     out, arguments = _decode_arguments(
         "paged_attention_v2",
@@ -116,7 +116,7 @@ def _decode_arguments(
     alibi_slopes: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """`out` and what follows it in the raw decode ops, up to alibi_slopes; what was left out is filled in."""
+    """`out`, and the arguments that follow it in the raw decode ops, up to alibi_slopes. Defaults are filled in."""
     check_tensors(op, query=query, value_cache=value_cache, block_tables=block_tables)
     check_rank(op, "query", query, 3)
     check_rank(op, "block_tables", block_tables, 2)
@@ -133,12 +133,12 @@ def _decode_arguments(
 
 
 def _bound_of_lengths(op: str, max_seq_len: int | None, num_slots: int) -> int:
-    """max_seq_len, if it is given and less than the slots of a row of block_tables."""
+    """max_seq_len, but at most the slots of a row of block_tables."""
     return num_slots if max_seq_len is None else min(to_int(op, "max_seq_len", max_seq_len), num_slots)
 
 
 def _default_scale(query: Tensor) -> float:
-    return max(query.shape[-1], 1) ** -0.5  # heads without elements are the op's to refuse
+    return max(query.shape[-1], 1) ** -0.5  # the op refuses heads without elements
 
 
 def paged_attention(
@@ -161,12 +161,12 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
 
-    The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s, whose keys and values
-    are already in the cache: row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
+    The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s. Their keys and values
+    are already in the cache. Row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
     p - sliding_window < t <= p. Its logits are scale * query . key, then softcap * tanh(logit / softcap) if softcap is
     not 0, then + alibi_slopes[h] * (t - p). A row that sees nothing gives zeros and an lse of -inf. The result of a row
-    depends on its own sequence alone, bit for bit, however the batch is put together or a prompt cut into chunks (on
-    CUDA the latter may change the last bits).
+    depends on its own sequence alone, bit for bit, however the batch is put together and however a prompt is cut into
+    chunks (on CUDA, cutting a prompt in another way may change the last bits).
 
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
@@ -174,8 +174,8 @@ def paged_attention(
             sliding window) may have any id.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
         scale: default head_size ** -0.5.
-        max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result; where tables are wider
-            than sequences are long, CUDA kernels choose by it.
+        max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
+            than sequences are long, CUDA kernels choose their way by it.
         alibi_slopes: fp32 [num_heads].
         sliding_window: tokens that a row sees, its own included; default all.
         softcap: default 0, none.
@@ -219,7 +219,7 @@ def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of tokens from the attention over each: two results of `paged_attention`, merged.
+    """Attention over two sets of tokens, merged from two results of `paged_attention`, one for each set.
 
     lse = log(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix_output +
     exp(suffix_lse - lse) * suffix_output. Where both lse are -inf, zeros and -inf.

@@ -40,7 +40,7 @@ def gather_cached_kv(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tenso
     """
     check_tensors("gather_cached_kv", value_cache=value_cache, slot_mapping=slot_mapping)
     key = value_cache.new_zeros((*slot_mapping.shape, *value_cache.shape[1:3]))
-    value = torch.zeros_like(key)  # not two halves of one tensor: torch.compile may lose where the second begins
+    value = torch.zeros_like(key)  # not halves of one tensor: torch.compile may lose where the second half begins
     call("gather_cached_kv", key, value, key_cache, value_cache, slot_mapping)
     return key, value
 

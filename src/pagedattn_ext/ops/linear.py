@@ -20,8 +20,8 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
         weight: [out_features, in_features], fp32, fp16 or bf16, on the CPU.
 
     Returns:
-        [ceil(out_features / 16), in_features, 16], a copy: features of the output in panels of 16, zeros for what the
-        last one has too many.
+        [ceil(out_features / 16), in_features, 16], a copy: output features in panels of 16; the last panel is filled up
+        with zeros.
     """
     check_tensors("pack_linear_weight", weight=weight)
     check_rank("pack_linear_weight", "weight", weight, 2)
@@ -41,8 +41,8 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
 def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias, for a weight of `pack_linear_weight`. On the CPU alone.
 
-    Rows and weights are multiplied in fp32, whatever they are stored as; where both are bf16 and the CPU has
-    AVX512-BF16, by its instruction, which adds in fp32. A row's result is the same bit for bit, whatever other rows
+    Rows and weights are multiplied in fp32, whatever their dtypes. If both are bf16 and the CPU has AVX512-BF16, its
+    instruction multiplies them, and adds in fp32. The result of a row is the same, bit for bit, whatever other rows
     there are.
 
     Args:
@@ -86,8 +86,8 @@ def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bia
 
     Each row of the input is quantized by itself, at every call: scale = max|x| / 127, codes round(x / scale), to even.
     Products are summed in int32, exactly; then sum * (scale * weight_scale) + bias in fp32, rounded once on store. So a
-    row's result does not depend on the other rows. A row with NaN or infinity gives NaN; elements below 2^-119 in a row
-    without any larger one count as zeros. On the CPU only.
+    row's result does not depend on the other rows. A row with NaN or infinity gives NaN. If no element of a row reaches
+    2^-119, its elements count as zeros. On the CPU only.
 
     Args:
         input: [..., in_features], evenly spaced rows of 1 to 131072 elements.
@@ -111,7 +111,7 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
     """The weight of `linear_int4` in the order in which it is read, in huge pages where the system grants them.
 
     Element i of a row of the weight is (code - zero) * scale, with the scale and zero of its group i // group_size.
-    Scales are used as they are: fp16 ones stay fp16, bf16 and fp32 ones are stored in fp32.
+    Scales are used as they are: fp16 scales stay fp16, bf16 and fp32 scales are stored in fp32.
 
     Args:
         codes: uint8 [out_features, in_features], 0 to 15, on the CPU.
@@ -169,8 +169,8 @@ def linear_int4(
     """input @ ((codes - zeros) * scales).T + bias, of rows rounded to 8 bits and weights of 4 bits.
 
     Every 32 elements of a row are quantized by themselves, at every call, as rows are in `linear_int8`. Their products
-    are summed in integers, exactly, then multiplied by both scales and summed in fp32, in an order that is always the
-    same: a row's result does not depend on the other rows. A row with NaN or infinity gives NaN. On the CPU only.
+    are summed in integers, exactly. The sums are multiplied by both scales and added in fp32, always in the same order.
+    So a row's result does not depend on the other rows. A row with NaN or infinity gives NaN. On the CPU only.
 
     Args:
         input: [..., in_features], evenly spaced rows.

@@ -15,20 +15,21 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotary position embedding, in place (Su et al., "RoFormer", 2021).
 
-    (x, y) -> (x cos - y sin, y cos + x sin) within a head's first rot_dim elements: with is_neox, x is element i of
-    their first half and y element i of the second (GPT-NeoX, LLaMA); without, they are elements 2i and 2i + 1 (GPT-J).
+    (x, y) -> (x cos - y sin, y cos + x sin) within a head's first rot_dim elements. With is_neox, x is element i of the
+    first half and y element i of the second half (GPT-NeoX, LLaMA). Without is_neox, x and y are elements 2i and 2i + 1
+    (GPT-J).
 
     Args:
         positions: int64 [num_tokens] or [batch, seq_len].
-        query: the dimensions of positions, then [num_heads, head_size] or [num_heads * head_size]; any stride from one
-            token to the next, the same over all, and from one head to the next.
+        query: the dimensions of positions, then [num_heads, head_size] or [num_heads * head_size]. Tokens are evenly
+            spaced with any stride, and so are heads.
         key: likewise, with num_kv_heads; or None.
         cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
 
     Returns:
         (query, key).
     """
-    if not isinstance(is_neox, bool):  # torch takes None, as False
+    if not isinstance(is_neox, bool):  # torch would take None as False
         raise TypeError(f"rotary_embedding: is_neox: expected a bool, got {type(is_neox).__name__}")
     call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key

@@ -14,8 +14,8 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None 
         logits: [num_rows, vocab_size], any stride in dimension 0; updated.
         bitmask: int32 [num_masks, at least ceil(vocab_size / 32)], any stride in dimension 0; bits past the vocabulary
             mean nothing.
-        indices: int64 [num_masks], the row of logits that each mask is for, every row at most once; the others stay as
-            they are. By default mask i is for row i, and there are as many masks as rows.
+        indices: int64 [num_masks], the row of logits that each mask is for, every row at most once. Rows without a mask
+            stay as they are. By default mask i is for row i, and there are as many masks as rows.
 
     Returns:
         logits.
