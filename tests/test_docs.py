@@ -1,6 +1,7 @@
 """The sessions in docs/ give what they print; docs/ops.md has every op with its schema and its wrapper's signature;
 links between the documents lead somewhere."""
 
+import dataclasses
 import doctest
 import inspect
 import os
@@ -14,6 +15,7 @@ import torch
 
 import pagedattn_ext
 from pagedattn_ext import ops
+from pagedattn_serve.engine_args import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -114,6 +116,17 @@ def test_links_lead_somewhere(page):
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_the_table_of_options_is_that_of_engine_args():
+    """docs/serving.md, "Options": the lines that are missing there are in the message of a failure."""
+    rows = [f"| `{name}` | {default_of(option)} | {option.help} |" for name, option in OPTIONS.items()]
+    table = re.search(r"^\| option \| default \|.*?\n\n", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None and table[0].splitlines()[2:-1] == rows, "\n".join(rows)
+
+
+def default_of(option):
+    return "" if option.default is dataclasses.MISSING else f"`{option.default!r}`"
 
 
 def test_the_readme_leads_to_every_document():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagedattn_serve.calibration import calibrate_kv_scales as calibrate_kv_scales
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
+    from pagedattn_serve.engine_args import EngineArgs as EngineArgs
     from pagedattn_serve.errors import ArgumentError as ArgumentError
     from pagedattn_serve.errors import ArgumentTypeError as ArgumentTypeError
     from pagedattn_serve.llm import LLM as LLM
@@ -40,6 +41,7 @@ _PUBLIC = {
     "CompletionOutput": "outputs",
     "EngineBusyError": "async_engine",
     "EngineDeadError": "async_engine",
+    "EngineArgs": "engine_args",
     "EngineStats": "outputs",
     "LLMEngine": "engine",
     "Logprob": "outputs",

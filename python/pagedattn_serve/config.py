@@ -1,8 +1,15 @@
-"""What the scheduler and the cache may use, checked once at construction, and the checks that do it."""
+"""What each part of the engine may use, checked once at construction, and the checks that do it.
+
+The names of dtypes stand here without torch, so that options can be checked, and help printed, before torch is loaded.
+"""
 
 import math
+import re
+import sys
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
@@ -10,6 +17,18 @@ from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
 DEFAULT_WATERMARK = 0.01
+UNBOUNDED = sys.maxsize  # a limit that the options leave to the model or to the memory
+
+# Names of an option, and torch's names for the dtypes.
+DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",  # this name and the next are torch's and vLLM's as well
+    "half": "float16",
+}
+FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+QUANTIZATIONS = ("int8", "int4")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
@@ -57,6 +76,63 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))
 
 
+def check_dtype(dtype: object) -> str:
+    """The name of a dtype of a model, which may come as torch's, or "auto"; raises ArgumentError for any other."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("auto", *DTYPES):
+        raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name)
+    return name
+
+
+def check_kv_cache_dtype(name: object) -> None:
+    """Raise ArgumentError unless it is the name of a dtype of the cache."""
+    if name not in ("auto", *FP8_DTYPES):
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", name)
+
+
+def check_quantization(quantization: object) -> None:
+    """Raise ArgumentError unless it is None or one of QUANTIZATIONS."""
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ArgumentError("quantization", f"None, {' or '.join(QUANTIZATIONS)}", repr(quantization))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, how it is loaded, and where it runs. The fields are those of `EngineArgs`."""
+
+    model: str | PathLike[str]
+    tokenizer: str | PathLike[str] | None = None
+    dtype: Any = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    seed: int | None = 0
+    enforce_eager: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ArgumentError("device", "auto, cpu, cuda or cuda:N", repr(self.device))
+        check_quantization(self.quantization)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, 2**64 - 1)
+        check_bool("enforce_eager", self.enforce_eager)
+        if check_bool("trust_remote_code", self.trust_remote_code):
+            raise ArgumentError("trust_remote_code", "False, as running a checkpoint's own code is not supported")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many devices share the work."""
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size != 1:
+            raise ArgumentError("tensor_parallel_size", "1, as more are not supported", self.tensor_parallel_size)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one scheduler.
@@ -96,12 +172,14 @@ class SchedulerConfig:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CacheConfig:
-    """Size of the paged key-value cache, in blocks.
+    """Size of the paged key-value cache, in blocks, and what bounds the size where num_blocks is UNBOUNDED.
 
     num_blocks: physical blocks in the pool.
     block_size: tokens per block; a power of two from 8 to 256.
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
+    kv_cache_memory, gpu_memory_utilization, swap_space: those of `EngineArgs`, from which the two numbers of blocks are
+        chosen.
     enable_prefix_caching: whether blocks are found by their tokens.
     kv_cache_dtype: "auto" (the model's), "fp8" or "fp8_e4m3", "fp8_e5m2".
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
@@ -111,6 +189,9 @@ class CacheConfig:
     block_size: int = 16
     watermark: float = DEFAULT_WATERMARK
     num_host_blocks: int = 0
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space: float = 4
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_scales: tuple[tuple[float, float], ...] | None = None
@@ -121,8 +202,16 @@ class CacheConfig:
         if self.block_size & (self.block_size - 1):
             raise ArgumentError("block_size", "a power of two", self.block_size)
         check_int("num_host_blocks", self.num_host_blocks, 0)
+        if self.kv_cache_memory is not None:
+            check_int("kv_cache_memory", self.kv_cache_memory, 1)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ArgumentError("gpu_memory_utilization", "a share in (0, 1]", self.gpu_memory_utilization)
+        check_float("swap_space", self.swap_space)
+        if self.swap_space < 0:
+            raise ArgumentError("swap_space", "a number >= 0", self.swap_space)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_kv_cache_dtype(self.kv_cache_dtype)
         check_float("watermark", self.watermark)
         if not 0 <= self.watermark < 1:
             raise ArgumentError("watermark", "a share in [0, 1)", self.watermark)
-        check_int("num_host_blocks", self.num_host_blocks, 0)

@@ -7,27 +7,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from os import PathLike
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
-import torch
-
-from pagedattn_serve.config import SchedulerConfig
-from pagedattn_serve.engine_setup import (
-    check_options,
-    choose_cache_config,
-    choose_device,
-    choose_max_model_len,
-    limit_to_cache,
-    too_large,
-)
+from pagedattn_serve.engine_args import EngineArgs, takes_options
+from pagedattn_serve.engine_setup import choose_device, limit_to_cache, limit_to_memory, limit_to_model, too_large
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
-from pagedattn_serve.loading.kv_scales import GivenScales
 from pagedattn_serve.loading.loader import choose_kv_scales, load_model
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
 from pagedattn_serve.requests.completion import SampledToken
@@ -67,49 +56,7 @@ def interruptible(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[
 
 
 class LLMEngine:
-    """Continuous batching over a paged cache.
-
-    Args:
-        model: a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), "~" is the home; or
-            the name of a repository that lies in Hugging Face's cache.
-        tokenizer: a directory with another tokenizer than the model's.
-        dtype: "auto" (the checkpoint's), "float32" or "float", "float16" or "half", "bfloat16"; or torch's.
-        device: "auto" (CUDA where there is a device and this build has the kernels, else the CPU), "cpu", "cuda" or
-            "cuda:N".
-        block_size: tokens per cache block, a power of two from 8 to 256.
-        kv_cache_memory: bytes for the cache. Default: 1 GiB on the CPU, on CUDA what gpu_memory_utilization leaves;
-            but no more than max_num_seqs sequences of max_model_len tokens could use.
-        num_blocks: blocks of the cache; not together with kv_cache_memory.
-        max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens run through the model in one step. A longer prompt runs in chunks, which are
-            small beside other requests, so that these go on and newcomers start.
-        max_model_len: most tokens of a sequence, prompt and output together. Default: the model's, or what the whole
-            cache holds if that is less.
-        swap_space: GiB of host memory for the blocks of requests that are swapped out. No more is taken than for as
-            many blocks as the cache has.
-        gpu_memory_utilization: share of the CUDA device that weights, activations and cache may take, in (0, 1].
-        seed: of the random numbers for requests without a seed of their own; None takes an arbitrary one.
-        tensor_parallel_size: 1, as one device is all that is used yet.
-        enforce_eager: no CPU graphs (`pagedattn_ext.CPUGraph`), in which the model's steps of one token for each of up
-            to 8 sequences run otherwise. A profiler sees the ops of such a step only without. On CUDA nothing is
-            captured either way.
-        trust_remote_code: False, as a checkpoint's own code is never run.
-        preemption_mode: what becomes of the blocks of a request that makes room for others: "recompute" drops them and
-            computes them again later, "swap" moves them to host memory while swap_space lasts, "auto" swaps where a
-            request has several sequences.
-        enable_prefix_caching: whether a prompt that begins as others did takes their blocks instead of computing them.
-        scheduling_policy: "fcfs", first come first served, or "priority".
-        kv_cache_dtype: "auto" (the model's), or "fp8" = "fp8_e4m3" or "fp8_e5m2": half the cache of 16 bits.
-        kv_scales: what keys and values are divided by in an fp8 cache: a pair (k_scale, v_scale), a list of one for
-            each layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else
-            1.
-        speculation: "ngram" guesses that a sequence that repeats its last few tokens goes on as it did before, and lets
-            the model verify the guesses in one step: the same tokens, in fewer steps where text recurs. None: off.
-        num_speculative_tokens: most tokens guessed for a sequence in a step.
-        quantization: "int8" or "int4" quantizes the weights of linear layers when they are loaded, on the CPU alone.
-            None: they are as in the checkpoint, which may come quantized.
-        max_beam_width: widest beam (`SamplingParams.use_beam_search`). What a step does for a beam grows with the
-            square of its width, and other requests wait for it.
+    """Continuous batching over a paged cache. The arguments are those of `EngineArgs`, which says what they mean.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
     `tokenize`, `detokenize` and `make_request`.
@@ -119,85 +66,24 @@ class LLMEngine:
     taken again, and no cached prefix is left. The engine is as good as new.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        tokenizer: str | PathLike[str] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        block_size: int = 16,
-        kv_cache_memory: int | None = None,
-        num_blocks: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2560,
-        max_model_len: int | None = None,
-        swap_space: float = 4,
-        gpu_memory_utilization: float = 0.9,
-        seed: int | None = 0,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
-        preemption_mode: str = "auto",
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        kv_cache_dtype: str = "auto",
-        kv_scales: GivenScales | None = None,
-        speculation: str | None = None,
-        num_speculative_tokens: int = 5,
-        quantization: str | None = None,
-        max_beam_width: int = 32,
-    ) -> None:
-        if seed is None:
-            seed = secrets.randbits(64)
-        check_options(
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            seed=seed,
-            swap_space=swap_space,
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            trust_remote_code=trust_remote_code,
-            enforce_eager=enforce_eager,
-            tensor_parallel_size=tensor_parallel_size,
-            kv_cache_dtype=kv_cache_dtype,
-            quantization=quantization,
-            max_beam_width=max_beam_width,
-        )
-        device = choose_device(device)
-        directory = model_directory(model)
-        self.tokenizer = load_tokenizer(directory, tokenizer)
+    @takes_options(EngineArgs)
+    def __init__(self, args: EngineArgs) -> None:
+        model_config, cache_config, _, scheduler_config = args.create_engine_configs()
+        device = choose_device(model_config.device)
+        directory = model_directory(model_config.model)
+        self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
         end_token_ids = frozenset(eos_token_ids(directory))
         defaults = generation_defaults(directory)
-        causal_lm = load_model(directory, dtype, device, quantization)
-        scales = choose_kv_scales(kv_cache_dtype, kv_scales, directory, causal_lm.num_layers)
-        scheduler_config = SchedulerConfig(
-            max_model_len=choose_max_model_len(max_model_len, causal_lm.max_model_len),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            policy=scheduling_policy,
-            preemption_mode=preemption_mode,
-            speculation=speculation,
-            num_speculative_tokens=num_speculative_tokens,
-            max_beam_width=max_beam_width,
-        )
-        cache_config = choose_cache_config(
-            causal_lm,
-            scheduler_config,
-            device,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            swap_space=swap_space,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_scales=scales,
-        )
+        causal_lm = load_model(directory, model_config.dtype, device, model_config.quantization)
+        scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.num_layers)
+        scheduler_config = limit_to_model(scheduler_config, causal_lm)
+        cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
         scheduler_config = limit_to_cache(scheduler_config, cache_config)
+        seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
         try:
-            model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
+            model_runner = ModelRunner(
+                causal_lm, scheduler_config, cache_config, device, seed, model_config.enforce_eager
+            )
             scheduler = Scheduler(scheduler_config, cache_config)
         except HostMemoryError:
             raise
@@ -206,6 +92,10 @@ class LLMEngine:
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
         self._join(model_runner, scheduler, inputs)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**vars(engine_args))
 
     def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
         """The rest of the construction, when the parts are made: all that the engine itself holds."""

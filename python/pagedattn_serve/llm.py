@@ -3,12 +3,11 @@
 from os import PathLike
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, with_place
-from pagedattn_serve.loading.kv_scales import GivenScales
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import SamplingParams
@@ -16,63 +15,14 @@ from pagedattn_serve.text.chat_template import Message, load_chat_template, rend
 
 
 class LLM:
-    """A model with its engine, `llm_engine`. The arguments and the errors are those of `LLMEngine`."""
+    """A model with its engine, `llm_engine`. The arguments are those of `EngineArgs`.
 
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        tokenizer: str | PathLike[str] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str = "auto",
-        block_size: int = 16,
-        kv_cache_memory: int | None = None,
-        num_blocks: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2560,
-        max_model_len: int | None = None,
-        swap_space: float = 4,
-        gpu_memory_utilization: float = 0.9,
-        seed: int | None = 0,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
-        preemption_mode: str = "auto",
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        kv_cache_dtype: str = "auto",
-        kv_scales: GivenScales | None = None,
-        speculation: str | None = None,
-        num_speculative_tokens: int = 5,
-        quantization: str | None = None,
-        max_beam_width: int = 32,
-    ) -> None:
-        self.llm_engine = LLMEngine(
-            model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            swap_space=swap_space,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            trust_remote_code=trust_remote_code,
-            preemption_mode=preemption_mode,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_scales=kv_scales,
-            speculation=speculation,
-            num_speculative_tokens=num_speculative_tokens,
-            quantization=quantization,
-            max_beam_width=max_beam_width,
-        )
+    Raises as `LLMEngine` does.
+    """
+
+    @takes_options(EngineArgs)
+    def __init__(self, args: EngineArgs) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(args)
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pagedattn_ext import ops
 from pagedattn_serve.calibration import calibrate_kv_scales, run_alone
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.loading.kv_scales import GivenScales
+from pagedattn_serve.engine_args import GivenScales
 from pagedattn_serve.models import layers
 from pagedattn_serve.sampling_params import SamplingParams
 

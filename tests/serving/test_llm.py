@@ -9,6 +9,7 @@ import torch
 from checkpoints import Checkpoint, completions, token_ids
 
 from pagedattn_serve import LLM, LLMEngine, SamplingParams
+from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.execution.sampler import SamplerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -265,8 +266,8 @@ def test_arguments_of_the_constructor() -> None:
         ("max_beam_width", 32),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
-    assert LLMEngine.__doc__ is not None
-    places = [LLMEngine.__doc__.index(f"\n        {name}: ") for name, _ in arguments(LLM)]
+    assert EngineArgs.__doc__ is not None
+    places = [EngineArgs.__doc__.index(f"\n    {name}: ") for name, _ in arguments(LLM)]
     assert places == sorted(places)
 
 
@@ -288,10 +289,11 @@ def test_every_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
     real = LLMEngine.__init__
     monkeypatch.setattr(LLMEngine, "__init__", record)
-    values: list[Any] = [f"{name} here" for name, _ in arguments(LLM)]
+    values: list[Any] = ["m", "t", "bfloat16", "cuda:1", 32, None, 9, 3, 77, 66, 1.5, 0.5, 8, 1, True, False, "swap"]
+    values += [False, "priority", "fp8", "s", "ngram", 2, "int4", 7]
     LLM(*values)
     del seen["self"]
-    assert seen == {name: f"{name} here" for name, _ in arguments(LLM)}
+    assert seen == {name: value for (name, _), value in zip(arguments(LLM), values, strict=True)}
 
 
 def test_positional_arguments(text_model: str, llama: Checkpoint) -> None:

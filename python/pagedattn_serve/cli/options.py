@@ -1,11 +1,36 @@
-"""Options that commands share: which model, and how its engine is set up."""
+"""Options that commands share: which model, and how its engine is set up. `EngineArgs` says what they mean."""
 
 import argparse
 import re
+from typing import get_args
 
 from pagedattn_serve.config import DEMO_MODEL
+from pagedattn_serve.engine_args import OPTIONS
 
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+# Names of values in the help; those of other options are N for numbers, and the option's own name.
+METAVARS = {
+    "tokenizer": "DIR",
+    "kv_cache_memory": "SIZE",
+    "swap_space": "GIB",
+    "gpu_memory_utilization": "SHARE",
+    "preemption_mode": "MODE",
+    "scheduling_policy": "POLICY",
+    "kv_cache_dtype": "DTYPE",
+    "kv_scales": "FILE",
+    "speculation": "METHOD",
+    "quantization": "FORM",
+}
+MODEL = ("dtype", "quantization")
+PLACE = ("tokenizer", "device")
+SCHEDULING = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode"),
+    *("speculation", "max_beam_width"),
+)
+CACHE_SIZE = ("kv_cache_memory", "num_blocks")
+CACHE = ("block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching", "kv_cache_dtype", "kv_scales")
+# The options of EngineArgs that `add_model`, `add_place` and `add_engine` add.
+ENGINE_OPTIONS = ("model", *MODEL, *PLACE, *SCHEDULING, *CACHE_SIZE, *CACHE)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -16,109 +41,37 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="Hugging Face directory, or a repository in its cache (default: the demo model of the package)",
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-    parser.add_argument(
-        "--quantization",
-        metavar="FORM",
-        help="of the weights of linear layers, on the CPU: int8 or int4 (default: as in the checkpoint)",
-    )
+    add_options(parser, MODEL)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory with another tokenizer than the model's")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+def add_place(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, PLACE)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the engine's options, in groups of their own. `cli.engine` makes an engine of them."""
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output (default: the model's)"
-    )
-    engine.add_argument(
-        "--max-num-seqs", type=int, default=256, metavar="N", help="sequences running at once (default: %(default)s)"
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2560,
-        metavar="N",
-        help="tokens through the model in one step; longer prompts run in small chunks beside others "
-        "(default: %(default)s)",
-    )
-    engine.add_argument(
-        "--scheduling-policy",
-        default="fcfs",
-        metavar="POLICY",
-        help="fcfs, first come first served, or priority (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--preemption-mode",
-        default="auto",
-        metavar="MODE",
-        help="of requests that make room: recompute, swap, or auto, by what is better (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--speculation", metavar="METHOD", help="ngram: guess from repetitions and verify (default: no guesses)"
-    )
-    engine.add_argument(
-        "--max-beam-width", type=int, default=32, metavar="N", help="widest beam of a request (default: %(default)s)"
-    )
-    add_cache(parser.add_argument_group("cache"))
+    """The engine's options, in groups of their own; `cli.engine` makes an engine of them."""
+    add_options(parser.add_argument_group("engine"), SCHEDULING)
+    cache = parser.add_argument_group("cache; a SIZE is in bytes, or 512MiB, 4GiB")
+    add_options(cache.add_mutually_exclusive_group(), CACHE_SIZE)
+    add_options(cache, CACHE)
 
 
-def add_cache(group: argparse._ArgumentGroup) -> None:
-    cache = group.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--kv-cache-memory",
-        type=size,
-        metavar="SIZE",
-        help="bytes, or 512MiB, 4GiB (default: 1GiB on the CPU, what is left on CUDA)",
-    )
-    cache.add_argument("--num-blocks", type=int, metavar="N", help="the same in blocks")
-    add_block_size(group)
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
-        help="of a CUDA device that weights, activations and cache may take (default: %(default)s)",
-    )
-    group.add_argument(
-        "--swap-space",
-        type=float,
-        default=4,
-        metavar="GIB",
-        help="of host memory, for blocks of preempted requests, of which there are no more than in the cache "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="compute each prompt anew, even where another began the same way",
-    )
-    add_kv_cache_dtype(group)
-    group.add_argument(
-        "--kv-scales",
-        metavar="FILE",
-        help="JSON for fp8: [k_scale, v_scale], or a list of these by layer (default: the checkpoint's, else 1)",
-    )
-
-
-def add_block_size(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens per cache block (default: %(default)s)"
-    )
-
-
-def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        metavar="DTYPE",
-        help="auto (the model's), fp8, fp8_e4m3 or fp8_e5m2 (default: %(default)s)",
-    )
+def add_options(group: argparse._ActionsContainer, names: tuple[str, ...]) -> None:
+    """Options of EngineArgs, by name."""
+    for name in names:
+        option = OPTIONS[name]
+        help = option.help.replace("%", "%%")
+        if name == "enable_prefix_caching":
+            group.add_argument("--no-prefix-caching", dest=name, action="store_false", help=f"do not {help}")
+            continue
+        kind = next((kind for kind in (int, float) if kind in (option.type, *get_args(option.type))), str)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=size if name == "kv_cache_memory" else kind,
+            default=option.default,
+            metavar=METAVARS.get(name, "N" if kind is int else None),
+            help=help if option.default is None else f"{help} (default: {option.default})",
+        )
 
 
 def size(text: str) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from importlib.metadata import version
 
-from pagedattn_serve.cli.options import add_block_size, add_device, add_engine, add_kv_cache_dtype, add_model, size
+from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, size
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def capital(text: str) -> str:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_device(parser)
+    add_place(parser)
 
     prompts = parser.add_argument_group("prompts, and what becomes of them")
     source = prompts.add_mutually_exclusive_group(required=True)
@@ -64,7 +64,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_device(parser)
+    add_place(parser)
 
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -139,11 +139,4 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def add_info(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_block_size(parser)
-    parser.add_argument(
-        "--kv-cache-memory",
-        type=size,
-        metavar="SIZE",
-        help="for the cache: bytes, or 512MiB, 4GiB (default: 1GiB, as on the CPU)",
-    )
-    add_kv_cache_dtype(parser)
+    add_options(parser, ("block_size", "kv_cache_memory", "kv_cache_dtype"))

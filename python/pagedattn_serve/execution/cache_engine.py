@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
+from pagedattn_serve.config import FP8_DTYPES, check_kv_cache_dtype
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.metadata import KVCache
 
-FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in FP8_DTYPES.items()}
 
 
 class HostMemoryError(MemoryError):
@@ -147,8 +148,5 @@ def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_si
 
 def choose_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache of a model of `dtype`; "auto" means the model's. Raises ValueError for an unknown name."""
-    if kv_cache_dtype == "auto":
-        return dtype
-    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in FP8_DTYPES:
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", kv_cache_dtype)
-    return FP8_DTYPES[kv_cache_dtype]
+    check_kv_cache_dtype(kv_cache_dtype)
+    return TORCH_DTYPES.get(kv_cache_dtype, dtype)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import bytes_per_block, choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -34,7 +34,6 @@ def block_bytes_of(model: CausalLM, block_size: int, kv_cache_dtype: str = "auto
 
 def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int, kv_cache_dtype: str = "auto") -> int:
     """Blocks that fit in `memory` bytes, but not more than `at_most`. ValueError if there is room for none."""
-    check_int("kv_cache_memory", memory, 1)
     block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
     if memory < block_bytes:
         raise ArgumentError("kv_cache_memory", f"at least one block, {block_bytes} bytes", memory)

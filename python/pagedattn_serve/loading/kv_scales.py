@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 KVScales = tuple[tuple[float, float], ...]
-GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
 
 # What is found: k_scale and v_scale of the attention (compressed-tensors); output_scale of the two projections (its
 # first versions, and Quark); k_scale and v_scale within projections (ModelOpt); kv_scale, one for both (AutoFP8).

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagedattn_serve.config import DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
@@ -18,7 +19,7 @@ from pagedattn_serve.loading.weights import load_weights, open_checkpoint, weigh
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
-from pagedattn_serve.models.linear import LinearForms, check_quantization, pack_linear_layers
+from pagedattn_serve.models.linear import LinearForms, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 
@@ -50,13 +51,7 @@ SIZES = (
     *("intermediate_size", "max_position_embeddings", "ffn_dim", "word_embed_proj_dim"),
     *("n_layer", "n_head", "n_embd", "n_inner", "n_positions"),
 )
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,  # these two names are torch's and vLLM's as well
-    "half": torch.float16,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in DTYPES.items()}
 
 logger = logging.getLogger(__name__)
 
@@ -207,10 +202,7 @@ def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layer
 
 
 def choose_dtype(name: str | torch.dtype, of_checkpoint: torch.dtype | None) -> torch.dtype:
-    if isinstance(name, torch.dtype):
-        name = str(name).removeprefix("torch.")
+    name = check_dtype(name)
     if name == "auto":
-        return next((dtype for dtype in DTYPES.values() if dtype == of_checkpoint), torch.float32)
-    if name not in DTYPES:
-        raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name)
-    return DTYPES[name]
+        return next((dtype for dtype in TORCH_DTYPES.values() if dtype == of_checkpoint), torch.float32)
+    return TORCH_DTYPES[name]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
@@ -21,8 +20,6 @@ from pagedattn_serve.models.quantization import (
     quantize_int4,
     quantize_int8,
 )
-
-QUANTIZATIONS = ("int8", "int4")
 
 
 class PackedLinear(nn.Module):
@@ -79,7 +76,7 @@ LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 class LinearForms:
     """Which form each linear layer of a model takes.
 
-    vocab_size: out_features of the model's last layer. quantization: of QUANTIZATIONS, or None.
+    vocab_size: out_features of the model's last layer. quantization: "int8", "int4" or None.
     """
 
     vocab_size: int
@@ -123,12 +120,6 @@ class LinearForms:
 
 def quantized_linear(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> nn.Module:
     return Int8Linear(weight, bias) if isinstance(weight, Int8Weight) else Int4Linear(weight, bias)
-
-
-def check_quantization(quantization: object) -> None:
-    """Raises ValueError unless it is None or one of QUANTIZATIONS."""
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ArgumentError("quantization", f"None, {' or '.join(QUANTIZATIONS)}", repr(quantization))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

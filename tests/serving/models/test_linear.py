@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pagedattn_serve.config import check_quantization
 from pagedattn_serve.models.linear import (
     Int4Linear,
     Int8Linear,
     LinearForms,
     PackedLinear,
-    check_quantization,
     pack_linear_layers,
 )
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8

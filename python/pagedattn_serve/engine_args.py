@@ -1,0 +1,203 @@
+"""The options of an engine, each said once: its type, its default, and what it means.
+
+`LLM` and `LLMEngine` take the options as keyword arguments, the command line has most of them, and docs/serving.md has
+a table of them: all three are made from `EngineArgs`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from os import PathLike
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from pagedattn_serve.config import UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pagedattn_serve.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch  # only for a type: the command line's help needs no torch
+
+Self = TypeVar("Self")
+Options = ParamSpec("Options")
+
+GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
+
+
+class EngineConfigs(NamedTuple):
+    model: ModelConfig
+    cache: CacheConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
+
+
+class Option(NamedTuple):
+    type: Any
+    default: Any
+    help: str
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """The options of an engine, checked. Raises ValueError or TypeError, with the option's name, for a wrong one."""
+
+    model: Annotated[
+        str | PathLike[str],
+        "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), ~ is the home; or the "
+        "name of a repository that lies in Hugging Face's cache",
+    ]
+    tokenizer: Annotated[str | PathLike[str] | None, "a directory with another tokenizer than the model's"] = None
+    dtype: Annotated[
+        "str | torch.dtype",
+        "auto (the checkpoint's), float32 or float, float16 or half, bfloat16; in Python torch's, too",
+    ] = "auto"
+    device: Annotated[
+        str,
+        "cpu, cuda, cuda:N, or auto: CUDA where there is a device and this build has the kernels, else the CPU",
+    ] = "auto"
+    block_size: Annotated[int, "tokens per cache block, a power of two from 8 to 256"] = 16
+    kv_cache_memory: Annotated[
+        int | None,
+        "bytes for the cache, but no more is taken than max_num_seqs sequences of max_model_len tokens could use. "
+        "Default: 1 GiB on the CPU, on CUDA what gpu_memory_utilization leaves",
+    ] = None
+    num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory"] = None
+    max_num_seqs: Annotated[int, "most sequences running at once"] = 256
+    max_num_batched_tokens: Annotated[
+        int,
+        "most tokens run through the model in one step. A longer prompt runs in chunks, which are small beside other "
+        "requests, so that these go on and newcomers start",
+    ] = 2560
+    max_model_len: Annotated[
+        int | None,
+        "most tokens of a sequence, prompt and output together. Default: the model's, or what the whole cache holds "
+        "if that is less",
+    ] = None
+    swap_space: Annotated[
+        float,
+        "GiB of host memory for the blocks of requests that are swapped out. No more is taken than for as many "
+        "blocks as the cache has",
+    ] = 4
+    gpu_memory_utilization: Annotated[
+        float,
+        "share of the CUDA device that weights, activations and cache may take, in (0, 1]",
+    ] = 0.9
+    seed: Annotated[
+        int | None,
+        "of the random numbers for requests without a seed of their own; None takes an arbitrary one",
+    ] = 0
+    tensor_parallel_size: Annotated[int, "1, as one device is all that is used yet"] = 1
+    enforce_eager: Annotated[
+        bool,
+        "no CPU graphs (`pagedattn_ext.CPUGraph`). Without this option the model's steps of one token for each of up "
+        "to 8 sequences run as graphs, and a profiler does not see their ops. On CUDA nothing is captured either way",
+    ] = False
+    trust_remote_code: Annotated[bool, "False, as a checkpoint's own code is never run"] = False
+    preemption_mode: Annotated[
+        str,
+        "what becomes of the blocks of a request that makes room for others: recompute drops them and computes them "
+        "again later, swap moves them to host memory while swap_space lasts, auto swaps where a request has several "
+        "sequences",
+    ] = "auto"
+    enable_prefix_caching: Annotated[
+        bool,
+        "let a prompt that begins as others did take their blocks instead of computing them",
+    ] = True
+    scheduling_policy: Annotated[str, "fcfs, first come first served, or priority"] = "fcfs"
+    kv_cache_dtype: Annotated[
+        str,
+        "auto (the model's), or fp8 = fp8_e4m3, or fp8_e5m2: half the cache of 16 bits",
+    ] = "auto"
+    kv_scales: Annotated[
+        GivenScales | None,
+        "what keys and values are divided by in an fp8 cache: a pair (k_scale, v_scale), a list of one for each "
+        "layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else 1",
+    ] = None
+    speculation: Annotated[
+        str | None,
+        "ngram guesses that a sequence that repeats its last few tokens goes on as it did before, and lets the model "
+        "verify the guesses in one step: the same tokens, in fewer steps where text recurs. Default: no guesses",
+    ] = None
+    num_speculative_tokens: Annotated[int, "most tokens guessed for a sequence in a step"] = 5
+    quantization: Annotated[
+        str | None,
+        "int8 or int4 quantizes the weights of linear layers when they are loaded, on the CPU alone. Default: the "
+        "weights are as in the checkpoint, which may come quantized",
+    ] = None
+    max_beam_width: Annotated[
+        int,
+        "widest beam of a request (`SamplingParams.use_beam_search`). What a step does for a beam grows with the "
+        "square of its width, and other requests wait for it",
+    ] = 32
+
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ArgumentError("kv_cache_memory", "None beside num_blocks, which says the same")
+        self.create_engine_configs()  # whose own checks are all the others
+
+    def create_engine_configs(self) -> EngineConfigs:
+        """What each part of the engine is to know, as far as the options say.
+
+        A max_model_len and num_blocks that are not given are UNBOUNDED: `engine_setup` puts in their place what the
+        model and the memory allow.
+        """
+        return EngineConfigs(
+            ModelConfig(
+                model=self.model,
+                tokenizer=self.tokenizer,
+                dtype=self.dtype,
+                device=self.device,
+                quantization=self.quantization,
+                seed=self.seed,
+                enforce_eager=self.enforce_eager,
+                trust_remote_code=self.trust_remote_code,
+            ),
+            CacheConfig(
+                num_blocks=UNBOUNDED if self.num_blocks is None else self.num_blocks,
+                kv_cache_memory=self.kv_cache_memory,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                swap_space=self.swap_space,
+                block_size=self.block_size,
+                enable_prefix_caching=self.enable_prefix_caching,
+                kv_cache_dtype=self.kv_cache_dtype,
+            ),
+            ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            SchedulerConfig(
+                max_model_len=UNBOUNDED if self.max_model_len is None else self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                policy=self.scheduling_policy,
+                preemption_mode=self.preemption_mode,
+                speculation=self.speculation,
+                num_speculative_tokens=self.num_speculative_tokens,
+                max_beam_width=self.max_beam_width,
+            ),
+        )
+
+
+OPTIONS = {
+    each.name: Option(each.type.__origin__, each.default, each.type.__metadata__[0])  # type: ignore[union-attr]
+    for each in fields(EngineArgs)
+}
+EngineArgs.__doc__ = "\n\n    ".join([f"{EngineArgs.__doc__}", *(f"{name}: {OPTIONS[name].help}." for name in OPTIONS)])
+
+
+def takes_options(
+    args_type: Callable[Options, EngineArgs],
+) -> Callable[[Callable[[Self, EngineArgs], None]], Callable[Concatenate[Self, Options], None]]:
+    """For a constructor of `EngineArgs`: it takes the options themselves, with their types, and is given an EngineArgs.
+
+    Callers, type checkers and `inspect.signature` see one argument for each option.
+    """
+
+    def decorate(init: Callable[[Self, EngineArgs], None]) -> Callable[Concatenate[Self, Options], None]:
+        @wraps(init)
+        def with_options(self: Self, /, *args: Options.args, **kwargs: Options.kwargs) -> None:
+            init(self, args_type(*args, **kwargs))
+
+        this = next(iter(inspect.signature(init).parameters.values()))
+        options = inspect.signature(args_type).parameters.values()
+        own = [each.replace(annotation=OPTIONS[each.name].type) for each in options]  # without their help
+        with_options.__signature__ = inspect.Signature([this, *own])  # type: ignore[attr-defined]
+        return with_options
+
+    return decorate
