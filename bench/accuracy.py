@@ -1,10 +1,10 @@
-"""How far a model comes from itself when something in it has fewer bits: texts, perplexity, tokens that stay the same.
+"""How a model changes when something in it has fewer bits: texts, perplexity, tokens that stay the same.
 
 Texts: docstrings of the standard library, which the demo model has not seen; the language reference, on which it was
-trained; a file. Perplexity: windows of 512 tokens, each from an empty cache, in chunks of 64 whose attention reads all
-keys and values from the cache. Same next token: share of these positions at which the most likely token stays the same.
-Greedy: share of equal tokens, place by place, among 64 after the first 32 tokens of each of N pieces of the text; a
-first difference changes what follows it.
+trained; a file. Perplexity: over windows of 512 tokens, each from an empty cache, in chunks of 64 tokens, whose
+attention reads all keys and values from the cache. Same next token: the share of these positions at which the most
+likely token stays the same. Greedy: after the first 32 tokens of each of N pieces of the text, 64 tokens are generated;
+this is the share of equal tokens, place by place. A first difference changes what follows it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def docstrings() -> list[str]:
-    """Those of the standard library's modules, packages left out, and of their classes and functions; each once."""
+    """Docstrings of the standard library's modules, without packages, and of their classes and functions; each once."""
     found: dict[str, None] = {}
     for file in sorted(Path(ast.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -43,7 +43,7 @@ def docstrings() -> list[str]:
 
 
 def texts(held_out: list[str], file: Path | None) -> dict[str, list[str]]:
-    """By name, in pieces. held_out: docstrings."""
+    """The texts by name, in pieces. held_out: docstrings."""
     found = {"docstrings": held_out, "reference": list(topics.values())}
     return found if file is None else found | {file.name: [file.read_text()]}
 

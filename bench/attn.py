@@ -8,13 +8,14 @@ Caches, SDPA's keys and values, and what torch.sum reads lie in huge pages where
 Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
 sequence where lengths differ); gathering these from the cache for it; a loop over the sequences in plain torch; for an
 fp8 cache, the same tokens in a bf16 cache.
-Shared: sequences with a common prefix, beside as long ones without; GFLOP/s counts every row's pairs, and the share is
-of a matrix product in float32. Then the time that it takes to find out what is shared, beside the least that the call
-could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
+Shared: sequences with a common prefix, beside equally long sequences without one. GFLOP/s counts every row's pairs, and
+the share is of a matrix product in float32. Then the time to find out what is shared, beside the least time that the
+call could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
 
-On a GPU (how it is timed: cuda_timing.py) the peers are the fastest backend of SDPA for the shape, named beside the
-row, for prefill its flash backend; and FlashInfer, where it is installed, with the same block tables in its own layout.
-Mixed: a prompt and rows of decode in one call, for SDPA in two. Last, what a call costs the host.
+On a GPU (cuda_timing.py says how it is timed) there are two peers. One is SDPA: for decode its fastest backend for the
+shape, named beside the row; for prefill its flash backend. The other is FlashInfer, where it is installed, with the
+same block tables in its own layout. Mixed: a prompt and rows of decode in one call, or two calls of SDPA. Last, what a
+call costs the host.
 """
 
 import argparse
@@ -164,7 +165,7 @@ def bench_shared_decode(
 
 
 def bench_planning(planner: Planner, num_shared: int, num_rounds: int, read: Probe, matmul: Probe) -> dict[str, float]:
-    """The least that the call takes: reading each block once, or multiplying, at the speed of the probes."""
+    """Beside the plan, the least time of the call: to read each block once, or to multiply, at the probes' speed."""
     model, num_seqs, seq_len = GQA8, len(PLANNED), PLANNED[0]
     lens, tables = decode_tables(num_seqs, seq_len, num_shared)
 
@@ -221,7 +222,7 @@ def bench_mixed(
 
 
 def num_operations(model: Model, num_tokens: int, prefix: int = 0) -> int:
-    """Of the pairs of a new token and a token that it sees."""
+    """Operations for all pairs of a new token and a token that it sees."""
     num_pairs = num_tokens * prefix + num_tokens * (num_tokens + 1) // 2
     return 4 * model.num_heads * model.head_size * num_pairs
 
@@ -231,7 +232,7 @@ def kv_bytes(model: Model, seq_lens: list[int], dtype: torch.dtype) -> int:
 
 
 def bench_latency(dtype: torch.dtype, device: str) -> dict[str, dict[str, float]]:
-    """One thread and two: below its grain an op must not wake the second one, which busy processes would delay."""
+    """With one thread and with two. Below its grain an op must not wake the second thread: busy processes delay it."""
     (attention,) = make_inputs(partial(Attention, GQA8, [16], 1, dtype), cold_bytes(device), device)
     latencies = {}
     threads_before = torch.get_num_threads()

@@ -6,8 +6,8 @@ GB/s counts every byte that is read and every byte that is written; the share is
 step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random. Caches and
 the probe's memory lie in huge pages where the system grants them.
 
-On a GPU (how it is timed: cuda_timing.py) blocks are swapped with pinned memory, too: GB/s counts a byte once, the
-share is of one copy of as many bytes, and all is launched call by call, without a CUDA graph.
+On a GPU (cuda_timing.py says how it is timed) blocks are also swapped with pinned memory. There GB/s counts a byte
+once, the share is of one copy of as many bytes, and each call is launched by itself, without a CUDA graph.
 """
 
 from collections.abc import Callable

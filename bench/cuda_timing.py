@@ -1,10 +1,10 @@
 """Time on a GPU: CUDA events around replays of a CUDA graph that find the L2 cold.
 
 A graph holds as many calls as take about BATCH_SECONDS, so that neither the launch of the graph nor the gaps that a
-host leaves between kernels count. They take the inputs in turn, which together are beyond the L2, so that each is cold
-when it comes again. Before the graph a buffer beyond the L2 is read: reading, as what was written would be written back
-within the time measured. While that runs, the host launches what is timed. What cannot be captured is launched call by
-call, which is said where it happens.
+host leaves between kernels count. The calls take the inputs in turn. Together the inputs are larger than the L2, so
+each input is cold when its turn comes again. Before the graph, a buffer larger than the L2 is read. (If the buffer were
+written, it would be written back within the time measured.) While that runs, the host launches what is timed. What
+cannot be captured is launched call by call; the results say so.
 """
 
 import subprocess
@@ -40,7 +40,7 @@ def driver_version() -> str:
 
 
 def cold_bytes() -> int:
-    """Twice the L2: it does not throw out what was used longest ago, strictly."""
+    """Twice the L2, because the L2 does not always throw out what was used longest ago."""
     return 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
@@ -69,8 +69,8 @@ def capture(run: Callable[[], object]) -> Callable[[], object]:
 def make_batch(
     name: str, function: Callable[[T], object], inputs: Sequence[T], use_graph: bool
 ) -> tuple[Callable[[], object], int]:
-    """What is timed for a function: a number of calls, and that number."""
-    function(inputs[0])  # what is loaded, chosen or allocated once
+    """What is timed for a function: a batch of calls, and how many calls the batch has."""
+    function(inputs[0])  # loads, chooses and allocates what is needed once
     num_calls = ceil(BATCH_SECONDS / seconds_of(lambda: function(inputs[0])))
 
     def run() -> list[object]:
@@ -82,7 +82,7 @@ def make_batch(
         try:
             return capture(run), num_calls
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
             torch.cuda.synchronize()
             print(f"{name}: call by call, as no graph could be captured: {str(error).splitlines()[0]}")
     return run, num_calls
@@ -103,7 +103,7 @@ def time_interleaved(
 
 
 def host_microseconds(function: Callable[[], object], num_calls: int = 1000) -> float:
-    """Of a call until it returns, whatever the GPU does meanwhile."""
+    """Microseconds of a call until it returns, whatever the GPU does meanwhile."""
     microseconds = []
     for _ in range(num_calls):
         torch.cuda.synchronize()

@@ -3,14 +3,14 @@
 Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE]
        [--plot FILE.png]
 
-On a CPU each row is there twice: with inputs and outputs that are in no cache, and, "in cache", with those of the calls
-just before, as a model's layers leave their activations to each other, as far as the caches hold them.
+On a CPU each row is printed twice. First, inputs and outputs are in no cache. Then, "in cache", they are those of the
+calls just before, as far as the caches hold them: so a model's layers leave their activations to each other.
 
-GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. Where there is an output,
-both allocate it; fused_add_rms_norm and rotary_embedding_neox work in place, which spares memory a third stream and so
-can pass 100%. apply_token_bitmask works in place, too; it counts each logit once, though it leaves many alone. The
-probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them. How it is
-timed on a GPU: cuda_timing.py.
+GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. If there is an output, both
+sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less, so
+their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
+are. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
+cuda_timing.py says how it is timed on a GPU.
 """
 
 import math
@@ -64,7 +64,7 @@ def make_norm(num_tokens: int, dtype: torch.dtype) -> Inputs:
 
 
 def make_rotary(num_tokens: int, dtype: torch.dtype) -> Inputs:
-    """Ours reads cos and sin as they lie in the table; the models of Hugging Face, repeated for both halves."""
+    """Our op reads cos and sin from the table; the models of Hugging Face read them repeated for both halves."""
     query, key = torch.randn(2, num_tokens, NUM_HEADS, HEAD_SIZE, dtype=dtype)
     angles = torch.rand(num_tokens, HEAD_SIZE // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -1,21 +1,22 @@
-"""What the CUDA kernels do on a GPU, and how fast, in the order of worth: for a GPU that is there for half an hour.
+"""What the CUDA kernels do on a GPU, and how fast, the most important first: for a GPU that is there for half an hour.
 
 Usage: python bench/gpu_report.py [--out DIR] [--pack FILE] [--budget SECONDS] [--wheel FILE] [--steps NAME ...]
            [--device simt] [--dry-run]
        python bench/gpu_report.py --docs DIR [DIR ...]
 
-Each step runs a few commands with this Python and its packages: torch for CUDA, pytest, hypothesis, transformers. All
-have a limit of time, after which they are interrupted, then killed. DIR gets a log of each command, JSON of what was
-measured, and summary.json, written anew after each command: a machine that goes away leaves what was done. FILE is one
-archive (.tar.gz) of all that, written anew every few seconds, for where only few files come back. With --budget nothing
-is begun that has less than half of its time left, and all ends before; what was left out is named. The last lines on
-stdout are a summary that fits in 10,000 characters.
+Each step runs a few commands with this Python and its packages: torch for CUDA, pytest, hypothesis, transformers. Each
+command has a limit of time, after which it is interrupted, then killed. DIR gets a log of each command, JSON of what
+was measured, and summary.json. These are written anew after each command, so a machine that goes away leaves what was
+done. FILE is one archive (.tar.gz) of DIR, written anew every few seconds, for machines from which only few files come
+back. With --budget no command begins with less than half of its time left, and all commands end within the budget. The
+report names what was left out. The last lines on stdout are a summary that fits in 10,000 characters.
 
-Unless --wheel names one that `make gpu-wheel` has built, the extension for this Python is taken from src/pagedattn_ext,
-and built there first where it is missing, which takes minutes.
+With --wheel the extension comes from a wheel that `make gpu-wheel` has built. Without it, the extension for this Python
+is taken from src/pagedattn_ext, and built there first if it is missing, which takes minutes.
 
-A mechanism (wgmma, clusters, bulk copies, programmatic dependent launch) that the smoke tests find broken is named, and
-left out of what comes after them, by PAGEDATTN_CUDA_WITHOUT. The report ends early only where no smoke test passes.
+If the smoke tests find a mechanism broken (wgmma, clusters, bulk copies, programmatic dependent launch), the report
+names it, and PAGEDATTN_CUDA_WITHOUT leaves it out of what comes after. The report ends early only if no smoke test
+passes.
 
 --device simt tries this program where there is no GPU: the op tests on the simt device (`make simt`), all else on the
 CPU. --docs puts what is in the folders of one or more runs into docs/cuda-kernels.md. The exit status is 0 if nothing
@@ -73,7 +74,7 @@ class Report:
             print(line, flush=True)
 
     def details(self, outcome: Mapping[str, Any]) -> str:
-        """Behind the line: what was counted, and why it is not good."""
+        """The end of a command's line: what was counted, and why the command did not pass."""
         first = outcome.get("reason") or ", ".join(f"{n} {name}" for name, n in outcome.get("counts", {}).items())
         more = outcome.get("failures", [])[:5]
         if outcome["status"] in ("failed", "timed out") and not more:
@@ -107,7 +108,7 @@ class Report:
             self.write_archive()
 
     def finish(self) -> None:
-        """What matters, in few lines: those who see the end of the output alone see it."""
+        """Print what matters in few lines, for readers who see only the end of the output."""
         self.write()
         self.write_archive()
         text = self.text_of_summary()
@@ -142,7 +143,7 @@ def first_failure(outcomes: Outcomes) -> str | None:
 
 
 def is_hopeless(step: str, outcomes: Outcomes) -> bool:
-    """Whether what comes after the step is not worth its time."""
+    """Whether the steps after this one are not worth their time."""
     if step == "build":
         return any(outcome["status"] != "passed" for outcome in outcomes)
     return step == "smoke" and not any(outcome.get("counts", {}).get("passed") for outcome in outcomes)
@@ -172,7 +173,7 @@ def outcomes_of(step: Step, run: Callable[[Sequence[Command]], Outcomes]) -> Ite
 
 
 def run_step(name: str, step: Step, report: Report, work: Work) -> bool:
-    """Whether it is worth to go on."""
+    """Run a step. Returns whether the later steps are worth their time."""
     for outcomes in outcomes_of(step, lambda commands: run_in_time(commands, report)):
         report.add(name, outcomes)
         if is_hopeless(name, outcomes):

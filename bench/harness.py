@@ -89,9 +89,10 @@ def prepare(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Memory up to 32 MiB (as much as glibc takes) is not fetched from the kernel anew for every result and temporary.
+    """Keep freed memory up to 32 MiB (as much as glibc allows), so that results do not fetch it from the kernel again.
 
-    The page faults come and go with the history of the heap; with them ratios to torch swing between 2x and 12x.
+    Whether page faults occur depends on the history of the heap. With page faults, ratios to torch swing between 2x and
+    12x.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
@@ -144,7 +145,7 @@ class Probe:
 
 
 def probe_memory() -> Tensor:
-    """PROBE_BYTES of what caches are made of, written: untouched pages would all be the same one."""
+    """PROBE_BYTES of memory like that of caches. It is written, because untouched pages would all be the same page."""
     head_size, block_size = 256, 64
     device = torch.get_default_device()
     num_blocks = PROBE_BYTES[device.type] // (4 * head_size * block_size)
@@ -170,7 +171,7 @@ def matmul_probe(dtype: torch.dtype) -> Probe:
 
 
 def print_probes(*probes: Probe) -> None:
-    """What the device gives without us; in every row the probe runs once more, beside it."""
+    """Print what the device reaches without our ops. Each row runs its probe once more, in the same rounds."""
     seconds = time_interleaved({probe.name: probe.run for probe in probes}, [None], num_rounds=9)
     rates = [f"{probe.name} {probe.work / median(seconds[probe.name]) / 1e9:.0f} {probe.unit}" for probe in probes]
     print("probes: " + ", ".join(rates))
@@ -186,7 +187,7 @@ def synchronize() -> None:
 
 
 def cold_bytes(device: str) -> int:
-    """So many bytes, touched once, leave nothing else in the caches."""
+    """How many bytes to touch so that nothing else is left in the caches."""
     return cuda_timing.cold_bytes() if device == "cuda" else COLD_BYTES
 
 
@@ -241,7 +242,7 @@ def time_interleaved(
 
 
 def assert_same(functions: Mapping[str, Callable[[T], object]], inputs: T, tolerance: float) -> None:
-    """A faster way to another result would be no news. A result is a tensor or several."""
+    """Raise unless all functions give the same result, which is a tensor or several."""
 
     def results(function: Callable[[T], object]) -> list[Tensor]:
         result = function(inputs)
@@ -261,13 +262,13 @@ def check_and_time(
     num_rounds: int,
     probe: Probe,
 ) -> dict[str, list[float]]:
-    """Of functions with the same result, and of the probe."""
+    """Times of functions, which must have the same result, and of the probe."""
     assert_same(functions, inputs[0], tolerance)
     return time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds)
 
 
 def assert_same_effect(functions: Mapping[str, Callable[[T], object]], inputs: T, written: Sequence[Tensor]) -> None:
-    """All leave the same in `written`, bit for bit; it is put back."""
+    """Raise unless all functions leave the same in `written`, bit for bit. `written` is put back afterwards."""
     before = [tensor.clone() for tensor in written]
     effects = []
     for function in functions.values():
@@ -300,7 +301,7 @@ def latency(function: Callable[[], object], num_calls: int = 2000) -> dict[str, 
 
 @contextmanager
 def busy_processes(num_processes: int) -> Iterator[None]:
-    """Others that want all of the CPU they can get."""
+    """Processes that take as much of the CPU as they can get."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(num_processes):
@@ -376,7 +377,7 @@ def print_table(table: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> No
 
 @dataclass(frozen=True)
 class Target:
-    """What this project asks of itself."""
+    """A speed that this project wants to reach."""
 
     what: str
     required: float
@@ -424,7 +425,7 @@ def write_files(
 
 
 def write_json(path: Path, facts: dict[str, object], report: Mapping[str, object]) -> None:
-    """All of it, or what was there before if the process is killed meanwhile."""
+    """Write the whole file. If the process is killed meanwhile, the file keeps what was there before."""
     whole = path.with_name(f"{path.name}.new")
     whole.write_text(json.dumps({"command": command_line(), "hardware": facts, **report}, indent=1) + "\n")
     whole.replace(path)

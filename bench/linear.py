@@ -3,13 +3,14 @@
 Usage: python bench/linear.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
 Weights are in no cache: calls cycle through copies of a layer. GB/s counts a layer's packed weight once, and nothing
-else: one row is bound by that, and its share of the read probe says how well; many rows are bound by arithmetic, and
-their share falls. Packed weights and the probe's memory lie in huge pages where the system grants them.
+else. Reading the weight is the limit of one row, whose share of the read probe says how close it comes. Arithmetic is
+the limit of many rows, and their share is lower. Packed weights and the probe's memory lie in huge pages where the
+system grants them.
 
 The peers of float weights are F.linear and, in fp32, oneDNN's product with a weight packed for 64 rows, as torch takes
 it in compiled models. The peer of int8 is torch.ops.quantized.linear_dynamic (FBGEMM), which takes fp32. It rounds all
-rows with one scale, to 7 bits where it would overflow with 8, so its results are coarser than ours: they are compared
-at 3% of the largest.
+rows with one scale, and to 7 bits where 8 bits would overflow. So its results are coarser than ours, and are compared
+with a tolerance of 3% of the largest.
 """
 
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def make_int8(in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
 
 
 def make_int4(group_size: int, in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
-    """torch has nothing to compare with: its 4-bit product takes rows in bf16."""
+    """Without a peer, because torch's 4-bit product takes rows in bf16."""
     codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
     scales = torch.rand(out_features, in_features // group_size, dtype=torch.float16)
     packed = ops.pack_linear_weight_int4(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))

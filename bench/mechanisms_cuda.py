@@ -2,10 +2,10 @@
 
 Usage: python bench/mechanisms_cuda.py [--device cpu] [--json FILE]
 
-bf16, block size 16, cold L2; both ways are captured in graphs and take turns (cuda_timing.py). The mechanism is left
-out by PAGEDATTN_CUDA_WITHOUT, and "1.20x" says that a call takes 1.2 times as long without. Where that variable already
-names it, both are the same. On a CPU, where there is no such mechanism, all factors are about 1: to try this program.
-FILE is written anew after each row.
+bf16, block size 16, cold L2. Both ways are captured in graphs and take turns (cuda_timing.py). PAGEDATTN_CUDA_WITHOUT
+leaves the mechanism out, and "1.20x" says that a call takes 1.2 times as long without it. If the variable names the
+mechanism from the start, both ways are the same. --device cpu is for trying this program: a CPU has no such mechanism,
+so all factors are about 1. FILE is written anew after each row.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> int:
     rows: list[dict[str, object]] = []
 
     def add(name: str, measure: Callable[[], Row]) -> None:
-        """An error is that of the one row."""
+        """Measure a row. An error ends this row only."""
         try:
             row = measure()
         except Exception as error:  # wrong results, a kernel that fails

@@ -2,9 +2,10 @@
 
 Usage: python bench/speculation.py [--repeats N] [--max-tokens N]
 
-Prompts of three words, which it goes on from in its own way, and passages of the text that it was trained on, each with
-its beginning once more at the end, which it goes on to quote. One request at a time (four in a row), and 16 at once.
-Tokens per second are medians, of the wall clock and of CPU time; the first run is not counted.
+Some prompts have three words, and the model goes on in its own way. Other prompts are passages of the text that the
+model was trained on, each with its beginning once more at the end; the model goes on to quote them. One request at a
+time (four in a row), and 16 at once. Tokens per second are medians, of the wall clock and of CPU time; the first run is
+not counted.
 """
 
 import argparse

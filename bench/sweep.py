@@ -7,9 +7,9 @@ block size vary together. GB/s counts the bytes of the sequences' keys and value
 read huge pages where the system grants them. All caches lie in one pool beyond the last-level cache, blocks in random
 order; a batch that is larger than the pool passes through it several times. Results are checked against plain torch.
 
-A cliff is a point below 60% of a neighbour on its axis, in bytes a second and in operations a second alike: a larger
-group has fewer GB/s once arithmetic is the limit. Calls shorter than 0.2 ms are bound by the cost of a call, not by
-bandwidth, and compared to nothing.
+A cliff is a point below 60% of a neighbour on its axis, both in bytes a second and in operations a second. Both count,
+because a larger group has fewer GB/s once arithmetic is the limit. Calls shorter than 0.2 ms are not compared, because
+the cost of a call is their limit, not bandwidth.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Every op with small valid arguments: for tests of what holds for each of them."""
+"""Every op with small valid arguments, for tests of what holds for every op."""
 
 from itertools import takewhile
 
@@ -61,8 +61,9 @@ def packed_int4_weight() -> torch.Tensor:
 
 
 def make_arguments(call: str, num_tokens: int = 3) -> dict:
-    """Small valid arguments of the raw op of one of CALLS: for at least 3 tokens or rows, and 3 blocks of 16 more; a
-    sequence each, of 5, 17, 32, 5, ... tokens."""
+    """Small valid arguments of the raw op of one of CALLS, for at least 3 tokens or rows, with 3 more blocks of 16.
+    Each
+    row belongs to a sequence of its own; the sequences have 5, 17, 32, 5, ... tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def load_simt() -> None:
 
 
 def num_simt_launches() -> int:
-    """Of this process. Unless PAGEDATTN_SIMT_SEED says otherwise, the n-th has seed n."""
+    """Launches of this process. Unless PAGEDATTN_SIMT_SEED says otherwise, the n-th launch has seed n."""
     return ctypes.CDLL(str(SIMT_LIBRARY)).pagedattn_simt_num_launches()
 
 
@@ -64,7 +64,7 @@ class SimtUses(ctypes.Structure):
 
 
 def simt_uses() -> dict[str, int]:
-    """What the kernels of this process have used, as often."""
+    """How often the kernels of this process have used each mechanism."""
     ask = ctypes.CDLL(str(SIMT_LIBRARY)).pagedattn_simt_uses
     ask.restype = SimtUses
     uses = ask()

@@ -82,7 +82,7 @@ class ServerProcess:
         return self.metrics()['kv_cache_blocks{state="used"}']
 
     def wait_until_idle(self, seconds: float = 10) -> None:
-        """Until no request is left, nor a block in use; that it comes to this within so many seconds is asserted."""
+        """Wait until no request is left and no block is in use. Asserts that this happens within so many seconds."""
         wait_for(lambda: self.num_unfinished() == 0 and self.num_used_blocks() == 0, seconds)
 
 
@@ -128,7 +128,7 @@ def serving(
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 10) -> None:
-    """Asserts that it comes to be so within these seconds."""
+    """Wait until `is_so` is true. Asserts that this happens within so many seconds."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"not so after {seconds} seconds"

@@ -1,1 +1,1 @@
-"""What attn.py is made of: inputs (those of sweep.py, too), whom it meets on a GPU, the plan of a decode call."""
+"""Parts of attn.py: inputs (sweep.py uses them, too), peers on a GPU, the plan of a decode call."""

@@ -72,7 +72,7 @@ class Paged:
 
 
 def random_kv(model: Model, seq_lens: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As SDPA takes them, for Paged.make; in the memory of a cache."""
+    """Keys and values as SDPA takes them, for Paged.make; in memory like that of a cache."""
     shape = len(seq_lens), model.num_kv_heads, -(-max(seq_lens) // BLOCK_SIZE) * BLOCK_SIZE, model.head_size
     num_blocks = shape[0] * shape[2] // BLOCK_SIZE
     ((key, value),) = allocate_kv_cache(
@@ -105,7 +105,7 @@ class Attention:
         self.key, self.value = random_kv(model, seq_lens, dtype)
         self.paged = Paged.make(self.query, self.key, self.value, seq_lens, dtype)
 
-        # What SDPA takes: the whole batch where lengths agree, a sequence at a time where they do not.
+        # SDPA takes the whole batch if lengths agree, and a sequence at a time if they do not.
         self.parts = [(slice(i, i + 1), seq_len) for i, seq_len in enumerate(seq_lens)]
         if len(set(seq_lens)) == 1:
             self.parts = [(slice(None), seq_lens[0])]
@@ -143,7 +143,7 @@ class Attention:
 
 
 class SharedDecode:
-    """Sequences that share their first tokens, and the same lengths with nothing shared; in 8 bits exact ones, too."""
+    """Sequences that share their first tokens, and as long ones that share nothing. 8 bits hold all numbers exactly."""
 
     def __init__(self, model: Model, seq_lens: list[int], num_shared: int, dtype: torch.dtype) -> None:
         of_query = torch.bfloat16 if dtype.itemsize == 1 else dtype

@@ -1,4 +1,4 @@
-"""Whom bench/attn.py meets on a GPU: the backends of torch's SDPA, and FlashInfer where it is installed."""
+"""The peers of bench/attn.py on a GPU: the backends of torch's SDPA, and FlashInfer where it is installed."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer advises
-MIN_GROUP_FOR_TENSOR_CORES = 4  # likewise
+MIN_GROUP_FOR_TENSOR_CORES = 4  # as FlashInfer advises
 
 
 def with_backend(backend: SDPBackend, function: Callable[[T], Tensor]) -> Callable[[T], Tensor]:
@@ -44,7 +44,7 @@ def fastest_sdpa(inputs: Sequence[Attention], dtype: torch.dtype) -> tuple[str, 
             continue  # it writes its logits to memory
         function = with_backend(backend, Attention.sdpa)
         try:
-            with warnings.catch_warnings(action="ignore"):  # they say why a backend does not take the shape
+            with warnings.catch_warnings(action="ignore"):  # the warnings say why a backend does not take the shape
                 function(inputs[0])
         except RuntimeError:
             continue
@@ -71,7 +71,7 @@ def flashinfer_decode(model: Model, inputs: Sequence[Attention], dtype: torch.dt
         assert_same({"ours": Attention.decode, "FlashInfer": lambda a: runs[id(a)]()}, inputs[0], tolerance(dtype))
     except ImportError:
         return {}
-    except Exception as error:  # whatever it is, our own numbers do not depend on it
+    except Exception as error:  # any error: our own numbers do not depend on FlashInfer
         print(f"FlashInfer: left out: {summary(error)}")
         return {}
     return {"FlashInfer": lambda attention: runs[id(attention)]()}

@@ -1,5 +1,5 @@
-"""The plan of a decode call on the CPU, in a library of its own: an op tells neither what it found to be shared, nor
-how long it looked."""
+"""The plan of a decode call on the CPU, compiled as a library of its own: an op reports neither what it found to be
+shared, nor how long it searched."""
 
 import ctypes
 import os
@@ -53,7 +53,7 @@ class Planner:
         num_kv_heads: int,
         items: Tensor | None = None,
     ) -> int:
-        """Plans, and returns the number of items; they go into `items`, where it is given."""
+        """Plans, and returns the number of items. The items go into `items`, if it is given."""
         sizes = (block_tables.shape[1], 16, num_heads, num_kv_heads, 1, 0 if items is None else len(items))
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (seq_lens, block_tables)]
         to = ctypes.c_void_p(None if items is None else items.data_ptr())

@@ -1,1 +1,1 @@
-"""What gpu_report.py is made of: commands with limits of time, the steps that consist of them, the page of results."""
+"""Parts of gpu_report.py: commands with limits of time, steps made of commands, the page of results."""

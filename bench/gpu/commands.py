@@ -1,4 +1,4 @@
-"""Commands that may hang or take too long, each with a log and a limit of time; their outcomes, those of tests too."""
+"""Commands that may hang or take too long, each with a log and a limit of time; and outcomes, of tests too."""
 
 import contextlib
 import glob
@@ -23,8 +23,7 @@ TOOL_FOLDERS = (
     "/opt/nvidia/nsight-compute/*",
 )
 OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
-# What pytest -v writes of a test. Without an outcome it is the one that was running when the log ended, or one that
-# took too long.
+# What pytest -v writes of a test. A test without an outcome was running when the log ended, or took too long.
 TEST_LINE = re.compile(
     rf"(?P<test>\S+\.py::.+?)(?: <- \S+)?(?: (?P<outcome>{OUTCOMES})\b.*| ?(?:Timeout \(|\++ Timeout \+).*| ?)$"
 )
@@ -36,7 +35,7 @@ class Command:
     argv: Sequence[str]
     seconds: float  # that it may take
     environment: Mapping[str, str] = field(default_factory=dict)
-    # What goes on where a process that failed has ended, from what that one wrote; None: nothing is left to do.
+    # After a process has failed: from what it wrote, the command that goes on behind it. None: nothing is left to do.
     go_on: Callable[[str], Sequence[str] | None] | None = None
 
 
@@ -68,7 +67,7 @@ class Running:
             )
 
     def has_ended(self) -> bool:
-        """To be asked often: it is what stops a command that is late, and goes on with one that ended early."""
+        """Has to be called often: this call stops a command that is late, and goes on behind one that ended early."""
         if self.ended is None and self._process.poll() is not None:
             self._kill_processes()
             if (argv := self._what_is_left()) is None:
@@ -115,8 +114,8 @@ class Running:
 
 
 def outcomes_of_tests(text: str) -> dict[str, str]:
-    """Of what `pytest -v` wrote: the outcome of each test, "unfinished" for one that was running at the end. It is
-    there even where pytest was killed."""
+    """The outcome of each test, from what `pytest -v` wrote, even if pytest was killed. A test that was running at the
+    end is "unfinished"."""
     outcomes: dict[str, str] = {}
     for line in text.splitlines():
         if match := TEST_LINE.match(line):
@@ -125,7 +124,7 @@ def outcomes_of_tests(text: str) -> dict[str, str]:
 
 
 def read_tests(log: Path) -> dict[str, Any]:
-    """How many tests of a log had which outcome, and which failed or did not end."""
+    """How many tests of a log had each outcome, and which tests failed or did not end."""
     outcomes = outcomes_of_tests(log.read_text(errors="replace"))
     failures = [test for test, outcome in outcomes.items() if outcome in ("failed", "error", "unfinished")]
     return {"counts": dict(Counter(outcomes.values())), "failures": failures}
@@ -158,6 +157,6 @@ def run_together(
 
 
 def path_with_tools(first: Path) -> str:
-    """PATH, with `first` before all and TOOL_FOLDERS behind."""
+    """PATH with `first` at its beginning and TOOL_FOLDERS at its end."""
     folders = [str(first), *filter(None, os.environ.get("PATH", "").split(os.pathsep))]
     return os.pathsep.join(folders + [folder for pattern in TOOL_FOLDERS for folder in sorted(glob.glob(pattern))])

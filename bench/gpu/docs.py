@@ -20,8 +20,9 @@ def write(folders: Sequence[Path], page: Path) -> None:
 
 
 def measured(folders: Sequence[Path]) -> Iterator[str]:
-    """Lines of Markdown. A machine may have taken a few runs for all the steps, each with a folder of its own: of what
-    is in several of them, the last counts in which it was run."""
+    """Lines of Markdown. All steps may have taken several runs, each with a folder of its own. If several folders have
+    a
+    step, the last folder in which it was run counts."""
 
     def read(name: str) -> dict[str, Any]:
         paths = [folder / name for folder in folders if (folder / name).exists()]

@@ -1,4 +1,4 @@
-"""What numbers need beside them, as JSON: the GPU, the versions of what is installed, the build of pagedattn_ext."""
+"""The facts that belong beside numbers, as JSON: the GPU, versions of packages, the build of pagedattn_ext."""
 
 import importlib.metadata
 import json

@@ -18,7 +18,8 @@ TEST_SECONDS = 60  # of a single test
 MAX_REPEATED = 40  # tests that have failed, once more without each mechanism
 SMOKE = ["tests/ops/test_smoke.py"]
 SWITCH = "PAGEDATTN_CUDA_WITHOUT"
-# What the switch leaves out of attention, in the order of blame: without bulk copies there are no clusters.
+# What PAGEDATTN_CUDA_WITHOUT can leave out of attention, in the order of blame: without bulk copies there are no
+# clusters.
 MECHANISMS = ("wgmma", "cluster", "bulk", "pdl")
 LOST_GPU = re.compile(r"^!+ the GPU is lost after (?P<test>.+?) !+$", re.MULTILINE)  # of tests/conftest.py
 
@@ -48,7 +49,7 @@ PROFILED = {
 }
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 
-# Commands that run at the same time, the outcomes of which a step is sent before it gives the next ones.
+# A step yields commands that run at the same time, and is sent their outcomes before it yields the next commands.
 Outcomes = Sequence[dict[str, Any]]
 Step = Generator[Sequence[Command], Outcomes, None]
 
@@ -62,7 +63,7 @@ def version_of(package: str) -> tuple[int, ...]:
 
 
 def time_limit_options() -> list[str]:
-    """A process ends where a test takes too long, and says where; before pytest 9 faulthandler only says it."""
+    """If a test takes too long, its process ends and says where. Before pytest 9 faulthandler only says where."""
     if importlib.util.find_spec("pytest_timeout"):  # by a thread: a signal waits for the call into CUDA to return
         return ["-p", "pytest_timeout", "--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
     options = ["-o", f"faulthandler_timeout={TEST_SECONDS}"]
@@ -70,7 +71,7 @@ def time_limit_options() -> list[str]:
 
 
 def last_test_of(text: str) -> str | None:
-    """Of what a process of pytest wrote: the test with which it ended early. None: there is none."""
+    """The test with which a process of pytest ended early, from what it wrote; None if it did not end early."""
     if lost := LOST_GPU.search(text):
         return lost["test"]
     outcomes = outcomes_of_tests(text)
@@ -78,8 +79,9 @@ def last_test_of(text: str) -> str | None:
 
 
 def culprits(logs: Mapping[str, str], failures: Collection[str]) -> list[str]:
-    """The mechanisms without which tests pass that fail with all of them. `logs`: of the same tests without one, and
-    with "" without all. What passes without any one of them fails at times only, and blames none."""
+    """The mechanisms to blame: tests fail with all mechanisms and pass without this one. `logs`: the same tests without
+    each mechanism, and under "" without all. A test that passes whichever mechanism is left out blames none of them: it
+    fails only at times."""
     passed = {word: {t for t, o in outcomes_of_tests(log).items() if o == "passed"} for word, log in logs.items()}
     blamed: set[str] = set()
     for test in failures:
@@ -118,7 +120,7 @@ class Work:
     def pytest(
         self, name: str, tests: Sequence[str], seconds: float, without: Sequence[str] = (), under: Sequence[str] = ()
     ) -> Command:
-        """Where a test ends its process or loses the GPU to it, another process goes on behind that test."""
+        """If a test ends its process, or loses the process's GPU, another process goes on behind this test."""
         options = ["-m", "pytest", "-v", *tests, "--device", self.device, "--continue-on-collection-errors"]
         command = self.python(name, [*options, *time_limit_options()], seconds, without)
         argv = [*under, *command.argv]
@@ -130,7 +132,7 @@ class Work:
         return Command(name, argv, seconds, command.environment, go_on)
 
     def sanitize(self, tool: str, name: str, tests: Sequence[str]) -> Command:
-        """compute-sanitizer on our kernels alone. Each tensor has an allocation of its own, so that its end is one."""
+        """compute-sanitizer on our kernels alone. Each tensor has an allocation of its own, to find its end."""
         under = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=pagedattn", "--error-exitcode", "9"]
         under += ["--report-api-errors", "no"]  # torch asks for what may not be there
         tested = self.pytest(name, tests, 120, under=under)
@@ -146,7 +148,7 @@ class Work:
         return Command(name, [*under, *targets.argv], targets.seconds, targets.environment)
 
     def measure(self, name: str, only: Sequence[str], seconds: float) -> Command:
-        """Targets that targets.json lacks. Where the GPU is lost to a process, another one measures what is left."""
+        """Targets that targets.json lacks. If a process loses the GPU, another process measures what is left."""
         command = ["bench/targets.py", "--device", self.bench_device, "--json", str(self.out / "targets.json")]
         more = ["--go-on", *(["--only", *only] if only else [])]
         first = self.python(name, [*command, *(more if self.has_targets else more[1:])], seconds, self.broken)
@@ -179,8 +181,8 @@ class Work:
         yield [Command("twins", [twins], 30)]
 
     def smoke(self) -> Step:
-        """All of it, and without each mechanism, and without all: what fails with one of them is left out of the
-        steps behind this one, so that they tell of everything else."""
+        """The smoke tests with all mechanisms, without each mechanism, and without all. A mechanism that fails is left
+        out of the later steps, so that these tell about everything else."""
 
         def without(name: str, words: Sequence[str]) -> Command:
             return self.pytest(f"smoke-without-{name}", SMOKE, 90, words)
@@ -194,12 +196,12 @@ class Work:
             self.broken = culprits(logs, failures)
 
     def attention(self) -> Step:
-        """A process each: neither loses the other's time."""
+        """Two processes, so that one that hangs does not cost the other's time."""
         yield [self.measure("targets-decode", ["decode, "], 60)]
         yield [self.measure("targets-prefill", ["prefill, "], 45)]
 
     def suite(self) -> Step:
-        """What fails is tried once more, and without each mechanism that is not left out already."""
+        """A test that fails runs once more, and once without each mechanism that is not left out already."""
 
         def part(i: int) -> Command:
             chosen = ["tests/ops", "-k", "not compute_sanitizer", "--part", f"{i}/{NUM_PROCESSES}"]
@@ -226,7 +228,7 @@ class Work:
         yield [self.python("serving", serving, 90, self.broken)]
 
     def sanitizer(self) -> Step:
-        """With all mechanisms: what is broken is what it is to show."""
+        """With all mechanisms, because this step is to show what is broken."""
         if self.device == "cuda":
             yield [self.sanitize(tool, tool, SMOKE) for tool in ("memcheck", "racecheck")]
 
@@ -235,7 +237,7 @@ class Work:
             yield [self.profile(f"ncu-{name}", *what)]
 
 
-# In the order of worth.
+# The most important step first.
 STEPS: dict[str, Callable[[Work], Step]] = {
     "build": Work.build,
     "versions": Work.versions,

@@ -1,1 +1,1 @@
-"""What serving.py and serving_cuda.py are made of: requests, a timed run, those that it stands beside, experiments."""
+"""Parts of serving.py and serving_cuda.py: workloads, a timed run, peers, experiments."""

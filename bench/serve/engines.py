@@ -1,13 +1,13 @@
 """The engine beside OpenVINO GenAI and llama.cpp, in turns, on the same requests and random weights.
 
-Each has a process of its own, as their thread pools and allocators would get in each other's way, and a process's CPU
-time is then that of one of them. All generate greedily from the same prompts, so many tokens each whatever they are.
-Those that are not installed are left out: `pip install openvino-genai openvino gguf llama-cpp-python`, with openvino of
-the version that openvino-genai is built for.
+Each engine has a process of its own, because thread pools and allocators would get in each other's way; so the CPU time
+of a process is that of one engine. All engines generate greedily from the same prompts, and always the full number of
+tokens. An engine that is not installed is left out: `pip install openvino-genai openvino gguf llama-cpp-python`, with
+openvino of the version that openvino-genai is built for.
 
-Weights: --format. The others have their own forms of int8 and int4 (peer_openvino.py, peer_llama_cpp.py), so that only
-float32 must give the same tokens, but for near ties of random weights. Each of the others has the settings that make it
-fast (these two files say which). OpenVINO is there with two caches; the last line compares with the fastest of all.
+Weights: --format. The peers have their own forms of int8 and int4 (peer_openvino.py, peer_llama_cpp.py). So only
+float32 must give the same tokens, except at near ties of random weights. Each peer has the settings that make it fast
+(these two files say which). OpenVINO runs with each of two caches. The last line compares with the fastest peer.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def load_engine(model: str, weight_format: str, threads: int, made: str) -> Syst
     torch.set_num_threads(threads)
     keep_freed_memory()
     options = engine_options(weight_format)
-    # The same requests come several times: they are not to be found in the cache.
+    # The same requests come several times, and their prompts must not be found in the cache.
     return warm_server(
         LLMEngine(model, device="cpu", kv_cache_memory=CACHE_BYTES, enable_prefix_caching=False, **options)
     )
@@ -86,7 +86,8 @@ def load_peer(peer: Peer, *arguments: Any) -> System:
 
 
 class InOwnProcess:
-    """A system that `load` makes in a process of its own, which ends with this one. Errors there are raised here."""
+    """A system that `load` makes in a process of its own. That process ends with this one, and its errors are raised
+    here."""
 
     def __init__(self, load: Callable[[], System]) -> None:
         spawning = multiprocessing.get_context("spawn")
@@ -103,7 +104,7 @@ class InOwnProcess:
 
 
 def answer(connection: Connection, load: Callable[[], System]) -> None:
-    """What runs there."""
+    """What the process of `InOwnProcess` runs."""
     system = None
     while True:
         try:

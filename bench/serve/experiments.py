@@ -1,7 +1,7 @@
 """What sharing, preemption and the size of blocks mean for the engine: experiments of Kwon et al. (SOSP 2023) on it.
 
-All requests are there at once and stop at their length alone. What is compared takes turns in each round, rounds draw
-other requests, and numbers are medians of the rounds. Throughput is that of a CPU-second, which other processes disturb
+All requests come at once, and stop only at their length. What is compared takes turns in each round. Each round draws
+new requests. Numbers are medians of the rounds. Throughput counts tokens of a CPU-second, which other processes disturb
 less than the clock on the wall.
 """
 
@@ -158,7 +158,7 @@ def measure_sharing(setting: Setting) -> Iterator[Row]:
 
 
 def measure_samples(setting: Setting) -> Iterator[Row]:
-    """Separate requests with beams in place of samples are greedy ones."""
+    """Several samples of one request beside separate requests; for beams, the separate requests are greedy."""
     n = NUM_SEQUENCES[-1]
     server, caching_server = setting.start(enable_prefix_caching=False), setting.start(enable_prefix_caching=True)
 
@@ -233,9 +233,10 @@ def measure_block_sizes(setting: Setting) -> Iterator[Row]:
 
 
 def measure_long_prompt(setting: Setting) -> Iterator[Row]:
-    """Steps are as long as the time between two tokens of those that decode; all columns are of the CPU's time. All of
-    the prompt would take minutes: some stretches are measured, and what lies before each is taken as computed, whatever
-    the cache holds."""
+    """A step is as long as the time between two tokens of a decoding request; all columns are CPU time. The whole
+    prompt would take minutes. So some stretches are measured; the tokens before a stretch count as computed, whatever
+    the
+    cache holds."""
     decodes = f"{setting.num_requests} decodes"
     for computed in COMPUTED:
         loads = {decodes: (True, False), "beside the prompt": (True, True), "the prompt alone": (False, True)}

@@ -1,8 +1,8 @@
 """The server beside `LLM.generate`, in turns, on the same requests: what HTTP and streams cost.
 
-The server is `pagedattn serve`, a process of its own; its clients are this process (http_streams.py), which else
-generates. Rounds draw other requests, so that nothing of them is in a prefix cache. All are there at once, with prompts
-of random tokens in the lengths of Alpaca.
+The server is `pagedattn serve`, a process of its own. This process has its clients (http_streams.py), and in its own
+turn generates by itself. Each round draws new requests, so that the prefix cache has nothing of them. All requests come
+at once, with prompts of random tokens in the lengths of Alpaca.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Turn:
-    """One contender's in one round.
+    """What one contender did in one round.
 
     texts: of the outputs, in the order of the requests. client_cpu_seconds: of all clients together. times: of each
     stream's events, seconds after the start.

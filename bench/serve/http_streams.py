@@ -1,6 +1,6 @@
 """A client that costs little: many streams of /v1/completions at once, read by one loop over plain sockets.
 
-On a small machine it takes its time from the server, so what comes is kept as it is, and understood later.
+On a small machine the client takes its time from the server. So it keeps what comes as it is, and parses it later.
 """
 
 import json

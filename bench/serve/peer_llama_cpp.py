@@ -2,9 +2,9 @@
 
 The batches are those of llama.cpp's own server: a step decodes one token of each sequence whose prompt is computed, and
 then as much of the waiting prompts as has room. The most likely token is found by numpy's argmax, faster than its own
-sampler. The requests share one cache (`kv_unified`, not the default of its library): with a part of its own for each,
-32 requests of ShareGPT's lengths make 12% fewer tokens of a CPU-second, few long prompts some per cent more (bf16, one
-thread of a Zen 4). It compiles for the machine that it is installed on: `pip install llama-cpp-python gguf`.
+sampler. The requests share one cache (`kv_unified`, not the default of the library). With a cache of its own for each
+request, 32 requests of ShareGPT's lengths make 12% fewer tokens of a CPU-second, and few long prompts some per cent
+more (bf16, one thread of a Zen 4). `pip install llama-cpp-python gguf` compiles it for the machine at hand.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def write_gguf(model: Path, path: str, of_matrices: gguf.GGMLQuantizationType) -
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
-    """Its rotary embedding turns neighbours, that of a Hugging Face checkpoint the halves of a head."""
+    """llama.cpp's rotary embedding turns neighbours; that of a Hugging Face checkpoint turns the halves of a head."""
     return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 

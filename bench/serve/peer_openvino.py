@@ -1,13 +1,14 @@
 """OpenVINO GenAI's continuous batching beside the engine, on a graph of the same LLaMA.
 
-The graph is written out here, in the forms that OpenVINO knows: it finds attention in it and puts a paged cache there,
-and fuses norms, rotary embedding and decompression of weights. Optimum, which else makes such graphs, wants another
-transformers than we do. 8 bits have a scale for each output; 4 bits one for each 128 inputs or 64, with 8 bits for the
-embedding and the last layer, as its own compression does by default.
+This file writes the graph in the forms that OpenVINO knows. OpenVINO finds attention in the graph and puts a paged
+cache there; it fuses norms, rotary embedding and decompression of weights. Optimum usually makes such graphs, but it
+wants another transformers than this project. int8 has a scale for each output. int4 has a scale for each 128 inputs, or
+64, and 8 bits for the embedding and the last layer; OpenVINO's own compression does this by default.
 
-OpenVINO chooses its arithmetic: bf16 on a CPU with instructions for it, where ours computes in bf16 as well. With fp32
-weights it is held to fp32, as all give the same tokens there. Its cache has 8 bits by default, or the format of the
-arithmetic: which of the two is faster depends on the workload, so each is a peer of its own.
+OpenVINO chooses its arithmetic: bf16 on a CPU with instructions for it, where this engine computes in bf16 as well.
+With fp32 weights it is told to compute in fp32, because all engines must give the same tokens there. OpenVINO's cache
+has 8 bits by default, or the format of the arithmetic. The workload decides which of the two is faster, so each is a
+peer of its own.
 """
 
 import json

@@ -1,10 +1,10 @@
 """What the steps of the engine that give each running sequence one token spend their time on.
 
-The engine runs without CPU graphs, which leave nothing between the kernels to time: with 8 sequences or fewer a step
-takes less otherwise. Functions and layers are timed where they are called, each without those within it, on this
-thread's CPU clock: with several threads that of the first. A step has ten timers a layer. What they cost, a microsecond
-each or several where the weights have driven all else from the caches, counts as the caller's: mostly as "rest of the
-model".
+The engine runs without CPU graphs, because a graph leaves nothing between the kernels to time. So with 8 sequences or
+fewer a step takes longer here than in real use. Functions and layers are timed where they are called. The time of a
+function excludes the timed functions that it calls. The clock is the CPU clock of this thread; of several threads, it
+is the first one. A step has ten timers a layer. A timer costs a microsecond, or several where the weights have driven
+all else from the caches. This cost counts as the caller's, mostly as "rest of the model".
 
 Prompts are not computed: the cache holds random numbers, as if a model had put them there.
 """
@@ -33,8 +33,8 @@ STEP, MODEL = "rest of the step", "rest of the model"
 
 
 class Clock:
-    """Adds up the CPU-seconds of the functions that it times, by kind; those of a function within another are its
-    own alone."""
+    """Adds up the CPU-seconds of the functions that it times, by kind. Time within a function that another one calls
+    counts only for the inner function."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

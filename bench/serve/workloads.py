@@ -18,7 +18,7 @@ QUANTILE_RANKS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cen
 
 
 class Shape(NamedTuple):
-    """Of a LLaMA."""
+    """The shape of a LLaMA."""
 
     hidden_size: int
     intermediate_size: int
@@ -87,9 +87,9 @@ def make_requests(
 ) -> list[Request]:
     """Random tokens, in the lengths of a workload, scaled to other means if any are given.
 
-    Of N ranks, one lies in each Nth of a distribution (stratified sampling): a few requests are like many.
-    Lengths are clipped so that prompt and output fit in max_model_len together; outputs have at least 2 tokens, so that
-    each has a time between them. Arrivals are Poisson with `rate` requests a second, without a rate all at once.
+    Of N ranks, one lies in each Nth of a distribution (stratified sampling), so that a few requests are like many.
+    Lengths are clipped so that prompt and output fit in max_model_len together. Outputs have at least 2 tokens, so that
+    there is a time between tokens. Arrivals are Poisson with `rate` requests a second; without a rate all come at once.
     """
     rng = numpy.random.default_rng(seed)
 

@@ -13,12 +13,12 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 T = TypeVar("T")
-TIMEOUT = 60.0  # of what would hang
+TIMEOUT = 60.0  # seconds, for what would hang otherwise
 FAKE_TOKEN = 7
 
 
 def play(main: Coroutine[Any, Any, T]) -> T:
-    """Run it in an event loop. At its end there is no task, no thread and no exception that nobody saw."""
+    """Run it in an event loop. Asserts that no task, no thread and no unseen exception is left at its end."""
     unseen: list[dict[str, Any]] = []
 
     async def watched() -> T:

@@ -1,7 +1,7 @@
 """Tiny Hugging Face checkpoints, made in a second, and the way the tests run an engine to its end.
 
-Three kinds: random weights (every choice of token hangs on all of the model), a model that says a given text (what
-streaming and stop strings need), and a byte-level BPE tokenizer that leaves characters beyond ASCII in single bytes.
+There are three kinds: random weights (every choice of token depends on the whole model), a model that says a given text
+(for streaming and stop strings), and a byte-level BPE tokenizer that leaves characters beyond ASCII in single bytes.
 """
 
 import copy
@@ -468,5 +468,5 @@ def words(engine: LLMEngine) -> list[str]:
 
 
 def completions(outputs: list[RequestOutput]) -> list[tuple[str, list[int], str | None]]:
-    """What no batch may change. A logprob may: its last bits hang on how the batch was summed."""
+    """What no batch may change. A logprob may change in its last bits, which depend on how the batch was summed."""
     return [(c.text, c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]
