@@ -1,6 +1,8 @@
 """Every op under torch.compile, at sizes that change, and one in AOTInductor: the bits of eager mode, in what is
 returned and in what is written."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from checks import assert_same_bits, tensors_in
@@ -26,10 +28,23 @@ def test_captured(door, call):
     assert_same_results(results(compiled, make_arguments(call)), results(door(call), make_arguments(call)))
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("door", [raw_op, wrapper])
-@pytest.mark.parametrize(("sizes_are", "settled_after"), [("found", 2), ("marked", 1), ("symbols", 1)])
-def test_inductor(sizes_are, settled_after, door, call):
+# How the compiler learns that sizes change: after how many calls a new size does not compile again.
+SETTLED_AFTER = {"found": 2, "marked": 1, "symbols": 1}
+
+
+def inductor_cases() -> Iterator[object]:
+    """All of them are long but two for each call, one for each door: the wrapper as most call it, the raw op in one of
+    the three ways in turn."""
+    for number, call in enumerate(CALLS):
+        of_raw_op = list(SETTLED_AFTER)[number % len(SETTLED_AFTER)]
+        for door, first in ((wrapper, "found"), (raw_op, of_raw_op)):
+            for way in SETTLED_AFTER:
+                marks = [pytest.mark.long] if way != first else []
+                yield pytest.param(door, call, way, id=f"{door.__name__}-{call}-{way}", marks=marks)
+
+
+@pytest.mark.parametrize(("door", "call", "sizes_are"), inductor_cases())
+def test_inductor(door, call, sizes_are):
     """The default backend, which reuses buffers. Sizes are found to change at the second call, or marked in dimension
     0, or all symbols from the start; then a new size does not compile again."""
     torch.compiler.reset()
@@ -45,7 +60,7 @@ def test_inductor(sizes_are, settled_after, door, call):
                     torch._dynamo.mark_dynamic(tensor, 0)
         assert_same_results(results(compiled, arguments), results(door(call), make_arguments(call, size)))
         num_compilations.append(counter.frame_count)
-    assert num_compilations[-1] == num_compilations[settled_after - 1]
+    assert num_compilations[-1] == num_compilations[SETTLED_AFTER[sizes_are] - 1]
 
 
 def test_two_ops_in_a_row():
