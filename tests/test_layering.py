@@ -36,7 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "server.http.status": {"server.http.app_state", "server.http.errors"},
     "server.http.live": {"server.http.app_state", "server.http.errors"},
     "server.http.app_state": {"server.http.config", "async_engine"},
-    "server.http.metrics": {"server.http.request_context", "outputs"},
+    "server.http.metrics": {"server.http.request_context", "server.http.errors", "outputs"},
     "server.http.logs": {"server.http.request_context"},
     "server.http.request_context": set(),
     "server.http.errors": set(),
@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.tokenization": {"server.openai.service", "server.openai.response_bodies"},
     "server.openai.models": {"server.openai.service", "server.openai.response_bodies"},
     "server.openai.service": {"server.openai.generation", "server.openai.body_params", "server.http.config"}
-    | {"server.http.metrics", "text.chat_template"},
+    | {"text.chat_template"},
     "server.openai.streaming": {
         "server.openai.generation",
         "server.openai.request_bodies",
@@ -58,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "server.openai.body_params": {"server.openai.errors", "server.openai.request_bodies", "structured_output"},
     "server.openai.logprobs": {"server.openai.response_bodies", "outputs", "text.detokenizer"},
-    "server.openai.generation": {"server.openai.errors"},
+    "server.openai.generation": {"server.openai.errors", "server.http.metrics"},
     "server.openai.errors": {"server.http.errors", "async_engine"},
     "server.openai.request_bodies": {"sampling_params"},
     "server.openai.response_bodies": set(),

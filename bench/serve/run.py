@@ -13,7 +13,7 @@ import numpy
 from harness import load_pyplot
 
 import pagedattn_ext
-from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve import EngineStats, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from serve.workloads import Request
 
 FULL = 0.9  # a step with this share of the largest batch counts as full
@@ -144,13 +144,19 @@ def serve(
         now = time.monotonic() - started
         while arriving and arriving[0][1].arrival <= now:
             i, request = arriving.popleft()
-            params = SamplingParams(temperature=temperature, max_tokens=request.max_tokens, ignore_eos=True, **sampling)
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,  # as `LLM.generate` has it
+                **sampling,
+            )
             engine.add_request(str(i), None, params, request.prompt_token_ids, started + request.arrival)
         if not engine.has_unfinished_requests():
             time.sleep(arriving[0][1].arrival - now)
             continue
         timer.seconds, thread_started, step_started = 0.0, time.thread_time(), time.monotonic()
-        finished = [output for output in engine.step() if output.finished]
+        finished = engine.step()
         ended, thread_seconds = time.monotonic(), time.thread_time() - thread_started
         outputs |= {int(output.request_id): output for output in finished}
         stats = engine.stats()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.outputs import RequestState as RequestState
+    from pagedattn_serve.sampling_params import RequestOutputKind as RequestOutputKind
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
     from pagedattn_serve.structured_output import StructuredOutput as StructuredOutput
 
@@ -47,6 +48,7 @@ _PUBLIC = {
     "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "RequestState": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutput": "structured_output",

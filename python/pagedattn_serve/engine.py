@@ -23,13 +23,14 @@ from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.requests.request import Request
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -229,7 +230,8 @@ class LLMEngine:
 
     @interruptible
     def step(self) -> list[RequestOutput]:
-        """Run one batch; returns the requests that got tokens or ended. Empty while prompts are computed.
+        """Run one batch; returns an output of each request that got tokens or ended. A request whose `output_kind` asks
+        for its last output alone has none before it ends. Empty while prompts are computed.
 
         If it raises an `Exception` of the model or of a tokenizer, `fail_batch` says what becomes of the requests.
         """
@@ -373,9 +375,11 @@ class LLMEngine:
                 num_added += self._add_tokens(request, tokens[first:stop], drafts is not None)
                 if request.metrics.first_token_time is None:
                     request.metrics = replace(request.metrics, first_token_time=now)
-            if not request.group.sequences:
+            is_finished = not request.group.sequences
+            if is_finished:
                 request.metrics = replace(request.metrics, finished_time=now)
-            outputs.append(request.output())
+            if is_finished or request.output_kind is not FINAL_ONLY:
+                outputs.append(request.output())
             first = end
         num_blocks = self.scheduler.block_manager.num_blocks
         for group in batch.outgrown:

@@ -10,7 +10,7 @@ from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
 
 
@@ -53,7 +53,8 @@ class LLM:
         Args:
             prompts: one prompt or a list of them, each in any of the forms that `LLMEngine.add_request` takes: a text,
                 token ids, a dict with either. A list of ints is one prompt. Or else prompt_token_ids.
-            sampling_params: one for all, or one a prompt; default `get_default_sampling_params()`.
+            sampling_params: one for all, or one a prompt; default `get_default_sampling_params()`. Whatever output_kind
+                says, each prompt has one output.
             prompt_token_ids: one list of token ids a prompt, or that of a single one.
             use_tqdm: show progress on standard error.
 
@@ -74,7 +75,7 @@ class LLM:
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
                     stepped = self.llm_engine.step()  # somebody else's requests may be in the engine as well
-                    finished = [o for o in stepped if o.finished and o.request_id in own]
+                    finished = [output for output in stepped if output.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
             return [outputs[request_id] for request_id in self._request_ids]
@@ -131,7 +132,9 @@ class LLM:
         self._num_requests += 1
         self._request_ids.append(request_id)  # first, so that no request is in the engine without
         try:
-            self.llm_engine.add_request(request_id, prompt, param)
+            request = self.llm_engine.make_request(request_id, prompt, param)
+            request.output_kind = RequestOutputKind.FINAL_ONLY
+            self.llm_engine.queue_request(request)
         except (TypeError, ValueError) as error:
             self._request_ids.pop()  # if the id is taken, that request is somebody else's
             raise with_place(error, place) from None

@@ -1,15 +1,14 @@
-"""What the engine gives back: each output is the caller's own, who may write to all of it."""
+"""What the engine gives back. Lists are the caller's own, who may write to them. The rest is read-only."""
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pagedattn_serve.errors import BadArgument
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely."""
 
     logprob: float
@@ -17,35 +16,56 @@ class Logprob:
     decoded_token: str | None = None
 
 
-class PackedLogprobs:
-    """The entries of one place, whose logprobs are fp32, in a tenth of the memory that they take as objects.
+class PackedLogprobs(Mapping[int, Logprob]):
+    """The logprobs of one place by token id, read-only, in a tenth of the memory of a dict.
 
-    texts: those of the tokens, or of more; None: they have none.
+    The numbers are packed, logprobs as fp32.
+
+    texts: those of the tokens, perhaps among others; None: the tokens have no texts.
     """
 
     __slots__ = ("_numbers", "texts")
 
-    def __init__(self, entries: dict[int, Logprob]) -> None:
+    def __init__(self, entries: Mapping[int, Logprob], texts: Mapping[int, str] | None = None) -> None:
         ranks = (entry.rank for entry in entries.values())
         logprobs = (entry.logprob for entry in entries.values())
         self._numbers = struct.pack(_format_of(len(entries)), *entries, *ranks, *logprobs)
-        self.texts: Mapping[int, str] | None = None
+        self.texts = texts
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return struct.unpack_from(f"{len(self._numbers) // 12}i", self._numbers)
+    def __getitem__(self, token_id: int) -> Logprob:
+        for i, each_id in enumerate(self):
+            if each_id == token_id:
+                [rank] = struct.unpack_from("i", self._numbers, 4 * (len(self) + i))
+                [logprob] = struct.unpack_from("f", self._numbers, 4 * (2 * len(self) + i))
+                return Logprob(logprob, rank, None if self.texts is None else self.texts[token_id])
+        raise KeyError(token_id)
 
-    def unpack(self) -> dict[int, Logprob]:
-        """The entries, which are the caller's own."""
-        count = len(self._numbers) // 12
+    def __iter__(self) -> Iterator[int]:
+        return iter(struct.unpack_from(f"{len(self)}i", self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 12
+
+    def items(self) -> ItemsView[int, Logprob]:
+        return self._unpack().items()
+
+    def values(self) -> ValuesView[Logprob]:
+        return self._unpack().values()
+
+    def __repr__(self) -> str:
+        return repr(self._unpack())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: with the texts of these tokens alone."""
+        texts = None if self.texts is None else {token_id: self.texts[token_id] for token_id in self}
+        return type(self), (self._unpack(), texts)
+
+    def _unpack(self) -> dict[int, Logprob]:
+        count = len(self)
         numbers = struct.unpack(_format_of(count), self._numbers)
-        texts = self.texts
-        return {
-            token_id: Logprob(logprob, rank, None if texts is None else texts[token_id])
-            for token_id, rank, logprob in zip(
-                numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True
-            )
-        }
+        token_ids, ranks, logprobs = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+        texts = [None] * count if self.texts is None else [self.texts[token_id] for token_id in token_ids]
+        return dict(zip(token_ids, map(Logprob, logprobs, ranks, texts), strict=True))
 
 
 def _format_of(num_entries: int) -> str:
@@ -53,52 +73,15 @@ def _format_of(num_entries: int) -> str:
     return f"{2 * num_entries}i{num_entries}f"
 
 
-class _CopiedWhenRead:
-    """Lists that the engine goes on with, copied when a caller first looks at them.
-
-    Of a stream's outputs few are looked at for more than their text, and a copy for each would cost a step as much as
-    its scheduling. The engine's lists only grow, so their first items are the same whenever they are copied.
-
-    COPIED: the names of the attributes. The others are what `_copy` makes them from: slots instead of one with a tuple,
-    as a step makes hundreds of outputs.
-    """
-
-    __slots__ = ("_logprobs", "_metrics", "_num_logprobs", "_num_tokens", "_token_ids")
-
-    COPIED: ClassVar[tuple[str, ...]]
-    _token_ids: Any
-    _num_tokens: Any
-    _logprobs: Any
-    _num_logprobs: Any
-    _metrics: Any
-
-    def _copy(self, name: str) -> Any:
-        raise NotImplementedError
-
-    if not TYPE_CHECKING:  # to whom an unknown attribute is to stay one
-
-        def __getattr__(self, name: str) -> Any:
-            """Called where the attribute is not there yet."""
-            if name not in self.COPIED:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            value = self._copy(name)
-            setattr(self, name, value)
-            return value
-
-    def __getstate__(self) -> Any:
-        """For copies and pickles: the fields alone."""
-        return None, {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)  # frozen ones take twice as long to make, one a token
-class CompletionOutput(_CopiedWhenRead):
-    """One output of a request, so far.
+@dataclass(slots=True)  # not frozen, which would take twice as long to make: one output a token
+class CompletionOutput:
+    """One output of a request: so far, or with `RequestOutputKind.DELTA` what is new of it.
 
     index: its place among the outputs of the request.
     text: never taken back; while unfinished, the end that may be the start of a stop string is held back. It has
         neither the stop string nor the token that ended it.
     token_ids: with the token that ended it, if one did.
-    cumulative_logprob: sum of the logprobs of token_ids.
+    cumulative_logprob: sum of the logprobs of all tokens so far.
     logprobs: for each token its own logprob and those of the most likely ones, by token id; None if not asked for.
     finish_reason: "stop" (end-of-sequence or stop token, stop string), "length", "abort", "error" (which
         `RequestOutput.error` tells); None while unfinished.
@@ -110,33 +93,22 @@ class CompletionOutput(_CopiedWhenRead):
     text: str
     token_ids: list[int]
     cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: list[Mapping[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None = None
 
-    COPIED = ("token_ids", "logprobs")
-
-    @property
-    def num_tokens(self) -> int:
-        """As `len(token_ids)`, without a copy of them."""
-        return self._num_tokens if hasattr(self, "_num_tokens") else len(self.token_ids)
-
-    def tail(self, start: int) -> tuple[list[int], list[dict[int, Logprob]] | None]:
-        """token_ids and logprobs from token `start` on, without a copy of those before."""
-        if not hasattr(self, "_num_tokens"):
-            return self.token_ids[start:], None if self.logprobs is None else self.logprobs[start:]
-        logprobs = self._logprobs and self._logprobs[start : self._num_tokens]
-        return self._token_ids[start : self._num_tokens], logprobs and [packed.unpack() for packed in logprobs]
-
-    def _copy(self, name: str) -> Any:
-        if name == "token_ids":
-            return self._token_ids[: self._num_tokens]
-        if self._logprobs is None:
-            return None
-        return [packed.unpack() for packed in self._logprobs[: self._num_tokens]]
+    def add(self, delta: "CompletionOutput") -> None:
+        """Make this what it and the delta after it say together."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.cumulative_logprob = delta.cumulative_logprob
+        if self.logprobs is not None and delta.logprobs is not None:
+            self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class RequestMetrics:
     """When things happened to a request up to this output, in seconds of `time.monotonic`; None if not yet."""
 
@@ -146,17 +118,18 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput(_CopiedWhenRead):
-    """One request and its outputs so far.
+class RequestOutput:
+    """One request and its outputs: so far, or with `RequestOutputKind.DELTA` what is new of them.
 
     prompt: None if it came as token ids alone.
-    outputs: as many as SamplingParams.n. Where best_of is more, or with beam search, these are the best so far, by
-        cumulative logprob or by the search's score: until the request is finished, others may take their places.
+    prompt_token_ids: one list for all outputs of the request.
+    outputs: as many as SamplingParams.n. Where best_of is more, and with beam search, the best ones, by cumulative
+        logprob or by the search's score. With `RequestOutputKind.DELTA` those that have something new.
     error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
         that the tokenizer failed to decode, or what its parameters say of the logits, or `LLMEngine.fail_batch`.
     argument_error: the error as it was raised, if an argument of the request is to blame.
     prompt_logprobs: for each token of the prompt its logprob and those of the most likely ones, None for the first, as
-        far as it is computed; None if not asked for.
+        far as it is computed; None if not asked for, and with `RequestOutputKind.DELTA` in all outputs but the first.
     """
 
     request_id: str
@@ -167,70 +140,15 @@ class RequestOutput(_CopiedWhenRead):
     metrics: RequestMetrics = field(compare=False)
     error: str | None = None
     argument_error: BadArgument | None = field(default=None, compare=False)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
-    COPIED = ("prompt_token_ids", "prompt_logprobs", "metrics")
-
-    def _copy(self, name: str) -> Any:
-        if name == "prompt_token_ids":
-            return list(self._token_ids)
-        if name == "metrics":
-            return replace(self._metrics)
-        if self._logprobs is None:
-            return None
-        logprobs = self._logprobs[: self._num_logprobs]
-        return [None if packed is None else packed.unpack() for packed in logprobs]
-
-
-# The engine's way to make outputs: the lists stay its own, and it may append to them. Functions that fill a bare object
-# take three quarters of the time of a constructor.
-_new: Any = object.__new__
-
-
-def completion_output(
-    index: int,
-    text: str,
-    token_ids: list[int],
-    cumulative_logprob: float,
-    logprobs: list[PackedLogprobs] | None,
-    finish_reason: str | None,
-    stop_reason: int | str | None,
-) -> CompletionOutput:
-    output: CompletionOutput = _new(CompletionOutput)
-    output.index = index
-    output.text = text
-    output.cumulative_logprob = cumulative_logprob
-    output.finish_reason = finish_reason
-    output.stop_reason = stop_reason
-    output._token_ids = token_ids
-    output._num_tokens = len(token_ids)
-    output._logprobs = logprobs
-    return output
-
-
-def request_output(
-    request_id: str,
-    prompt: str | None,
-    prompt_token_ids: list[int],
-    outputs: list[CompletionOutput],
-    finished: bool,
-    metrics: RequestMetrics,
-    error: str | BadArgument | None,
-    prompt_logprobs: list[PackedLogprobs | None] | None,
-) -> RequestOutput:
-    """The metrics may not be written to from here on."""
-    output: RequestOutput = _new(RequestOutput)
-    output.request_id = request_id
-    output.prompt = prompt
-    output.outputs = outputs
-    output.finished = finished
-    output.error = None if error is None else str(error)
-    output.argument_error = error if isinstance(error, BadArgument) else None
-    output._token_ids = prompt_token_ids
-    output._logprobs = prompt_logprobs
-    output._num_logprobs = 0 if prompt_logprobs is None else len(prompt_logprobs)
-    output._metrics = metrics
-    return output
+    def add(self, delta: "RequestOutput") -> None:
+        """Make this what it and the delta after it say together. The first delta has all outputs of the request."""
+        so_far = {completion.index: completion for completion in self.outputs}
+        for completion in delta.outputs:
+            so_far[completion.index].add(completion)
+        self.finished, self.metrics = delta.finished, delta.metrics
+        self.error, self.argument_error = delta.error, delta.argument_error
 
 
 @dataclass(slots=True, frozen=True)

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 from pagedattn_serve.config import check_bool, check_float, check_int
@@ -16,6 +17,20 @@ _MAX_BIAS = 100
 # Beyond these, logits in fp32 could overflow, or become zeros.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 _MAX_TEMPERATURE = 1e9
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a request hold. Names and meanings are vLLM's.
+
+    CUMULATIVE: each output has all that there is so far.
+    DELTA: each output has the text, token_ids and logprobs that are new since the one before. prompt_logprobs come with
+        the first one alone.
+    FINAL_ONLY: there is one output, when the request is finished.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,6 +77,8 @@ class SamplingParams:
     logits_processors: callables f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits) that take
         fp32 logits [vocab_size], which they may write to, and return the new ones; kept as a tuple.
     detokenize: whether the output has a text.
+    output_kind: what each RequestOutput holds, a RequestOutputKind. Where best_of is above n, and with use_beam_search,
+        which outputs there are is known at the end: such a request has one RequestOutput, as with FINAL_ONLY.
     structured_output: a form that the output has: only tokens that it allows can come, and at its end only an
         end-of-sequence token. What else ends an output may cut it short. Not with use_beam_search or ignore_eos.
     changes_logits: whether anything here but structured_output changes the logits before the temperature; not an
@@ -95,6 +112,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_output: StructuredOutput | None = None
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
@@ -146,6 +164,9 @@ class SamplingParams:
         self._keep("logits_processors", _processors(self.logits_processors))
         if not check_bool("detokenize", self.detokenize) and self.stop:
             raise ArgumentError("detokenize", f"True, as stop strings {self.stop} are looked for in the text")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            kind = type(self.output_kind).__name__
+            raise ArgumentTypeError("output_kind", "a RequestOutputKind", f"{self.output_kind!r} of type {kind}")
         self._check_sequences()
         self._check_structured_output()
         self._keep(

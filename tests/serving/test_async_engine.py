@@ -1,6 +1,7 @@
 """`AsyncLLMEngine` when all goes well: what its readers get, who has to wait, and what stays behind."""
 
 import asyncio
+import dataclasses
 import random
 import subprocess
 import sys
@@ -13,7 +14,15 @@ import pytest
 from async_runs import TIMEOUT, Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
 from checkpoints import completions, run
 
-from pagedattn_serve import AsyncLLMEngine, EngineBusyError, EngineDeadError, LLMEngine, SamplingParams
+from pagedattn_serve import (
+    AsyncLLMEngine,
+    EngineBusyError,
+    EngineDeadError,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 
@@ -102,6 +111,38 @@ def test_a_reader_that_stops_reading_misses_what_was_between_and_holds_up_nobody
             assert len(rest[0].outputs[0].token_ids) == 30
 
     play(main())
+
+
+@pytest.mark.parametrize("params", [PARAMS[2], SamplingParams(n=2, seed=3, max_tokens=7)])
+def test_deltas_that_nobody_has_read_are_added_up(engine: LLMEngine, params: SamplingParams) -> None:
+    """What a reader gets who is slower than the engine says the same as the last of cumulative outputs."""
+    [expected] = run(engine, ["the cat"], params)
+
+    async def main() -> list[RequestOutput]:
+        async with AsyncLLMEngine(engine) as serving:
+            stream = serving.generate("the cat", dataclasses.replace(params, output_kind=RequestOutputKind.DELTA))
+            deltas = [await anext(stream)]
+            await asyncio.sleep(0.008)  # two steps or three
+            deltas.append(await anext(stream))
+            await until(lambda: serving.num_unfinished == 0)
+            return [*deltas, *[delta async for delta in stream]]
+
+    total, *others = deltas = play(main())
+    assert [delta.finished for delta in deltas] == [False, False, True]
+    assert deltas[-1].outputs[0].finish_reason == "length"
+    assert all(len(delta.outputs[0].token_ids) < 7 for delta in deltas)
+    for delta in others:
+        total.add(delta)
+    assert total == dataclasses.replace(expected, request_id=total.request_id)
+
+
+def test_the_last_output_alone(engine: LLMEngine) -> None:
+    async def main() -> list[RequestOutput]:
+        async with AsyncLLMEngine(engine) as serving:
+            params = dataclasses.replace(greedy(9), output_kind=RequestOutputKind.FINAL_ONLY)
+            return [output async for output in serving.generate("the cat", params)]
+
+    assert completions(play(main())) == completions(run(engine, ["the cat"], greedy(9)))
 
 
 def test_the_event_loop_is_woken_once_a_step(engine: LLMEngine) -> None:

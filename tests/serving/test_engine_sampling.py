@@ -231,14 +231,14 @@ def test_prompt_logprobs_are_the_caller_s_own_and_have_texts(engine: LLMEngine) 
         assert entries is not None
         for token_id, entry in entries.items():
             assert entry.decoded_token == engine.tokenizer.decode([token_id])
-        entries.clear()
+    first.prompt_logprobs.clear()
     [second] = engine.step()
     assert second.prompt_logprobs is not None and all(second.prompt_logprobs[1:])
     engine.abort_request("a")
     engine.add_request("b", "the cat", SamplingParams(temperature=0, n=2, use_beam_search=True, prompt_logprobs=0))
-    [beams] = engine.step()
-    engine.abort_request("b")
-    assert beams.prompt_logprobs is not None
+    assert engine.step() == []
+    beams = engine.abort_request("b")
+    assert beams is not None and beams.prompt_logprobs is not None
     for entries, token_id in zip(beams.prompt_logprobs[1:], beams.prompt_token_ids[1:], strict=True):
         assert entries is not None and entries[token_id].decoded_token == engine.tokenizer.decode([token_id])
     [one_token] = run(engine, [[5]], params)

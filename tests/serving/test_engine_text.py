@@ -126,7 +126,7 @@ def test_a_stop_string_that_is_begun_before_a_fork(speaker: LLMEngine) -> None:
             status = completion.add_token(token)
             if status is not None:
                 completion.sequence.status = status
-            seen.append((completion.output(0).text, status))
+            seen.append((completion.output(0, is_delta=False).text, status))
             if status is not None:
                 break
         return seen

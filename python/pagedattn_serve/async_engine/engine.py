@@ -22,7 +22,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import EngineStats, RequestOutput
 from pagedattn_serve.requests.prompts import Prompt
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 
@@ -126,11 +126,11 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request, each with all that there is so far; the last one is finished.
+        """The outputs of a request, of the kind that `SamplingParams.output_kind` says; the last one is finished.
 
         The arguments are those of `LLMEngine.add_request`; request_id: by default one that nobody guesses. A reader
-        that is slower than the engine gets the latest output. One that leaves (`aclose`, a task that is cancelled)
-        takes the request with it, before the next step.
+        that is slower than the engine gets the latest output, or the sum of the deltas that it has not read. One that
+        leaves (`aclose`, a task that is cancelled) takes the request with it, before the next step.
 
         Raises, before the first output, TypeError or ValueError as `LLMEngine.add_request` does, EngineBusyError or
         EngineDeadError; the latter also later on.
@@ -275,6 +275,7 @@ class AsyncLLMEngine:
         except BaseException as error:  # such as a panic in a tokenizer
             self._tell(self._refuse, stream, RuntimeError(describe(error)))
         else:
+            stream.has_deltas = request.output_kind is RequestOutputKind.DELTA
             self._engine_loop.add(stream, request)
 
     def _tell(self, f: Callable[..., object], *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What one reader of `AsyncLLMEngine` waits at: a mailbox for the latest output of its request."""
+"""What one reader of `AsyncLLMEngine` waits at: a mailbox for what it has not read of its request."""
 
 import asyncio
 
@@ -8,16 +8,18 @@ from pagedattn_serve.outputs import RequestOutput
 class Stream:
     """The outputs of one request on their way to its reader.
 
-    Outputs are cumulative, so a later one takes the place of an earlier one that was not read: a slow reader costs
-    nothing. All is for the event loop's thread; other threads may read the flags.
+    A slow reader costs nothing. Of several outputs that wait for it, one is left: deltas are added up, and of other
+    outputs the latest has all that there is. All is for the event loop's thread; other threads may read the flags.
 
+    has_deltas: whether the outputs are deltas; set before there is one.
     is_left: nobody reads any more. is_aborted: the request is to end, and its reader to be told.
     """
 
-    __slots__ = ("_error", "_output", "_waiter", "is_aborted", "is_left", "request_id")
+    __slots__ = ("_error", "_output", "_waiter", "has_deltas", "is_aborted", "is_left", "request_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.has_deltas = False
         self.is_left = False
         self.is_aborted = False
         self._output: RequestOutput | None = None
@@ -26,7 +28,10 @@ class Stream:
 
     def put(self, output: RequestOutput) -> None:
         """Give the reader an output."""
-        self._output = output
+        if self.has_deltas and self._output is not None:
+            self._output.add(output)
+        else:
+            self._output = output
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -35,7 +40,7 @@ class Stream:
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """The latest output, when there is one that was not read. Raises what `fail` was given."""
+        """What was not read, when there is something. Raises what `fail` was given."""
         while self._output is None:
             if self._error is not None:
                 raise self._error

@@ -10,7 +10,7 @@ from pagedattn_serve.cli.engine import make_engine
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import with_place
 from pagedattn_serve.outputs import RequestOutput
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -28,6 +28,7 @@ def generate(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
+        output_kind=RequestOutputKind.FINAL_ONLY if args.json else RequestOutputKind.DELTA,
     )
     engine = make_engine(args)
     for i, prompt in enumerate(prompts):
@@ -81,7 +82,7 @@ def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) ->
             fields |= {"text": "", "token_ids": [], "finish_reason": "error", "error": unread[i]}
         else:
             while i not in finished:
-                finished |= {int(output.request_id): output for output in engine.step() if output.finished}
+                finished |= {int(output.request_id): output for output in engine.step()}
             output = finished.pop(i)
             completion = output.outputs[0]
             fields |= {
@@ -98,24 +99,23 @@ def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) ->
 def write_text(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:
     """The text of the first unfinished prompt streams; later prompts wait for their turn. Else as `write_json`."""
     errors: dict[int, str] = {}
-    texts = [""] * len(prompts)
+    texts = [""] * len(prompts)  # that are not on the screen yet
     done = [i in unread for i in range(len(prompts))]
     shown = 0  # the prompt whose text is on the screen
-    num_printed = 0  # characters of that text
     print(prompts[0], end="", flush=True)
     while shown < len(texts):
         for output in engine.step() if engine.has_unfinished_requests() else ():
             i = int(output.request_id)
-            texts[i] = output.outputs[0].text
+            texts[i] += output.outputs[0].text
             done[i] = output.finished
             if output.error is not None:
                 errors[i] = output.error
         while shown < len(texts):
-            print(texts[shown][num_printed:], end="", flush=True)
-            num_printed = len(texts[shown])
+            print(texts[shown], end="", flush=True)
+            texts[shown] = ""
             if not done[shown]:
                 break
-            shown, num_printed = shown + 1, 0
+            shown += 1
             print("\n" if shown < len(texts) else "")
             if shown < len(texts):
                 print(prompts[shown], end="", flush=True)

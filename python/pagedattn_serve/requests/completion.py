@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, completion_output
+from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenTexts
@@ -36,12 +36,27 @@ class OutputRules:
 
 
 class Completion:
-    """The tokens of a sequence, as they come, and their text."""
+    """The tokens of a sequence, as they come, and their text.
 
-    __slots__ = ("_detokenizer", "_num_searched", "_rules", "_stop_reason", "_stop_state", "sequence")
+    is_told: whether a delta has told the end of it.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_num_searched",
+        "_num_told_characters",
+        "_num_told_tokens",
+        "_rules",
+        "_stop_reason",
+        "_stop_state",
+        "is_told",
+        "sequence",
+    )
 
     def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
         self.sequence = sequence
+        self.is_told = False
+        self._num_told_tokens = self._num_told_characters = 0  # by deltas
         self._rules = rules
         self._stop_reason: int | str | None = None
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -81,10 +96,9 @@ class Completion:
         token_ids.append(token_id)
         sequence.cumulative_logprob += logprob
         if top_logprobs is not None:
-            packed = PackedLogprobs(top_logprobs)
+            packed = PackedLogprobs(top_logprobs, rules.token_texts)
             sequence.logprobs.append(packed)
-            if rules.token_texts is not None:
-                decode_tokens(packed, rules.token_texts)
+            decode_tokens(packed)
         status = None
         if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
             status = SequenceStatus.FINISHED_STOPPED
@@ -111,29 +125,35 @@ class Completion:
             status = SequenceStatus.FINISHED_STOPPED
         return status
 
-    def output(self, index: int) -> CompletionOutput:
-        """The output as it stands. Text that may be the beginning of a stop string is held back until it is done."""
+    def output(self, index: int, is_delta: bool) -> CompletionOutput:
+        """The output as it stands, or what is new of it since the last delta. Text that may be the beginning of a stop
+        string is held back until the output is done."""
         sequence, params = self.sequence, self._rules.params
         finish_reason = sequence.status.finish_reason
         text = "" if self._detokenizer is None else self._detokenizer.text
-        if finish_reason is None and self._stop_state is not None and not params.include_stop_str_in_output:
+        end = len(text)
+        if self._stop_state is not None and finish_reason is None and not params.include_stop_str_in_output:
             stops = self._rules.stop_strings
             assert stops is not None
-            text = text[: len(text) - stops.num_held_back(self._stop_state)]
-        logprobs = None if params.logprobs is None else sequence.logprobs
-        return completion_output(
+            end -= stops.num_held_back(self._stop_state)
+        num_told = self._num_told_tokens
+        output = CompletionOutput(
             index,
-            text,
-            sequence.output_token_ids,
+            text[self._num_told_characters : end],
+            sequence.output_token_ids[num_told:],
             sequence.cumulative_logprob,
-            logprobs,
+            None if params.logprobs is None else [*sequence.logprobs[num_told:]],
             finish_reason,
             self._stop_reason,
         )
+        if is_delta:
+            self._num_told_tokens, self._num_told_characters = len(sequence.output_token_ids), end
+            self.is_told = finish_reason is not None
+        return output
 
 
-def decode_tokens(logprobs: PackedLogprobs, texts: TokenTexts) -> None:
-    """Fill in the text of each token: decoded here, as whoever reads the logprobs is another thread."""
-    for token_id in logprobs.token_ids:
-        texts[token_id]
-    logprobs.texts = texts
+def decode_tokens(logprobs: PackedLogprobs) -> None:
+    """Have the text of each token ready: decoded here, as whoever reads the logprobs is another thread."""
+    if logprobs.texts is not None:
+        for token_id in logprobs:
+            logprobs.texts[token_id]

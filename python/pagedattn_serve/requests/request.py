@@ -1,36 +1,52 @@
 """A request as the engine holds it: its group of sequences, their outputs, and what its user is told."""
 
+from collections.abc import Mapping
+
 from pagedattn_serve.errors import BadArgument
-from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_output
+from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken, decode_tokens
+from pagedattn_serve.sampling_params import RequestOutputKind
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
+DELTA = RequestOutputKind.DELTA  # for an enum takes longer to find a member than a module a name
+
 
 class Request:
-    """One prompt and its outputs. prompt: None if it came as token ids alone."""
+    """One prompt and its outputs. prompt: None if it came as token ids alone.
+
+    output_kind: what its user is told. The user's own choice, but where the outputs are chosen at the end.
+    """
 
     __slots__ = (
+        "_are_prompt_logprobs_told",
         "_params",
         "_prompt",
         "_prompt_logprobs",
+        "_prompt_token_ids",
         "_token_texts",
         "completions",
         "error",
         "group",
         "metrics",
+        "output_kind",
     )
 
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         self.group = group
-        self.metrics = RequestMetrics(group.arrival_time)  # outputs have it, too: replaced, never written to
+        self.metrics = RequestMetrics(group.arrival_time)
         self.error: str | BadArgument | None = None
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
+        params = rules.params
+        chooses_at_end = params.use_beam_search or params.num_sequences > params.n
+        self.output_kind = RequestOutputKind.FINAL_ONLY if chooses_at_end else params.output_kind
         self._prompt = prompt
-        self._params = rules.params
+        self._prompt_token_ids = [*group.prompt_token_ids]  # the user's own, who may write to it
+        self._are_prompt_logprobs_told = False  # by a delta
+        self._params = params
         self._token_texts = rules.token_texts
-        self._prompt_logprobs = None if rules.params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
+        self._prompt_logprobs = None if params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One for each unfinished sequence; the first ones, of which there may be several, fork the sequences.
@@ -84,24 +100,32 @@ class Request:
         return sorted(self.completions, key=lambda each: -each.sequence.cumulative_logprob)[: self._params.n]
 
     def output(self) -> RequestOutput:
-        """The request as it stands."""
+        """The request as it stands, or what is new of it since the last delta."""
+        is_delta, error = self.output_kind is DELTA, self.error
         outputs: list[CompletionOutput] = []
-        for completion in self.completions if self._params.n == len(self.completions) else self.best():
-            outputs.append(completion.output(len(outputs)))
-        return request_output(
+        for index, completion in enumerate(self.best()):
+            if not completion.is_told:
+                outputs.append(completion.output(index, is_delta))
+        prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+        if self._prompt_logprobs is not None and not self._are_prompt_logprobs_told:
+            prompt_logprobs = [*self._prompt_logprobs]
+            self._are_prompt_logprobs_told = is_delta
+        return RequestOutput(
             self.group.request_id,
             self._prompt,
-            self.group.prompt_token_ids,
+            self._prompt_token_ids,
             outputs,
             not self.group.sequences,
             self.metrics,
-            self.error,
-            self._prompt_logprobs,
+            None if error is None else str(error),
+            error if isinstance(error, BadArgument) else None,
+            prompt_logprobs,
         )
 
     def _decode_prompt(self) -> None:
         """Fill in the texts of prompt_logprobs, at the first token."""
-        if self._token_texts is not None and not self.completions[0].sequence.output_token_ids:
+        if not self.completions[0].sequence.output_token_ids:
             for packed in self._prompt_logprobs or ():
                 if packed is not None:
-                    decode_tokens(packed, self._token_texts)
+                    packed.texts = self._token_texts
+                    decode_tokens(packed)

@@ -271,7 +271,7 @@ class FakeEngine:
                 for (token_ids, _), (all_token_ids, _) in zip(outputs, expected, strict=False):
                     assert token_ids == all_token_ids[: len(token_ids)]
             for each in request.completions if group.sampling_params.logprobs is not None else ():
-                reported = [token for entries in each.sequence.logprobs for token in entries.token_ids]
+                reported = [token for entries in each.sequence.logprobs for token in entries]
                 assert reported == each.sequence.output_token_ids
 
     def _history(self, salt: str, token_ids: list[int]) -> list[int]:

@@ -5,10 +5,11 @@ What the engine counts is read from its last step when somebody scrapes; times o
 to the clients, once a request but for the time between outputs.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.request_context import current_request
 
 Stats = Callable[[], EngineStats]
@@ -95,53 +97,69 @@ class ServerMetrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    async def watch(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        """The same outputs of one request of the engine, observed, and its tokens added to the current HTTP request's.
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[RequestOutput], None]]:
+        """In here the outputs of one request of the engine, which are deltas, are passed on; each is shown to the
+        function that this gives. At the end, the request's tokens are added to the current HTTP request's.
 
-        A request that is refused before its first output counts for nothing, one whose reader leaves as "abort".
+        Whoever passes them on raises ApiError for a request that was refused or failed, and anything else where its
+        reader has left: that counts as "abort", unless the request was finished. One that is refused before its first
+        output counts for nothing.
         """
-        last: RequestOutput | None = None
-        last_time = 0.0
+        seen = _Seen()
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    now = time.monotonic()
-                    if last is not None:
-                        self._inter_token_latency.observe(now - last_time)
-                    elif output.metrics.first_token_time is not None:
-                        self._time_to_first_token.observe(output.metrics.first_token_time - output.metrics.arrival_time)
-                    last, last_time = output, now
-                    yield output
-        except (GeneratorExit, asyncio.CancelledError):
-            if last is None or not last.finished:
+            yield lambda output: self._see(output, seen)
+        except ApiError:
+            raise
+        except BaseException:
+            if seen.last is None or not seen.last.finished:
                 self._count_end("abort")
             raise
         finally:
-            if last is not None:
-                self._observe_end(last)
+            if seen.last is not None:
+                self._observe_end(seen.last, seen)
 
-    def _observe_end(self, output: RequestOutput) -> None:
-        """The last output of a request that came to its reader."""
-        lengths = [len(completion.token_ids) for completion in output.outputs]
-        num_prompt_tokens = len(output.prompt_token_ids)
+    def _see(self, output: RequestOutput, seen: "_Seen") -> None:
+        now = time.monotonic()
+        if seen.last is not None:
+            self._inter_token_latency.observe(now - seen.time)
+        elif output.metrics.first_token_time is not None:
+            self._time_to_first_token.observe(output.metrics.first_token_time - output.metrics.arrival_time)
+        seen.last, seen.time = output, now
+        for completion in output.outputs:
+            seen.lengths[completion.index] += len(completion.token_ids)
+            seen.reasons.add(completion.finish_reason)
+
+    def _observe_end(self, last: RequestOutput, seen: "_Seen") -> None:
+        num_prompt_tokens, num_output_tokens = len(last.prompt_token_ids), seen.lengths.total()
         if context := current_request.get():
             context.num_prompt_tokens += num_prompt_tokens
-            context.num_output_tokens += sum(lengths)
-        if not output.finished:
+            context.num_output_tokens += num_output_tokens
+        if not last.finished:
             return
-        reasons = {completion.finish_reason for completion in output.outputs}
-        self._count_end(next(reason for reason in ("error", "abort", "length", "stop") if reason in reasons))
+        self._count_end(next(reason for reason in ("error", "abort", "length", "stop") if reason in seen.reasons))
         self._prompt_tokens.observe(num_prompt_tokens)
-        self._generation_tokens.observe(sum(lengths))
-        times = output.metrics
+        self._generation_tokens.observe(num_output_tokens)
+        times = last.metrics
         if times.finished_time is None:
             return
         self._e2e_latency.observe(times.finished_time - times.arrival_time)
-        if times.first_token_time is not None and max(lengths) > 1:
-            self._time_per_output_token.observe((times.finished_time - times.first_token_time) / (max(lengths) - 1))
+        longest = max(seen.lengths.values())
+        if times.first_token_time is not None and longest > 1:
+            self._time_per_output_token.observe((times.finished_time - times.first_token_time) / (longest - 1))
 
     def _count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of one request: its last output, when that was, how long its outputs are, how they ended."""
+
+    last: RequestOutput | None = None
+    time: float = 0.0
+    lengths: Counts[int] = field(default_factory=Counts)
+    reasons: set[str | None] = field(default_factory=set)
 
 
 class EngineCollector(Collector):

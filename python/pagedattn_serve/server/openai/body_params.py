@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.errors import engine_error
 from pagedattn_serve.server.openai.request_bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
@@ -67,7 +67,7 @@ def _params(
     if structured_output is not None:
         chosen["structured_output"] = structured_output
     try:
-        return SamplingParams(**base | given | chosen)
+        return SamplingParams(**base | given | chosen, output_kind=RequestOutputKind.DELTA)
     except (TypeError, ValueError) as error:
         raise engine_error(error, form_field(body)) from None
 

@@ -11,12 +11,12 @@ from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import encode_json
 from pagedattn_serve.server.openai.body_params import chat_params
 from pagedattn_serve.server.openai.errors import response_of
-from pagedattn_serve.server.openai.generation import Job, PromptTokens, finished_outputs, while_connected
+from pagedattn_serve.server.openai.generation import Job, PromptTokens, while_connected
 from pagedattn_serve.server.openai.logprobs import ChatLogprobsFormat, prompt_logprobs
 from pagedattn_serve.server.openai.request_bodies import ChatCompletionRequest
 from pagedattn_serve.server.openai.response_bodies import EVENT_STREAM, ChatChoice, ChatCompletionResponse
 from pagedattn_serve.server.openai.service import Service, service_of
-from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, StreamedChoice, chunks, make_usage
+from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, JobChunks, LogprobsFormat, make_usage
 
 router = APIRouter()
 
@@ -36,8 +36,8 @@ async def create_chat_completion(
     answer = _Answer(body, job)
     if body.stream:
         writer = ChunkWriter(job, "chat.completion.chunk", body.stream_options)
-        return EventStream(chunks(service.start, job, writer, answer.opening, _render))
-    [output] = await while_connected(request.receive, finished_outputs(service.start, job))
+        return EventStream(JobChunks(service.jobs, job, writer, answer.opening, _render).send_all)
+    [output] = await while_connected(request.receive, service.jobs.outputs(job))
     if params.logprobs is None and params.prompt_logprobs is None:
         return answer.whole(output)
     return await asyncio.to_thread(answer.whole, output)
@@ -52,8 +52,8 @@ class _Answer:
         self._logprobs = ChatLogprobsFormat(body.top_logprobs or 0) if body.logprobs else None
 
     def whole(self, output: RequestOutput) -> Response:
-        """output: the last one."""
-        num_tokens = sum(completion.num_tokens for completion in output.outputs)
+        """output: with all that came."""
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         response: ChatCompletionResponse = {
             "id": self._job.request_id,
             "object": "chat.completion",
@@ -66,17 +66,18 @@ class _Answer:
             response["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
         return response_of(response, itertools.starmap(self._choice, enumerate(output.outputs)))
 
-    def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[StreamedChoice]]:
-        """The first chunk of each choice, which says who speaks, and what tells the rest."""
+    def opening(
+        self, writer: ChunkWriter, place: int, output: RequestOutput
+    ) -> tuple[list[str], list[LogprobsFormat | None]]:
+        """The first chunk of each choice, which says who speaks, and the form of the logprobs that follow."""
         indices = range(self._job.params.n)
         told = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
-        return told, [StreamedChoice(index, self._logprobs) for index in indices]
+        return told, [self._logprobs for _ in indices]
 
     def _choice(self, index: int, completion: CompletionOutput) -> ChatChoice:
         logprobs = None
         if self._logprobs is not None:
-            token_ids, entries = completion.tail(0)
-            logprobs = self._logprobs.add(token_ids, entries or [])
+            logprobs = self._logprobs.add(completion.token_ids, completion.logprobs or [])
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},

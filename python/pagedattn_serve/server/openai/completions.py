@@ -12,7 +12,7 @@ from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, encode_json
 from pagedattn_serve.server.openai.body_params import completion_params
 from pagedattn_serve.server.openai.errors import response_of
-from pagedattn_serve.server.openai.generation import Job, PromptTokens, finished_outputs, while_connected
+from pagedattn_serve.server.openai.generation import Job, PromptTokens, while_connected
 from pagedattn_serve.server.openai.logprobs import CompletionLogprobsFormat, joined, prompt_logprobs
 from pagedattn_serve.server.openai.request_bodies import CompletionRequest
 from pagedattn_serve.server.openai.response_bodies import (
@@ -22,7 +22,7 @@ from pagedattn_serve.server.openai.response_bodies import (
     CompletionResponse,
 )
 from pagedattn_serve.server.openai.service import Service, service_of
-from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, StreamedChoice, chunks, make_usage
+from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, JobChunks, LogprobsFormat, make_usage
 
 router = APIRouter()
 
@@ -41,8 +41,8 @@ async def create_completion(
     answer = _Answer(body, job, service)
     if body.stream:
         writer = ChunkWriter(job, "text_completion", body.stream_options)
-        return EventStream(chunks(service.start, job, writer, answer.opening, _render))
-    outputs = await while_connected(request.receive, finished_outputs(service.start, job))
+        return EventStream(JobChunks(service.jobs, job, writer, answer.opening, _render).send_all)
+    outputs = await while_connected(request.receive, service.jobs.outputs(job))
     if params.logprobs is None and params.prompt_logprobs is None:
         return answer.whole(outputs)
     return await asyncio.to_thread(answer.whole, outputs)
@@ -87,8 +87,8 @@ class _Answer:
         self._shows_output = body.max_tokens != 0  # the engine makes one token at least
 
     def whole(self, outputs: list[RequestOutput]) -> Response:
-        """outputs: the last one of each prompt."""
-        num_tokens = sum(completion.num_tokens for output in outputs for completion in output.outputs)
+        """outputs: one of each prompt, with all that came of it."""
+        num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         answer: CompletionResponse = {
             "id": self._job.request_id,
             "object": "text_completion",
@@ -107,8 +107,10 @@ class _Answer:
                 yield self._choice(index, beginning, output, completion)
                 index += 1
 
-    def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[StreamedChoice]]:
-        """The first chunks of a prompt's choices, and what tells the rest of them."""
+    def opening(
+        self, writer: ChunkWriter, place: int, output: RequestOutput
+    ) -> tuple[list[str], list[LogprobsFormat | None]]:
+        """The first chunks of a prompt's choices, and the form of the logprobs that follow."""
         beginning = self._begin(place, output)
         num_choices = self._job.params.n
         indices = range(place * num_choices, (place + 1) * num_choices)
@@ -119,7 +121,7 @@ class _Answer:
             told = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
         if not self._shows_output:
             return told, []
-        return told, [StreamedChoice(index, beginning.format and beginning.format.fork()) for index in indices]
+        return told, [beginning.format and beginning.format.fork() for _ in indices]
 
     def _begin(self, place: int, output: RequestOutput) -> _Beginning:
         body, prompt, params = self._body, self._job.prompts[place], self._job.params
@@ -136,8 +138,7 @@ class _Answer:
     ) -> CompletionChoice:
         logprobs = beginning.logprobs
         if beginning.format is not None and self._shows_output:
-            token_ids, entries = completion.tail(0)
-            of_output = beginning.format.fork().add(token_ids, entries or [])
+            of_output = beginning.format.fork().add(completion.token_ids, completion.logprobs or [])
             logprobs = of_output if logprobs is None else joined(logprobs, of_output)
         choice: CompletionChoice = {
             "index": index,

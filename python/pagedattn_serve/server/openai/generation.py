@@ -1,18 +1,19 @@
 """The prompts of one HTTP request through the engine, all at once."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError, EngineDeadError
 from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError
+from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.errors import engine_error
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Job:
     """What one HTTP request asks of the engine.
 
     request_id, created (seconds since 1970), model: as its answer tells them; nobody guesses the id.
+    params: with deltas as outputs.
     form_field: the field that asks for a form of the output, if one does.
     """
 
@@ -48,58 +50,63 @@ class Job:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
-Outputs = AsyncGenerator[RequestOutput, None]
-Start = Callable[[Job, int], Outputs]  # of the prompt at a place of the job
+Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt, and what is new of its outputs
 
 
-async def generate(start: Start, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(place of the prompt, its output so far), as they come; ends when the last one is finished.
+class JobRunner:
+    """Sends jobs through the engine, and shows the metrics what comes back."""
 
-    Raises ApiError if a prompt is refused or fails. However it ends, no request of it stays in the engine.
-    """
-    if len(job.prompts) == 1:
-        async with aclosing(_checked(job, start(job, 0))) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    latest: dict[int, RequestOutput] = {}
-    arrived = asyncio.Event()
+    def __init__(self, engine: AsyncLLMEngine, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
 
-    async def pump(place: int) -> None:
+    async def run(self, job: Job, take: Take) -> None:
+        """Call `take` with all outputs of each prompt, as they come; returns when the last one is finished.
+
+        Raises ApiError if a prompt is refused or fails. However it ends, no request of it stays in the engine.
+        """
+        tasks = [asyncio.create_task(self._run_one(job, place, take)) for place in range(len(job.prompts))]
         try:
-            async with aclosing(_checked(job, start(job, place))) as outputs:
-                async for output in outputs:
-                    latest[place] = output
-                    arrived.set()
+            await asyncio.gather(*tasks)
         finally:
-            arrived.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    tasks = [asyncio.create_task(pump(place)) for place in range(len(job.prompts))]
-    unfinished = set(tasks)
-    try:
-        while unfinished:
-            await arrived.wait()
-            arrived.clear()
-            for task in [task for task in unfinished if task.done()]:
-                unfinished.remove(task)
-                task.result()
-            news = sorted(latest.items())
-            latest.clear()
-            for each in news:
-                yield each
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def outputs(self, job: Job) -> list[RequestOutput]:
+        """All that came of each prompt. Raises as `run`."""
+        outputs: dict[int, RequestOutput] = {}
 
+        async def take(place: int, output: RequestOutput) -> None:
+            if place in outputs:
+                outputs[place].add(output)
+            else:
+                outputs[place] = output
 
-async def finished_outputs(start: Start, job: Job) -> list[RequestOutput]:
-    """The last output of each prompt. Raises as `generate`."""
-    outputs: dict[int, RequestOutput] = {}
-    async with aclosing(generate(start, job)) as news:
-        async for place, output in news:
-            outputs[place] = output
-    return [outputs[place] for place in range(len(job.prompts))]
+        await self.run(job, take)
+        return [outputs[place] for place in range(len(job.prompts))]
+
+    async def _run_one(self, job: Job, place: int, take: Take) -> None:
+        outputs = self._engine.generate(
+            {"prompt_token_ids": job.prompts[place].token_ids},
+            job.params,
+            f"{job.request_id}-{place}",
+            job.priority,
+            job.cache_salt,
+        )
+        is_finished = False
+        async with aclosing(outputs):
+            with self._metrics.watch() as see:
+                while not is_finished:
+                    try:
+                        output = await anext(outputs)
+                    except (EngineBusyError, EngineDeadError, BadArgument, TypeError, ValueError) as error:
+                        raise engine_error(error, job.form_field) from None
+                    is_finished = output.finished
+                    see(output)
+                    if is_finished:
+                        _raise_failure(output, job.form_field)
+                    await take(place, output)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -123,18 +130,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _checked(job: Job, outputs: Outputs) -> Outputs:
-    """The outputs of one prompt; raises ApiError for what the engine refuses or ends with an error."""
-    try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.finished:
-                    _raise_failure(output, job.form_field)
-                yield output
-    except (EngineBusyError, EngineDeadError, BadArgument, TypeError, ValueError) as error:
-        raise engine_error(error, job.form_field) from None
 
 
 def _raise_failure(output: RequestOutput, form_field: str | None) -> None:

@@ -3,6 +3,8 @@
 Both format tokens as they come: `add` takes the next ones of an output.
 """
 
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pagedattn_serve.outputs import Logprob, RequestOutput
@@ -17,7 +19,7 @@ from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 LOWEST = -9999.0  # for minus infinity, which JSON does not have
 
-Entries = dict[int, Logprob]
+Entries = Mapping[int, Logprob]
 
 
 class CompletionLogprobsFormat:
@@ -34,12 +36,11 @@ class CompletionLogprobsFormat:
 
     def fork(self) -> Self:
         """One that goes on from here by itself."""
-        other = object.__new__(type(self))
-        other._tokenizer, other._num_top = self._tokenizer, self._num_top
+        other = copy.copy(self)
         other._detokenizer = self._detokenizer.fork()
         return other
 
-    def add(self, token_ids: list[int], entries: list[Entries] | list[Entries | None]) -> CompletionLogprobs:
+    def add(self, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
         """entries: one a token; None for the first of a prompt, which nothing predicts."""
         offsets, tokens = [], []
         logprobs: list[float | None] = []
@@ -52,11 +53,12 @@ class CompletionLogprobsFormat:
                 logprobs.append(None)
                 top_logprobs.append(None)
                 continue
-            tokens.append(each[token_id].decoded_token or "")
-            logprobs.append(_finite(each[token_id].logprob))
+            own = each[token_id]
+            tokens.append(own.decoded_token or "")
+            logprobs.append(_finite(own.logprob))
             top: dict[str, float] = {}
-            for entry in sorted(each.values(), key=lambda entry: entry.rank):
-                if entry.rank <= self._num_top or entry is each[token_id]:
+            for each_id, entry in sorted(each.items(), key=lambda item: item[1].rank):
+                if entry.rank <= self._num_top or each_id == token_id:
                     top.setdefault(entry.decoded_token or "", _finite(entry.logprob))
             top_logprobs.append(top)
         return {

@@ -3,20 +3,19 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.errors import ArgumentError, BadArgument
-from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.body_params import form_field
-from pagedattn_serve.server.openai.generation import Job, PromptTokens
+from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
 from pagedattn_serve.server.openai.request_bodies import SamplingBody
 from pagedattn_serve.text.chat_template import render_chat
 
@@ -35,6 +34,7 @@ class Service:
         self._llm = engine.engine  # what never changes of it
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
+        self.jobs = JobRunner(engine, self.metrics)
         self.created = int(time.time())
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
@@ -97,18 +97,6 @@ class Service:
             priority=body.priority or 0,
             cache_salt=self._salt(request.scope.get("pagedattn.key_id", ""), body.cache_salt or ""),
             form_field=form_field(body),
-        )
-
-    def start(self, job: Job, place: int) -> AsyncGenerator[RequestOutput, None]:
-        """What the engine makes of one prompt of a job, as the metrics see it pass."""
-        return self.metrics.watch(
-            self.engine.generate(
-                {"prompt_token_ids": job.prompts[place].token_ids},
-                job.params,
-                f"{job.request_id}-{place}",
-                job.priority,
-                job.cache_salt,
-            )
         )
 
     def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:

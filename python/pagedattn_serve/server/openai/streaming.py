@@ -4,9 +4,9 @@ A chunk a token is what a busy server spends its time on, so what is the same in
 once, and the engine's outputs become text without objects in between.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, encode_json
-from pagedattn_serve.server.openai.generation import Job, Start, generate, while_connected
+from pagedattn_serve.server.openai.generation import Job, JobRunner, while_connected
 from pagedattn_serve.server.openai.request_bodies import StreamOptions
 from pagedattn_serve.server.openai.response_bodies import Usage
 
@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+SendEvents = Callable[[bytes], Awaitable[None]]
+
 
 class LogprobsFormat(Protocol):
+    """The form of one choice's logprobs, which `add` is given as they come."""
+
     def add(self, token_ids: list[int], entries: list[Any]) -> Any: ...
 
 
@@ -61,67 +65,64 @@ class ChunkWriter:
         return f'{chunk.removesuffix(self._tail)}],"usage":{encode_json(usage)}}}\n\n'
 
 
-class StreamedChoice:
-    """How much of one output the client has got. logprobs: their format; None if none are asked for."""
-
-    def __init__(self, index: int, logprobs: LogprobsFormat | None) -> None:
-        self.num_tokens = 0
-        self._index = index
-        self._logprobs = logprobs
-        self._num_characters = 0
-        self._is_finished = False
-
-    def news(self, completion: CompletionOutput, writer: ChunkWriter, render: Callable[[str], str]) -> str | None:
-        """The chunk with what has come since the last one; None if there is nothing to tell."""
-        if self._is_finished:
-            return None
-        addition, finish_reason = completion.text[self._num_characters :], completion.finish_reason
-        logprobs = None
-        if self._logprobs is not None:
-            token_ids, entries = completion.tail(self.num_tokens)
-            logprobs = self._logprobs.add(token_ids, entries or []) if token_ids else None
-        self.num_tokens = completion.num_tokens
-        self._num_characters += len(addition)
-        self._is_finished = finish_reason is not None
-        if not addition and logprobs is None and finish_reason is None:
-            return None
-        return writer.choice(self._index, render(addition), logprobs, finish_reason, completion.stop_reason)
+# From the first output of a prompt: the first chunks of its choices, and for each choice the form of its logprobs, None
+# where none are asked for. No forms: nothing more is told of the choices.
+Opening = Callable[[ChunkWriter, int, RequestOutput], tuple[list[str], list[LogprobsFormat | None]]]
 
 
-# From the first output of a prompt: the first chunks of its choices, and what tells the rest of them.
-Opening = Callable[[ChunkWriter, int, RequestOutput], tuple[list[str], list[StreamedChoice]]]
-
-
-async def chunks(
-    start: Start, job: Job, writer: ChunkWriter, opening: Opening, render: Callable[[str], str]
-) -> AsyncGenerator[bytes, None]:
-    """The events of a response, what comes at once together. Raises ApiError as `generate`.
+class JobChunks:
+    """The events of one job, which `send_all` sends as they come.
 
     render: a text as the JSON of a field.
     """
-    choices: dict[int, list[StreamedChoice]] = {}
 
-    def usage() -> Usage:
-        num_tokens = sum(choice.num_tokens for each in choices.values() for choice in each)
-        return make_usage(job.num_prompt_tokens, num_tokens)
+    def __init__(
+        self, jobs: JobRunner, job: Job, writer: ChunkWriter, opening: Opening, render: Callable[[str], str]
+    ) -> None:
+        self._jobs = jobs
+        self._job = job
+        self._writer = writer
+        self._opening = opening
+        self._render = render
+        self._forms: dict[int, list[LogprobsFormat | None]] = {}  # by the place of the prompt
+        self._num_tokens = 0
 
-    async with aclosing(generate(start, job)) as news:
-        async for place, output in news:
-            if job.params.use_beam_search and not output.finished:
-                continue  # other beams may take the places of these
-            told: list[str] = []
-            if place not in choices:
-                told, choices[place] = opening(writer, place, output)
-            for choice, completion in zip(choices[place], output.outputs, strict=False):
-                chunk = choice.news(completion, writer, render)
-                if chunk is not None:
-                    told.append(chunk)
-            if writer.counts_on:
-                told = [writer.with_usage(chunk, usage()) for chunk in told]
-            if told:
-                yield "".join(told).encode()
-    if writer.counts_at_end:
-        yield writer.usage(usage()).encode()
+    async def send_all(self, send: SendEvents) -> None:
+        """Raises ApiError as `JobRunner.run`."""
+
+        async def take(place: int, output: RequestOutput) -> None:
+            if events := self._events(place, output):
+                await send(events)
+
+        await self._jobs.run(self._job, take)
+        if self._writer.counts_at_end:
+            await send(self._writer.usage(self._usage()).encode())
+
+    def _events(self, place: int, output: RequestOutput) -> bytes:
+        told: list[str] = []
+        if place not in self._forms:
+            told, self._forms[place] = self._opening(self._writer, place, output)
+        if forms := self._forms[place]:
+            for completion in output.outputs:
+                self._num_tokens += len(completion.token_ids)
+                index = place * self._job.params.n + completion.index
+                told += self._news(index, completion, forms[completion.index])
+        if self._writer.counts_on:
+            told = [self._writer.with_usage(chunk, self._usage()) for chunk in told]
+        return "".join(told).encode()
+
+    def _news(self, index: int, completion: CompletionOutput, form: LogprobsFormat | None) -> list[str]:
+        """The chunk that tells what is new of a choice, if something is."""
+        text, finish_reason = completion.text, completion.finish_reason
+        logprobs = None
+        if form is not None and completion.token_ids:
+            logprobs = form.add(completion.token_ids, completion.logprobs or [])
+        if not text and logprobs is None and finish_reason is None:
+            return []
+        return [self._writer.choice(index, self._render(text), logprobs, finish_reason, completion.stop_reason)]
+
+    def _usage(self) -> Usage:
+        return make_usage(self._job.num_prompt_tokens, self._num_tokens)
 
 
 def make_usage(num_prompt_tokens: int, num_tokens: int) -> Usage:
@@ -133,40 +134,49 @@ def make_usage(num_prompt_tokens: int, num_tokens: int) -> Usage:
 
 
 class EventStream(Response):
-    """Sends events as they come, then [DONE].
+    """Sends the events that `send_all` gives to what it is called with, then [DONE].
 
     An error before the first event is raised, for a response of its own; a later one becomes the last event before
-    [DONE]. The generator is closed as soon as the client has gone.
+    [DONE]. `send_all` is cancelled as soon as the client has gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, send_all: Callable[[SendEvents], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._send_all = send_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._respond(send))
         except ClientGoneError:
             logger.debug("a client left its stream")
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except ApiError as error:
-                await _send_end(send, error_event(error))
-            except Exception:  # a bug, which the middleware logs
-                await _send_end(send, error_event(ApiError(500, "the server failed; its log says where")))
+    async def _respond(self, send: Send) -> None:
+        has_begun = False
+        sending = asyncio.Lock()  # the prompts of a job have a task each
+
+        async def send_events(events: bytes) -> None:
+            nonlocal has_begun
+            async with sending:
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+
+        try:
+            await self._send_all(send_events)
+        except ApiError as error:
+            if not has_begun:
                 raise
-            else:
-                await _send_end(send)
+            await _send_end(send, error_event(error))
+        except Exception:  # a bug, which the middleware logs
+            if has_begun:
+                await _send_end(send, error_event(ApiError(500, "the server failed; its log says where")))
+            raise
+        else:
+            await _send_end(send)
 
 
 async def _send_end(send: Send, last: bytes = b"") -> None:

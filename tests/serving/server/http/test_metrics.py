@@ -1,13 +1,13 @@
 """The metrics: what the engine counted and what clients met, under the names that dashboards of vLLM ask for."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
+from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics
 from pagedattn_serve.server.http.request_context import RequestContext, current_request
 
@@ -39,25 +39,16 @@ def output(
     return RequestOutput("a", None, [0] * num_prompt_tokens, completions, finish_reason is not None, times)
 
 
-async def give(*outputs: RequestOutput, error: Exception | None = None) -> AsyncGenerator[RequestOutput, None]:
-    for each in outputs:
-        yield each
-    if error is not None:
-        raise error
-
-
-def watch_all(metrics: ServerMetrics, *outputs: RequestOutput, error: Exception | None = None) -> list[RequestOutput]:
-    async def run() -> list[RequestOutput]:
-        return [each async for each in metrics.watch(give(*outputs, error=error))]
-
-    return asyncio.run(run())
+def watch_all(metrics: ServerMetrics, *outputs: RequestOutput) -> None:
+    with metrics.watch() as see:
+        for each in outputs:
+            see(each)
 
 
 def test_a_request() -> None:
     """Arrival at 100, first token at 101, end at 103 with 5 tokens."""
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
-    outputs = [output(1), output(2), output(5, finish_reason="length")]
-    assert watch_all(metrics, *outputs) == outputs
+    watch_all(metrics, output(1), output(1), output(3, finish_reason="length"))
     found = samples(metrics)
     for name, total, count in [
         ("time_to_first_token_seconds", 1, 1),
@@ -86,18 +77,20 @@ def ended(metrics: ServerMetrics) -> dict[str, float]:
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
 def test_how_requests_end(reason: str) -> None:
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
-    watch_all(metrics, output(1), output(2, finish_reason=reason))
+    watch_all(metrics, output(1), output(1, finish_reason=reason))
     watch_all(metrics, output(1, finish_reason=reason))  # one token alone has no time between tokens
     assert ended(metrics) == {reason: 2}
     assert samples(metrics)["pagedattn:request_time_per_output_token_seconds_count"] == 1
 
 
 def test_several_outputs_are_one_request() -> None:
-    """Its time a token is that of the longest, as they run side by side."""
+    """Its time a token is that of the longest, as they run side by side. The last deltas are of that one alone."""
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
-    watch_all(metrics, output(2, 5, 3, finish_reason="stop"))
+    last = output(3, finish_reason="length")
+    last.outputs[0].index = 1
+    watch_all(metrics, output(1, 1, 1), output(1, 1, 2), last)
     found = samples(metrics)
-    assert ended(metrics) == {"stop": 1} and found["pagedattn:request_generation_tokens_sum"] == 10
+    assert ended(metrics) == {"length": 1} and found["pagedattn:request_generation_tokens_sum"] == 10
     assert found["pagedattn:request_time_per_output_token_seconds_sum"] == pytest.approx(0.5)
 
 
@@ -113,75 +106,50 @@ def test_a_request_that_ended_without_a_token() -> None:
 def test_a_request_that_is_refused_counts_for_nothing() -> None:
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
     before = samples(metrics)
-    with pytest.raises(ValueError, match="too long"):
-        watch_all(metrics, error=ValueError("too long"))
+    with pytest.raises(ApiError, match="too long"), metrics.watch():
+        raise ApiError(400, "too long")
     after = samples(metrics)
     assert {name for name in before if before[name] != after[name]} <= {"process_cpu_seconds_total"}
 
 
+def test_a_request_that_fails_counts_once() -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    with pytest.raises(ApiError), metrics.watch() as see:
+        see(output(1, finish_reason="error"))
+        raise ApiError(500, "the request could not go on")
+    assert ended(metrics) == {"error": 1}
+
+
 @pytest.mark.parametrize("num_outputs", [0, 2])
-def test_a_reader_that_leaves_counts_as_abort_and_ends_the_request(num_outputs: int) -> None:
+@pytest.mark.parametrize("how", [asyncio.CancelledError, OSError])
+def test_a_reader_that_leaves_counts_as_abort(num_outputs: int, how: type[BaseException]) -> None:
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
-    closed: list[bool] = []
-
-    async def outputs() -> AsyncGenerator[RequestOutput, None]:
-        try:
-            for i in range(num_outputs):
-                yield output(i + 1)
-            await asyncio.sleep(30)
-        finally:
-            closed.append(True)
-
-    async def read() -> None:
-        async for _ in metrics.watch(outputs()):
-            pass
-
-    async def run() -> None:
-        task = asyncio.create_task(read())
-        await asyncio.sleep(0.02)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
-    assert ended(metrics) == {"abort": 1} and closed == [True]
-
-
-def test_a_generator_that_is_closed_closes_the_engines() -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
-    closed: list[bool] = []
-
-    async def outputs() -> AsyncGenerator[RequestOutput, None]:
-        try:
-            yield output(1)
-        finally:
-            closed.append(True)
-
-    async def run() -> None:
-        watched = metrics.watch(outputs())
-        await anext(watched)
-        await watched.aclose()
-        assert closed == [True]
-
-    asyncio.run(run())
+    with pytest.raises(how), metrics.watch() as see:
+        for _ in range(num_outputs):
+            see(output(1))
+        raise how
     assert ended(metrics) == {"abort": 1}
+
+
+def test_a_reader_that_leaves_with_the_last_output_is_no_abort() -> None:
+    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    with pytest.raises(asyncio.CancelledError), metrics.watch() as see:
+        see(output(1, finish_reason="stop"))
+        raise asyncio.CancelledError
+    assert ended(metrics) == {"stop": 1}
 
 
 def test_tokens_are_added_to_the_http_request() -> None:
     """Of which several may be to the engine, and one that was left counts with what it had."""
     metrics = ServerMetrics(lambda: NO_STATS, "demo")
 
-    async def run() -> RequestContext:
-        context = RequestContext("id")
-        current_request.set(context)
-
-        async def read(*outputs: RequestOutput) -> None:
-            async for _ in metrics.watch(give(*outputs)):
-                pass
-
-        await asyncio.gather(read(output(1), output(4, finish_reason="stop")), read(output(2, 3)))
-        return context
-
-    context = asyncio.run(run())
+    context = RequestContext("id")
+    token = current_request.set(context)
+    try:
+        watch_all(metrics, output(1), output(3, finish_reason="stop"))
+        watch_all(metrics, output(2, 3))
+    finally:
+        current_request.reset(token)
     assert (context.num_prompt_tokens, context.num_output_tokens) == (6, 9)
 
 

@@ -9,15 +9,16 @@ import pytest
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.app import make_app
 from pagedattn_serve.server.openai.errors import ApiError
-from pagedattn_serve.server.openai.generation import Job, PromptTokens, finished_outputs, generate
-from pagedattn_serve.server.openai.streaming import EventStream
+from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
+from pagedattn_serve.server.openai.streaming import EventStream, SendEvents
 
-Outputs = AsyncGenerator[RequestOutput, None]
+NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 
 
 def job(num_prompts: int) -> Job:
@@ -39,7 +40,13 @@ class FakeEngine:
         self.open: set[int] = set()
         self._end = end
 
-    async def start(self, job: Job, place: int) -> Outputs:
+    def jobs(self) -> JobRunner:
+        return JobRunner(self, ServerMetrics(lambda: NO_STATS, "tiny"))  # type: ignore[arg-type]
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, priority: int, cache_salt: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        place = int(request_id.removeprefix("id-"))
         self.open.add(place)
         try:
             num_tokens = 0
@@ -49,7 +56,7 @@ class FakeEngine:
                 end = self._end(place, num_tokens)
                 if isinstance(end, Exception):
                     raise end
-                yield end or output(num_tokens)
+                yield end or output(1)
                 if end is not None:
                     return
         finally:
@@ -58,19 +65,18 @@ class FakeEngine:
 
 def test_each_prompt_tells_all_it_has() -> None:
     """And in steps: that a reader who keeps up misses none is what makes it a stream."""
-    engine = FakeEngine(lambda place, num_tokens: output(num_tokens, "stop") if num_tokens == 3 + place else None)
+    engine = FakeEngine(lambda place, num_tokens: output(1, "stop") if num_tokens == 3 + place else None)
 
     async def main() -> None:
-        told: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        async for place, each in generate(engine.start, job(3)):
-            told[place].append(each.outputs[0].num_tokens)
-        assert [steps[-1] for steps in told.values()] == [3, 4, 5]
-        assert all(steps == sorted(set(steps)) for steps in told.values())
-        assert [each async for each in generate(engine.start, job(1))] == [
-            (0, output(1)), (0, output(2)), (0, output(3, "stop"))
-        ]  # fmt: skip
-        finals = await finished_outputs(engine.start, job(3))
-        assert [each.outputs[0].num_tokens for each in finals] == [3, 4, 5]
+        told: dict[int, list[RequestOutput]] = {0: [], 1: [], 2: []}
+
+        async def take(place: int, each: RequestOutput) -> None:
+            told[place].append(each)
+
+        await engine.jobs().run(job(3), take)
+        assert told == {place: [output(1)] * (2 + place) + [output(1, "stop")] for place in range(3)}
+        whole = await engine.jobs().outputs(job(3))
+        assert whole == [output(num_tokens, "stop") for num_tokens in (3, 4, 5)]
 
     asyncio.run(main())
     assert not engine.open
@@ -91,7 +97,7 @@ def test_when_one_fails_the_others_are_left(end: RequestOutput | Exception, stat
     last = num_prompts - 1
     engine = FakeEngine(lambda place, num_tokens: end if (place, num_tokens) == (last, 4) else None)
     with pytest.raises(ApiError) as caught:
-        asyncio.run(finished_outputs(engine.start, job(num_prompts)))
+        asyncio.run(engine.jobs().outputs(job(num_prompts)))
     assert caught.value.status == status
     assert not engine.open
 
@@ -101,13 +107,32 @@ def test_a_reader_that_leaves_takes_all_of_them_along(num_prompts: int) -> None:
     engine = FakeEngine(lambda place, num_tokens: None)
 
     async def main() -> None:
-        outputs = generate(engine.start, job(num_prompts))
-        await anext(outputs)
+        taken = asyncio.Event()
+
+        async def take(place: int, each: RequestOutput) -> None:
+            taken.set()
+
+        reader = asyncio.create_task(engine.jobs().run(job(num_prompts), take))
+        await taken.wait()
         assert len(engine.open) == num_prompts
-        await outputs.aclose()
-        assert not engine.open
+        reader.cancel()
+        await asyncio.wait([reader])
+        assert reader.cancelled() and not engine.open
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_a_bug_of_whoever_takes_an_output_is_no_error_of_the_request(num_prompts: int) -> None:
+    """A ValueError of the engine is the client's fault; one that comes later is not."""
+    engine = FakeEngine(lambda place, num_tokens: None)
+
+    async def take(place: int, each: RequestOutput) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        asyncio.run(engine.jobs().run(job(num_prompts), take))
+    assert not engine.open
 
 
 class FakeConnection:
@@ -187,15 +212,15 @@ def test_an_error_in_mid_stream_is_its_last_event(demo_engine: LLMEngine) -> Non
 
 
 def test_a_bug_in_mid_stream_is_its_last_event_too() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: {}\n\n"
+    async def send_all(send: SendEvents) -> None:
+        await send(b"data: {}\n\n")
         raise KeyError("bug")
 
     async def main() -> None:
         connection = FakeConnection({})
         await connection._receive()
         with pytest.raises(KeyError):
-            await EventStream(events())({"type": "http"}, connection._receive, connection._send)
+            await EventStream(send_all)({"type": "http"}, connection._receive, connection._send)
         first, error, done, nothing = connection.sent.split(b"\n\n")
         assert (first, done, nothing) == (b"data: {}", b"data: [DONE]", b"")
         assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
