@@ -21,6 +21,7 @@ from checkpoints import (
 import pagedattn_ext
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_setup import choose_device
+from pagedattn_serve.execution import cache_engine
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -239,6 +240,20 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
 def test_wrong_options(llama: Checkpoint, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LLMEngine(llama.path, **options)
+
+
+def test_a_pool_on_the_host_that_does_not_fit(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is about the pool, not about the cache."""
+    allocate = cache_engine.allocate_kv_cache
+
+    def allocate_on_device(*args: Any, **options: Any) -> Any:
+        if "pin_memory" in options:
+            raise RuntimeError("no memory for the pool")
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(cache_engine, "allocate_kv_cache", allocate_on_device)
+    with pytest.raises(MemoryError, match=r"^swap_space: expected a pool that fits .*no memory for the pool"):
+        LLMEngine(llama.path)
 
 
 def test_a_head_size_without_a_kernel(tmp_path: Path) -> None:

@@ -205,6 +205,13 @@ def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
     client.answer(COMPLETIONS, prompt=BEGINNING, max_tokens=1, **without_effect)
 
 
+def test_what_the_tokenizer_refuses_is_said_of_the_field(client: Any) -> None:
+    status, param, message = client.error("/detokenize", tokens=[5, 10**6])
+    assert (status, param) == (400, "tokens") and message.startswith("tokens: expected an int in [0, "), message
+    status, param, message = client.error("/tokenize", prompt="a\ud800")
+    assert (status, param) == (400, "prompt") and message.startswith("prompt: expected text that UTF-8"), message
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_an_unknown_model(client: Any, path: str) -> None:
     body = {CHAT: {"messages": MESSAGES}, "/detokenize": {"tokens": [5]}}.get(path, {"prompt": "a"})
