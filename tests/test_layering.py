@@ -78,12 +78,18 @@ ARROWS: dict[str, set[str]] = {
         "requests.beam_request",
         "requests.prompts",
         "loading.generation_config",
-        "grammar",
+        "sampling.state",
         "text.tokenizer",
     },
     "requests.beam_request": {"requests.request", "scheduling.beam_search"},
     "requests.request": {"requests.completion", "scheduling.scheduler"},
-    "requests.completion": {"scheduling.sequence", "text.detokenizer", "text.stop_strings", "outputs"},
+    "requests.completion": {
+        "scheduling.sequence",
+        "text.detokenizer",
+        "text.stop_strings",
+        "sampling_params",
+        "outputs",
+    },
     "requests.prompts": {"errors"},
     # which sequences run, on which blocks
     "scheduling": set(),
@@ -100,7 +106,11 @@ ARROWS: dict[str, set[str]] = {
     "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.prompt_lookup": {"scheduling.sequence"},
     "scheduling.prompt_pace": set(),
-    "scheduling.sequence": {"sampling_params", "grammar", "outputs"},
+    "scheduling.sequence": set(),
+    # what decides a token: made for a request, read by the sampler
+    "sampling": set(),
+    "sampling.state": {"sampling.grammar", "sampling_params"},
+    "sampling.grammar": {"structured_output"},
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
@@ -108,9 +118,8 @@ ARROWS: dict[str, set[str]] = {
     | {"execution.decode_graphs"},
     "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
     "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
-    "execution.token_masks": {"execution.sampling_row", "pagedattn_ext"},
-    "execution.logits_processors": {"execution.sampling_row"},
-    "execution.sampling_row": {"scheduling.sequence"},
+    "execution.token_masks": {"sampling.state", "pagedattn_ext"},
+    "execution.logits_processors": {"sampling.state"},
     "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # from a directory to a model
@@ -146,7 +155,6 @@ ARROWS: dict[str, set[str]] = {
     "engine_args": {"config"},
     "outputs": {"errors"},
     "sampling_params": {"structured_output"},
-    "grammar": {"structured_output"},
     "structured_output": {"config"},
     "config": {"errors"},
     "errors": set(),
@@ -166,7 +174,14 @@ DOORS = room("cli") | room("server")
 DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
 WALLS: dict[str, set[str]] = {
     "requests": DOORS | room("execution") | room("models") | {"pagedattn_ext"},
-    "scheduling": DOORS | room("requests") | room("execution") | room("models") | room("text") | {"pagedattn_ext"},
+    "scheduling": DOORS
+    | room("requests")
+    | room("sampling")
+    | room("execution")
+    | room("models")
+    | room("text")
+    | {"sampling_params", "structured_output", "outputs", "pagedattn_ext"},
+    "sampling": DOORS | room("requests") | room("scheduling") | room("execution") | room("models") | room("text"),
     "execution": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
     "loading": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
     "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text") | room("loading"),
@@ -179,7 +194,7 @@ WALLS: dict[str, set[str]] = {
     | room("scheduling")
     | {"pagedattn_ext"},
 }
-TORCH_FREE = room("scheduling") | room("text") | PLAIN_DATA | {"grammar"}
+TORCH_FREE = room("scheduling") | room("text") | room("sampling") | PLAIN_DATA
 
 # The rooms of csrc/ are its folders: a new one has its walls from its first file on.
 ROOMS = {path.name for path in CSRC.iterdir() if path.is_dir()}

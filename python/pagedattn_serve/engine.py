@@ -18,7 +18,7 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.loading.loader import choose_kv_scales, load_model
-from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
+from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt
@@ -26,6 +26,7 @@ from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -341,7 +342,17 @@ class LLMEngine:
     def cache_map(self) -> CacheMap:
         """Which request holds which block of the cache, and which requests there are: `stats` drawn as a map."""
         self._settle()
-        return self.scheduler.cache_map()
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
+        sequences = [group.sequences for group in groups]
+        host_owners = manager.host_block_owners(sequences)
+        return CacheMap(
+            blocks=tuple(manager.block_states()),
+            owners=tuple(manager.block_owners(sequences)),
+            host_blocks=tuple("free" if owner < 0 else "swapped" for owner in host_owners),
+            host_owners=tuple(host_owners),
+            requests=tuple(map(_state, groups)),
+        )
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
@@ -363,6 +374,8 @@ class LLMEngine:
                     requests.append(request)
                     ends.append(num_rows)
                     last = request
+        for i, (begin, entries) in sampled.prompt_logprobs.items():
+            self._requests[batch.sequences[i].sequence.request_id].add_prompt_logprobs(begin, entries)
         now = time.monotonic()
         outputs = []
         first = num_added = 0
@@ -438,3 +451,9 @@ def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -
         if i == len(drafts) or sampled.token_ids[row] != drafts[i]:
             return i + 1
     raise AssertionError(f"{len(drafts)} drafts, but {len(rows)} rows")
+
+
+def _state(group: SequenceGroup) -> RequestState:
+    num_output_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
+    state = group.sequences[0].status.value
+    return RequestState(group.request_id, state, len(group.prompt_token_ids), num_output_tokens)

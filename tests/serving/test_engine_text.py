@@ -133,7 +133,7 @@ def test_a_stop_string_that_is_begun_before_a_fork(speaker: LLMEngine) -> None:
 
     def begun() -> Completion:
         assert speaker.tokenizer is not None
-        return Completion(Sequence("a", speaker.tokenizer(BEGINNING).input_ids, params), rules)
+        return Completion(Sequence("a", speaker.tokenizer(BEGINNING).input_ids), rules)
 
     whole = rest(begun(), 0)
     assert whole[-1] == (SPEECH[: SPEECH.find("at on the m")], SequenceStatus.FINISHED_STOPPED)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.sampler import Sampler
-from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -321,7 +321,7 @@ def test_seeded_sampling_is_the_sampler_on_hugging_face_s_logits(checkpoint: Che
     for prompt, output in zip(checkpoint.prompts, outputs, strict=True):
         with torch.inference_mode():
             logits = checkpoint.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
-        assert output == Sampler(0).sample(logits, [SamplingRow(params, [1], [0] * i) for i in range(24)]).token_ids
+        assert output == Sampler(0).sample(logits, [SamplingState(params, [1], [0] * i) for i in range(24)]).token_ids
 
 
 @settings(max_examples=30)

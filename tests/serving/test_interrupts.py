@@ -34,7 +34,7 @@ FILES = {
         "requests/request.py",
         "requests/beam_request.py",
         "requests/completion.py",
-        "grammar.py",
+        "sampling/grammar.py",
         "scheduling/beam_search.py",
         "scheduling/sequence.py",
         "scheduling/scheduler.py",

@@ -9,6 +9,7 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import bytes_per_block, choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence
@@ -101,7 +102,9 @@ def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
     num_drafts = 0 if config.speculation is None else min(config.num_speculative_tokens, length - 1)
     batch = ScheduledBatch()
     for i in range(num_seqs):
-        sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts), SamplingParams(top_p=0.9))
+        sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts))
+        tokens = sequence.prompt_token_ids, sequence.output_token_ids
+        sequence.sampling = SamplingState(SamplingParams(top_p=0.9), *tokens)
         table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
         batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, table, 1, (0,) * num_drafts))
     return batch

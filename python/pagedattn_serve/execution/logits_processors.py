@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.sampling_row import Row
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import takes_prompt
 
 
-def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, ArgumentError]:
+def process_logits(logits: Tensor, rows: list[SamplingState], indices: list[int]) -> dict[int, ArgumentError]:
     """Change logits, fp32 [num_rows, vocab_size] and contiguous, in place: those of the rows in `indices`.
 
     In vLLM's order: logits_processors, allowed_token_ids, bad_words and min_tokens, logit_bias, penalties. Returns what
@@ -36,7 +36,7 @@ def process_logits(logits: Tensor, rows: list[Row], indices: list[int]) -> dict[
     return errors
 
 
-def _call_processors(logits: Tensor, row: Row) -> ArgumentError | None:
+def _call_processors(logits: Tensor, row: SamplingState) -> ArgumentError | None:
     """Replace logits, [vocab_size], by what the user's callables make of them; returns what went wrong.
 
     If a callable fails, only its own request fails: the other rows of the batch go on.
@@ -66,7 +66,7 @@ def _keep_allowed(logits: Tensor, allowed: Mapping[int, Collection[int]]) -> Non
         logits.view(-1).scatter_(0, places, kept)
 
 
-def _kept_out(row: Row) -> Iterator[int]:
+def _kept_out(row: SamplingState) -> Iterator[int]:
     """The tokens that min_tokens and bad words keep out. With structured output, the mask looks after min_tokens."""
     if row.matcher is None and len(row.output_token_ids) < row.sampling_params.min_tokens:
         yield from row.token_rules.end_token_ids
@@ -76,7 +76,7 @@ def _kept_out(row: Row) -> Iterator[int]:
             yield word[-1]
 
 
-def _ends_with(row: Row, token_ids: tuple[int, ...]) -> bool:
+def _ends_with(row: SamplingState, token_ids: tuple[int, ...]) -> bool:
     """Whether the prompt and the output, taken as one list, end with these token ids."""
     num_in_prompt = max(len(token_ids) - len(row.output_token_ids), 0)
     in_prompt = row.prompt_token_ids[-num_in_prompt:] if num_in_prompt else []
@@ -98,7 +98,7 @@ def _add_bias(logits: Tensor, biases: dict[int, tuple[tuple[int, float], ...]]) 
         logits.view(-1).index_add_(0, _to_device(places, logits), _to_device(values, logits))
 
 
-def _penalise_repetition(logits: Tensor, rows: dict[int, Row]) -> None:
+def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingState]) -> None:
     """Keskar et al., "CTRL", 2019, in the form of Hugging Face: negative logits are multiplied, not divided."""
     if rows:
         tokens = {i: row.prompt_token_ids + row.output_token_ids for i, row in rows.items()}
@@ -110,7 +110,7 @@ def _penalise_repetition(logits: Tensor, rows: dict[int, Row]) -> None:
         logits.view(-1).scatter_(0, places, torch.where(values < 0, values * penalty, values / penalty))
 
 
-def _penalise_counts(logits: Tensor, rows: dict[int, Row]) -> None:
+def _penalise_counts(logits: Tensor, rows: dict[int, SamplingState]) -> None:
     """OpenAI's: logit - count * frequency_penalty - (count > 0) * presence_penalty, of the tokens of the output."""
     if rows:
         tokens = {i: row.output_token_ids for i, row in rows.items()}

@@ -1,5 +1,7 @@
 """Runs one scheduled batch: its new tokens, flat and unpadded, through the model; then samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,12 +11,10 @@ from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
 from pagedattn_serve.execution.decode_graphs import DecodeGraphs
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
-from pagedattn_serve.execution.sampling_row import Row, SamplingRow
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata
-from pagedattn_serve.outputs import PackedLogprobs
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.batch import ScheduledBatch
-from pagedattn_serve.scheduling.sequence import Sequence
 
 
 class ModelRunner:
@@ -55,7 +55,7 @@ class ModelRunner:
         """Copy the blocks of the batch, and run its sequences: the tokens that they sample, in order.
 
         Of a sequence with drafts, that after its last token, then that after each draft as if those before were right.
-        Sequences whose parameters ask for prompt_logprobs get those of the tokens after the rows of this batch.
+        Of sequences whose prompt is asked about, the logprobs of the prompt's tokens after the rows of this batch.
         """
         for copy, blocks in (
             (self.cache_engine.swap_out, batch.blocks_to_swap_out),
@@ -70,9 +70,16 @@ class ModelRunner:
         token_ids, positions, metadata = self.prepare_inputs(batch)
         logits = self.run_model(token_ids, positions, metadata)
         rows = sampling_rows(batch)
-        if len(logits) > len(rows):
-            self._report_prompts(batch, logits[len(rows) :])
-        return self.sampler.sample(logits[: len(rows)], rows) if rows else SamplerOutput()
+        output = self.sampler.sample(logits[: len(rows)], rows) if rows else SamplerOutput()
+        logits = logits[len(rows) :]
+        for i, (begin, end) in _reported(batch):
+            state: SamplingState = batch.sequences[i].sequence.sampling
+            following = state.prompt_token_ids[begin + 1 : end + 1]
+            num_top = state.sampling_params.prompt_logprobs or 0
+            entries = self.sampler.prompt_logprobs(logits[: end - begin], following, num_top)
+            output.prompt_logprobs[i] = begin + 1, entries
+            logits = logits[end - begin :]
+        return output
 
     def run_model(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """The logits of the rows that sample, until the next call: as a CPU graph if the batch is for one."""
@@ -120,17 +127,6 @@ class ModelRunner:
         )
         return self._tensor(_integers(token_ids)), self._tensor(positions), metadata
 
-    def _report_prompts(self, batch: ScheduledBatch, logits: Tensor) -> None:
-        """Extend the prompt_logprobs of sequences from the logits of their rows: [num_rows, vocab_size]."""
-        for i, (begin, end) in _reported(batch):
-            sequence = batch.sequences[i].sequence
-            num_top = sequence.sampling_params.prompt_logprobs
-            token_ids = sequence.prompt_token_ids[begin + 1 : end + 1]
-            entries = self.sampler.prompt_logprobs(logits[: end - begin], token_ids, num_top or 0)
-            logits = logits[end - begin :]
-            # By position, so that a step that fails and comes again writes them once.
-            sequence.prompt_logprobs[begin + 1 : end + 1] = map(PackedLogprobs, entries)
-
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -139,46 +135,31 @@ def _integers(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)  # in three quarters of the time that finding out the type takes
 
 
-def sampling_rows(batch: ScheduledBatch) -> list[Row]:
-    """What decides the tokens that are drawn where sequences end: of several there, one for each of its forks; then,
-    after each draft, one as if the drafts so far were output."""
-    rows: list[Row] = []
+def sampling_rows(batch: ScheduledBatch) -> list[SamplingState]:
+    """What decides the tokens that are drawn where sequences end: of several tokens there, one state for each fork;
+    then, after each draft, one as if the drafts so far were output."""
+    rows: list[SamplingState] = []
     for scheduled in batch.sequences:
-        sequence = scheduled.sequence
+        state: SamplingState = scheduled.sequence.sampling
         if scheduled.num_samples:
-            rows.append(sequence)
+            rows.append(state)
             if scheduled.num_samples == 1 and not scheduled.draft_token_ids:
                 continue
-        for index in range(1, scheduled.num_samples):
-            rows.append(row_of(sequence, sequence.output_token_ids, index))
+        # All with the sequence's own matcher: the rows of a sequence follow each other.
+        rows += [replace(state, index=index) for index in range(1, scheduled.num_samples)]
         for i in range(1, len(scheduled.draft_token_ids) + 1):
-            output = [*sequence.output_token_ids, *scheduled.draft_token_ids[:i]]
-            rows.append(row_of(sequence, output, sequence.index))
+            rows.append(replace(state, output_token_ids=[*state.output_token_ids, *scheduled.draft_token_ids[:i]]))
     return rows
 
 
-def row_of(sequence: Sequence, output_token_ids: list[int], index: int) -> SamplingRow:
-    """That of the sequence with another output or index."""
-    return SamplingRow(
-        sequence.sampling_params,
-        sequence.prompt_token_ids,
-        output_token_ids,
-        index,
-        sequence.token_rules,
-        matcher=sequence.matcher,
-    )
-
-
 def _reported(batch: ScheduledBatch) -> list[tuple[int, tuple[int, int]]]:
-    """Which sequences of the batch, by index, have rows whose logits prompt_logprobs asks for, and their positions
-    [begin, end): none of those that it has from before a preemption, and not that of the prompt's last token."""
+    """The sequences of the batch, by index, that have rows whose logits prompt_logprobs asks for, and the positions
+    [begin, end) of these rows: none that was looked at before a preemption, and not that of the prompt's last token."""
     found = []
     for i, scheduled in enumerate(batch.sequences):
         sequence = scheduled.sequence
-        if sequence.num_computed_tokens + 1 >= len(sequence.prompt_token_ids):  # as most, and sooner known
-            continue
-        if sequence.sampling_params.prompt_logprobs is not None:
-            begin = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
+        if sequence.prompt_logits_from is not None:
+            begin = max(sequence.num_computed_tokens, sequence.prompt_logits_from)
             end = min(sequence.num_computed_tokens + scheduled.num_new_tokens, len(sequence.prompt_token_ids) - 1)
             if begin < end:
                 found.append((i, (begin, end)))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.logits_processors import process_logits
-from pagedattn_serve.execution.sampling_row import Row
 from pagedattn_serve.execution.token_masks import TokenMasks
 from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
@@ -42,6 +42,8 @@ class SamplerOutput:
         likely first, those of probability 0 left out: of the fp32 log-softmax that is then changed as params and rules
         say, as in Hugging Face's beam search. None for other rows. Of such a row, the token is of no meaning.
     errors: of rows, by index, whose parameters leave no token, or whose logits_processors or structured output failed.
+    prompt_logprobs: of sequences whose prompt is asked about, by their place in the batch: the position of a token of
+        the prompt, and for each token from there on the entries as in `top_logprobs`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -49,6 +51,7 @@ class SamplerOutput:
     top_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     candidates: list[list[tuple[int, float]] | None] = field(default_factory=list)
     errors: dict[int, ArgumentError] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[dict[int, Logprob]]]] = field(default_factory=dict)
 
 
 class Sampler:
@@ -60,7 +63,7 @@ class Sampler:
         self._device = device
         self._token_masks: TokenMasks | None = None  # made for the first row of structured output
 
-    def sample(self, logits: Tensor, rows: list[Row]) -> SamplerOutput:
+    def sample(self, logits: Tensor, rows: list[SamplingState]) -> SamplerOutput:
         """logits: [num_rows, vocab_size], on the sampler's device. Those of rows with penalties, biases or masks may be
         changed in place. Ties go to the lower token id where greedy."""
         # Once: on a CPU, argmax and log_softmax of half precision take four times as long.
@@ -128,7 +131,7 @@ class Sampler:
             entries += _reports(_rank(logprobs, given, num_top), 1, [num_top] * len(given))
         return entries
 
-    def _choose(self, logits: Tensor, rows: list[Row]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: list[SamplingState]) -> Tensor:
         """A token id a row: int64 [num_rows]."""
         random = [i for i, row in enumerate(rows) if row.sampling_params.temperature]
         if random and len(random) == len(rows):
@@ -139,7 +142,7 @@ class Sampler:
             token_ids[indices] = self._draw(logits.index_select(0, indices), [rows[i] for i in random])
         return token_ids
 
-    def _draw(self, logits: Tensor, rows: list[Row]) -> Tensor:
+    def _draw(self, logits: Tensor, rows: list[SamplingState]) -> Tensor:
         """As `_choose`, for rows of which none is greedy."""
         params = [row.sampling_params for row in rows]
         temperatures = _to_device([max(p.temperature, _SMALLEST) for p in params], torch.float32, logits.device)
@@ -149,7 +152,7 @@ class Sampler:
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p: the exponential race, as Gumbel-max is.
         return _argmax(probabilities.div_(self._exponential_noise(rows, logits)))
 
-    def _exponential_noise(self, rows: list[Row], logits: Tensor) -> Tensor:
+    def _exponential_noise(self, rows: list[SamplingState], logits: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size], positive and finite: Tensor.exponential_ takes five times as long on a CPU."""
         bits = torch.empty_like(logits, dtype=torch.int32)
         if any(row.sampling_params.seed is None for row in rows):
@@ -237,7 +240,7 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int,
     return kept
 
 
-def _find_candidates(logprobs: Tensor, rows: list[Row], searching: list[int], output: SamplerOutput) -> None:
+def _find_candidates(logprobs: Tensor, rows: list[SamplingState], searching: list[int], output: SamplerOutput) -> None:
     """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
     for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by it
         indices = [i for i in searching if rows[i].num_candidates == count]
@@ -260,7 +263,7 @@ def _find_candidates(logprobs: Tensor, rows: list[Row], searching: list[int], ou
                     output.top_logprobs[i] = entries
 
 
-def _changed(rows: list[Row]) -> list[int]:
+def _changed(rows: list[SamplingState]) -> list[int]:
     """The rows whose logits anything changes before the temperature."""
     return [i for i, row in enumerate(rows) if row.sampling_params.changes_logits or row.token_rules.bad_words]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.sampling_row import Row
-from pagedattn_serve.grammar import error_of
+from pagedattn_serve.sampling.grammar import error_of
+from pagedattn_serve.sampling.state import SamplingState
 
 
 class TokenMasks:
@@ -24,7 +24,7 @@ class TokenMasks:
         self._pin_memory = torch.device(device).type == "cuda"
         self._masks = torch.empty(0, 0, dtype=torch.int32)
 
-    def apply(self, logits: Tensor, rows: list[Row], indices: list[int]) -> dict[int, ArgumentError]:
+    def apply(self, logits: Tensor, rows: list[SamplingState], indices: list[int]) -> dict[int, ArgumentError]:
         """In the rows in `indices`, tokens that the row's form does not allow get -inf, in place. Before min_tokens,
         tokens that end an output get -inf as well, unless the form allows nothing else.
 

@@ -26,7 +26,7 @@ class BeamRequest(Request):
             params.early_stopping,
             num_end_tokens=len(rules.eos_token_ids | rules.stop_token_ids),
         )
-        group.sequences[0].num_candidates = self._search.num_candidates
+        group.sequences[0].sampling.num_candidates = self._search.num_candidates
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.
@@ -39,7 +39,7 @@ class BeamRequest(Request):
         for beam, (_, logprob, _, _) in zip(beams, tokens, strict=True):
             beam.require_number(logprob)
         step = self._search.select(
-            [beam.sequence.cumulative_logprob for beam in beams],
+            [beam.cumulative_logprob for beam in beams],
             len(beams[0].sequence.output_token_ids),
             [candidates or [] for _, _, _, candidates in tokens],
             self._ends,
@@ -98,5 +98,5 @@ class BeamRequest(Request):
             logprobs = dict(list(top_logprobs.items())[:num_top])
             logprobs.setdefault(continuation.token_id, top_logprobs[continuation.token_id])
         status = completion.add_token((continuation.token_id, 0.0, logprobs, None))
-        completion.sequence.cumulative_logprob = continuation.score
+        completion.cumulative_logprob = continuation.score
         return status

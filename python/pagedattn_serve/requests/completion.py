@@ -39,6 +39,8 @@ class Completion:
     """The tokens of a sequence, as they come, and their text.
 
     is_told: whether a delta has told the end of it.
+    cumulative_logprob: sum over the output tokens.
+    logprobs: of each output token and the most likely ones in its place, if the request asks for them.
     """
 
     __slots__ = (
@@ -49,7 +51,9 @@ class Completion:
         "_rules",
         "_stop_reason",
         "_stop_state",
+        "cumulative_logprob",
         "is_told",
+        "logprobs",
         "sequence",
     )
 
@@ -57,6 +61,8 @@ class Completion:
         self.sequence = sequence
         self.is_told = False
         self._num_told_tokens = self._num_told_characters = 0  # by deltas
+        self.cumulative_logprob = 0.0
+        self.logprobs: list[PackedLogprobs] = []
         self._rules = rules
         self._stop_reason: int | str | None = None
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -70,6 +76,7 @@ class Completion:
     def fork(self, sequence: Sequence) -> Self:
         """The same output so far, of a fork of the sequence."""
         other = type(self)(sequence, self._rules)
+        other.cumulative_logprob, other.logprobs = self.cumulative_logprob, list(self.logprobs)
         if self._detokenizer is not None:
             other._detokenizer = self._detokenizer.fork()
             other._num_searched, other._stop_state = self._num_searched, self._stop_state
@@ -94,10 +101,10 @@ class Completion:
         sequence, rules = self.sequence, self._rules
         token_ids = sequence.output_token_ids
         token_ids.append(token_id)
-        sequence.cumulative_logprob += logprob
+        self.cumulative_logprob += logprob
         if top_logprobs is not None:
             packed = PackedLogprobs(top_logprobs, rules.token_texts)
-            sequence.logprobs.append(packed)
+            self.logprobs.append(packed)
             decode_tokens(packed)
         status = None
         if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
@@ -141,8 +148,8 @@ class Completion:
             index,
             text[self._num_told_characters : end],
             sequence.output_token_ids[num_told:],
-            sequence.cumulative_logprob,
-            None if params.logprobs is None else [*sequence.logprobs[num_told:]],
+            self.cumulative_logprob,
+            None if params.logprobs is None else [*self.logprobs[num_told:]],
             finish_reason,
             self._stop_reason,
         )

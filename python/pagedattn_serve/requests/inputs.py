@@ -6,13 +6,15 @@ from typing import Any
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
-from pagedattn_serve.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.beam_request import BeamRequest
 from pagedattn_serve.requests.completion import OutputRules
 from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.requests.request import Request
+from pagedattn_serve.sampling.grammar import GrammarCompiler, TokenMatcher
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
+from pagedattn_serve.scheduling.sequence import SequenceRules
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 from pagedattn_serve.text.detokenizer import TokenTexts
 from pagedattn_serve.text.stop_strings import StopStrings
@@ -115,10 +117,14 @@ class InputProcessor:
         token_rules = self._token_rules(params, self.defaults.bad_words if is_default else ())
         max_length = self.defaults.max_length if is_default else None
         rules = self._output_rules(params, len(token_ids), max_length)
-        group = SequenceGroup(request_id, token_ids, params, arrival_time, priority)
-        group.sequences[0].token_rules = token_rules
-        group.sequences[0].matcher = self._matcher(params)
-        group.sequences[0].cache_salt = cache_salt
+        group = SequenceGroup(request_id, token_ids, sequence_rules(params), arrival_time, priority)
+        [sequence] = group.sequences
+        sequence.cache_salt = cache_salt
+        if params.prompt_logprobs is not None and len(token_ids) > 1:
+            sequence.prompt_logits_from = 0
+        sequence.sampling = SamplingState(
+            params, token_ids, sequence.output_token_ids, token_rules=token_rules, matcher=self._matcher(params)
+        )
         return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
 
     def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
@@ -156,3 +162,15 @@ class InputProcessor:
             stop_strings=StopStrings(params.stop_strings) if params.stop else None,
             token_texts=self._token_texts if params.detokenize else None,
         )
+
+
+def sequence_rules(params: SamplingParams) -> SequenceRules:
+    """What the scheduler is told of the parameters."""
+    return SequenceRules(
+        num_sequences=params.num_sequences,
+        uses_beams=params.use_beam_search,
+        width_argument="n" if params.best_of is None else "best_of",
+        max_tokens=params.max_tokens,
+        # A logits processor may keep a state. Tokens that are taken back later would spoil it.
+        takes_drafts=params.num_sequences == 1 and not params.logits_processors,
+    )

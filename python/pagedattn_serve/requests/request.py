@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from pagedattn_serve.errors import BadArgument
-from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, RequestMetrics, RequestOutput
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken, decode_tokens
 from pagedattn_serve.sampling_params import RequestOutputKind
 from pagedattn_serve.scheduling.scheduler import Scheduler
@@ -46,7 +46,17 @@ class Request:
         self._are_prompt_logprobs_told = False  # by a delta
         self._params = params
         self._token_texts = rules.token_texts
-        self._prompt_logprobs = None if params.prompt_logprobs is None else group.sequences[0].prompt_logprobs
+        self._prompt_logprobs: list[PackedLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]  # of the first token
+
+    def add_prompt_logprobs(self, begin: int, entries: list[dict[int, Logprob]]) -> None:
+        """Those of the prompt's next tokens, from position `begin` on."""
+        assert self._prompt_logprobs is not None and len(self._prompt_logprobs) == begin
+        self._prompt_logprobs += map(PackedLogprobs, entries)
+        [sequence] = self.group.sequences
+        num_known = len(self._prompt_logprobs)
+        sequence.prompt_logits_from = num_known - 1 if num_known < len(sequence.prompt_token_ids) else None
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """One for each unfinished sequence; the first ones, of which there may be several, fork the sequences.
@@ -97,7 +107,7 @@ class Request:
         """As many as are to be returned: in order of index where that is all of them, else the likeliest first."""
         if len(self.completions) <= self._params.n:
             return self.completions
-        return sorted(self.completions, key=lambda each: -each.sequence.cumulative_logprob)[: self._params.n]
+        return sorted(self.completions, key=lambda each: -each.cumulative_logprob)[: self._params.n]
 
     def output(self) -> RequestOutput:
         """The request as it stands, or what is new of it since the last delta."""

@@ -17,7 +17,6 @@ from collections import Counter
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import Sequence
 
@@ -304,7 +303,7 @@ class BlockManager:
 
         Returns how many tokens they hold. Raises ValueError if pins would take more than `max_num_blocks`.
         """
-        sequence = Sequence("prefix", token_ids, SamplingParams())
+        sequence = Sequence("prefix", token_ids)
         hashes = self._hashes(sequence, len(token_ids) // self.block_size)
         num_pinned = self._allocator.num_pinned_with(hashes)
         if num_pinned > max_num_blocks:
@@ -356,7 +355,7 @@ class BlockManager:
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
         """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
         token has to be computed. If the prompt's logits are asked for, there are none."""
-        if (alone and not self.prefix_caching) or sequence.needs_prompt_logits:
+        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.outputs import CacheMap, RequestState
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
@@ -232,20 +231,6 @@ class Scheduler:
         manager = self.block_manager
         return manager.pin_prefix(token_ids, manager.num_blocks - -(-self.config.max_model_len // manager.block_size))
 
-    def cache_map(self) -> CacheMap:
-        """Who holds which block. The time grows with the number of blocks and of requests, whatever they share."""
-        manager = self.block_manager
-        groups = [*self.running, *self.swapped, *self.waiting]
-        sequences = [group.sequences for group in groups]
-        host_owners = manager.host_block_owners(sequences)
-        return CacheMap(
-            blocks=tuple(manager.block_states()),
-            owners=tuple(manager.block_owners(sequences)),
-            host_blocks=tuple("free" if owner < 0 else "swapped" for owner in host_owners),
-            host_owners=tuple(host_owners),
-            requests=tuple(map(_state, groups)),
-        )
-
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
     def _make_way(self, batch: ScheduledBatch) -> None:
@@ -437,8 +422,8 @@ class Scheduler:
         end = begin + num_new_tokens
         assert begin < num_tokens, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
         num_samples = 1 if end == num_tokens else 0
-        if num_samples and not sequence.output_token_ids and not sequence.sampling_params.use_beam_search:
-            num_samples = sequence.sampling_params.num_sequences
+        if num_samples and not sequence.output_token_ids and not sequence.rules.uses_beams:
+            num_samples = sequence.rules.num_sequences
         table = manager.block_table(sequence)
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
         if end % manager.block_size < num_new_tokens and manager.prefix_caching:  # it fills a block
@@ -460,13 +445,12 @@ class Scheduler:
 
     def _max_num_drafts(self, sequence: Sequence) -> int:
         """How many guesses at the next tokens of a sequence, whose last token runs, may be worth while."""
-        params, num_output = sequence.sampling_params, len(sequence.output_token_ids)
-        # A logits processor may keep a state. Tokens that are taken back later would spoil it.
-        if not num_output or params.num_sequences > 1 or params.logits_processors:
+        rules, num_output = sequence.rules, len(sequence.output_token_ids)
+        if not num_output or not rules.takes_drafts:
             return 0
         num_left = self.config.max_model_len - sequence.num_tokens
-        if params.max_tokens is not None:
-            num_left = min(num_left, params.max_tokens - num_output)
+        if rules.max_tokens is not None:
+            num_left = min(num_left, rules.max_tokens - num_output)
         return min(self.config.num_speculative_tokens, num_left - 1)  # a step gives one token beside those
 
     def _num_places(self) -> int:
@@ -510,25 +494,18 @@ class Scheduler:
     def _check_width(self, group: SequenceGroup) -> None:
         """Raise ValueError unless all sequences of the group can run at once, in a step of one token each."""
         num_sequences = group.max_num_sequences
-        name = "best_of" if group.sampling_params.best_of is not None else "n"
         num_shared = (len(group.prompt_token_ids) - 1) // self.block_manager.block_size
         limits = {
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
             "blocks of the cache beside the prompt's": self.block_manager.num_blocks - num_shared,
         }
-        if group.sampling_params.use_beam_search:
+        if group.rules.uses_beams:
             limits["max_beam_width"] = self.config.max_beam_width
         for limit, value in limits.items():
             if num_sequences > value:
-                raise ArgumentError(name, f"at most {value} ({limit})", num_sequences)
+                raise ArgumentError(group.rules.width_argument, f"at most {value} ({limit})", num_sequences)
 
 
 def _order(group: SequenceGroup) -> tuple[int, int]:
     return group.order
-
-
-def _state(group: SequenceGroup) -> RequestState:
-    num_output_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
-    state = group.sequences[0].status.value
-    return RequestState(group.request_id, state, len(group.prompt_token_ids), num_output_tokens)

@@ -1,12 +1,8 @@
 """One sequence as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Self
-
-from pagedattn_serve.grammar import TokenMatcher
-from pagedattn_serve.outputs import PackedLogprobs
-from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
+from typing import Any, Self
 
 
 class SequenceStatus(Enum):
@@ -29,55 +25,54 @@ class SequenceStatus(Enum):
         self.finish_reason = word if self.is_finished else None
 
 
+@dataclass(slots=True, frozen=True)
+class SequenceRules:
+    """What the parameters of a request mean for the scheduler.
+
+    num_sequences: the most sequences that run at once, beams or samples.
+    uses_beams: whether each sequence is a beam, which draws one token even at the end of the prompt.
+    width_argument: what the user calls num_sequences.
+    max_tokens: the most output tokens of a sequence; None is no limit beside max_model_len.
+    takes_drafts: whether a step may run guesses at the next tokens.
+    """
+
+    num_sequences: int = 1
+    uses_beams: bool = False
+    width_argument: str = "n"
+    max_tokens: int | None = None
+    takes_drafts: bool = True
+
+
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
 class Sequence:
     """A prompt, one output to it, and how far they are computed.
 
     prompt_token_ids: one list for all sequences of a request.
-    index: which of them this is; with the seed of the request it determines the random numbers.
-    cumulative_logprob: sum over the output tokens.
-    logprobs: of each output token and the most likely ones in its place, if the request asks for them.
+    rules: one object for all sequences of a request.
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
     block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
-    num_candidates: how many of the most likely next tokens beam search wants to see.
-    token_rules: what its parameters say, as token ids.
-    cache_salt: blocks are shared only with sequences of the same one.
-    matcher: of structured output; follows the output tokens when the next is to be drawn.
-    prompt_logprobs: of the prompt's tokens so far and the most likely ones in their place, None for the first; grows
-        if the request asks for it, and never shrinks. One list for all sequences of a request.
+    cache_salt: blocks are shared only with sequences of the same salt.
+    prompt_logits_from: the first position of the prompt whose logits are asked for and were not looked at yet; None if
+        there is no such position.
+    sampling: what the sampler is told of the sequence (`SamplingState`). The scheduler only forks it.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    index: int = 0
+    rules: SequenceRules = SequenceRules()
     output_token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    logprobs: list[PackedLogprobs] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
-    num_candidates: int = 0
-    token_rules: TokenRules = NO_RULES
     cache_salt: str = ""
-    matcher: TokenMatcher | None = None
-    prompt_logprobs: list[PackedLogprobs | None] = field(default_factory=lambda: [None])
+    prompt_logits_from: int | None = None
+    sampling: Any = None
 
     def fork(self, index: int) -> Self:
-        """Another sequence with the same tokens so far."""
-        child = type(self)(self.request_id, self.prompt_token_ids, self.sampling_params, index)
-        child.output_token_ids = list(self.output_token_ids)
-        child.cumulative_logprob = self.cumulative_logprob
-        child.logprobs = list(self.logprobs)
-        child.status = self.status
-        child.num_computed_tokens = self.num_computed_tokens
-        child.block_hashes = list(self.block_hashes)
-        child.num_candidates = self.num_candidates
-        child.token_rules = self.token_rules
-        child.cache_salt = self.cache_salt
-        child.matcher = None if self.matcher is None else self.matcher.fork()
-        child.prompt_logprobs = self.prompt_logprobs
-        return child
+        """Another sequence with the same tokens so far. index: of the fork within its request."""
+        tokens = list(self.output_token_ids)
+        sampling = self.sampling and self.sampling.fork(tokens, index)
+        return replace(self, output_token_ids=tokens, block_hashes=list(self.block_hashes), sampling=sampling)
 
     @property
     def num_tokens(self) -> int:
@@ -88,12 +83,6 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to run through the model: 1 while decoding, more while in prefill."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
-
-    @property
-    def needs_prompt_logits(self) -> bool:
-        """Whether logprobs of prompt tokens are asked for and not there yet."""
-        asked_for = self.sampling_params.prompt_logprobs is not None
-        return asked_for and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output taken as one list, without building that list.

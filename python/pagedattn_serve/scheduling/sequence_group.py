@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity, as sequences are
@@ -22,7 +21,7 @@ class SequenceGroup:
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    rules: SequenceRules
     arrival_time: float
     priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
@@ -31,7 +30,7 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         if not self.sequences:
-            self.sequences.append(Sequence(self.request_id, self.prompt_token_ids, self.sampling_params))
+            self.sequences.append(Sequence(self.request_id, self.prompt_token_ids, self.rules))
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -54,6 +53,6 @@ class SequenceGroup:
     @property
     def max_num_sequences(self) -> int:
         """The most sequences that the group will run at once from here on."""
-        if self.has_forked and not self.sampling_params.use_beam_search:
+        if self.has_forked and not self.rules.uses_beams:
             return len(self.sequences)
-        return self.sampling_params.num_sequences
+        return self.rules.num_sequences

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.block_tables import BlockTables
-from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
@@ -28,7 +27,7 @@ def make_manager(num_blocks: int) -> BlockManager:
 
 def start(manager: BlockManager, num_tokens: int) -> Sequence:
     """A new sequence that runs."""
-    sequence = Sequence("a", [0] * num_tokens, SamplingParams())
+    sequence = Sequence("a", [0] * num_tokens)
     assert manager.allocate([sequence], keep_watermark=False)
     sequence.status = SequenceStatus.RUNNING
     return sequence
@@ -89,7 +88,7 @@ class Life(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def fork(self, number: int) -> None:
         parent = self.running[number % len(self.running)]
-        child = Sequence("child", [0] * parent.num_tokens, SamplingParams(), status=SequenceStatus.RUNNING)
+        child = Sequence("child", [0] * parent.num_tokens, status=SequenceStatus.RUNNING)
         self.manager.fork(parent, child)
         self.running.append(child)
 
@@ -167,7 +166,7 @@ def test_copy_on_write() -> None:
     manager, tables = make_manager(8), BlockTables(3, 4)
     parent = start(manager, 12)
     update(tables, manager, [parent])
-    children = [Sequence("c", [0] * 12, SamplingParams(), status=SequenceStatus.RUNNING) for _ in range(2)]
+    children = [Sequence("c", [0] * 12, status=SequenceStatus.RUNNING) for _ in range(2)]
     for child in children:
         manager.fork(parent, child)
     update(tables, manager, [*children, parent])

@@ -103,7 +103,7 @@ def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: Schedul
         sequence = scheduled.sequence
         assert scheduled.num_samples == 1 and 0 < sequence.num_tokens == scheduled.num_new_tokens < config.max_model_len
         assert len(scheduled.block_table) == -(-sequence.num_tokens // block_size)
-        assert not sequence.sampling_params.greedy
+        assert not sequence.sampling.sampling_params.greedy
     # One token more for each would be too many.
     is_longest = lengths == {config.max_model_len - 1}
     assert is_longest or batch.num_tokens + len(batch.sequences) > config.max_num_batched_tokens

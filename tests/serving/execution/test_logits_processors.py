@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedattn_serve.execution.logits_processors import process_logits
-from pagedattn_serve.execution.sampling_row import SamplingRow
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 VOCAB_SIZE = 20
@@ -31,7 +31,7 @@ def process(
     logits: Tensor, params: SamplingParams, rules: TokenRules = NO_RULES, outputs: list[list[int]] = OUTPUTS
 ) -> Tensor:
     """All rows under the same parameters, with PROMPTS before them."""
-    rows = [SamplingRow(params, *tokens, token_rules=rules) for tokens in zip(PROMPTS, outputs, strict=True)]
+    rows = [SamplingState(params, *tokens, token_rules=rules) for tokens in zip(PROMPTS, outputs, strict=True)]
     processed = logits.clone()
     assert process_logits(processed, rows, list(range(len(rows)))) == {}
     return processed
@@ -65,7 +65,7 @@ def test_a_bad_word_that_begins_in_the_prompt() -> None:
     """With its last token the first or a later one of the output; a word as long as prompt and output, and a longer."""
     words = ((3, 3, 7, 1), (3, 3, 3, 7, 2), (3, 7, 9), (7, 9, 4))
     for output, expected in (([], {1, 9}), ([9], {4}), ([9, 4], set()), ([3, 7], {9})):
-        row = SamplingRow(SamplingParams(), [3, 3, 7], output, token_rules=TokenRules(bad_words=words))
+        row = SamplingState(SamplingParams(), [3, 3, 7], output, token_rules=TokenRules(bad_words=words))
         logits = torch.zeros(1, VOCAB_SIZE)
         process_logits(logits, [row], [0])
         assert set((logits[0] == -torch.inf).nonzero()[:, 0].tolist()) == expected
@@ -167,7 +167,7 @@ ANY_RULES = st.builds(
 )
 ANY_ROWS = st.lists(
     st.builds(
-        SamplingRow,
+        SamplingState,
         sampling_params=ANY_PARAMS | st.just(SamplingParams()),
         prompt_token_ids=ANY_TOKENS.filter(bool),
         output_token_ids=ANY_TOKENS,
@@ -179,7 +179,7 @@ ANY_ROWS = st.lists(
 
 
 @given(rows=ANY_ROWS, asked=st.sets(st.integers(0, 5)))
-def test_each_row_is_processed_by_itself(rows: list[SamplingRow], asked: set[int]) -> None:
+def test_each_row_is_processed_by_itself(rows: list[SamplingState], asked: set[int]) -> None:
     """As alone, to the bit; and rows that are not asked for are left as they are."""
     logits = random_logits(len(rows))
     indices = [i for i in range(len(rows)) if i in asked]
@@ -206,7 +206,7 @@ def test_callables_of_both_forms() -> None:
         prompt_token_ids.clear()
         return logits.double() + 1
 
-    row = SamplingRow(SamplingParams(logits_processors=[of_output, of_both]), [3, 4], [5])
+    row = SamplingState(SamplingParams(logits_processors=[of_output, of_both]), [3, 4], [5])
     logits = random_logits(2)
     before = logits.clone()
     assert process_logits(logits, [row, row], [1]) == {}
@@ -226,8 +226,8 @@ def test_callables_of_both_forms() -> None:
     ],
 )
 def test_a_callable_that_fails_is_that_row_s_affair(processor: Any, got: str) -> None:
-    bad = SamplingRow(SamplingParams(logits_processors=[processor]), [1], [])
-    good = SamplingRow(SamplingParams(logit_bias={0: 1.0}), [1], [])
+    bad = SamplingState(SamplingParams(logits_processors=[processor]), [1], [])
+    good = SamplingState(SamplingParams(logit_bias={0: 1.0}), [1], [])
     logits = torch.zeros(3, VOCAB_SIZE)
     errors = process_logits(logits, [good, bad, good], [0, 1, 2])
     assert list(errors) == [1]

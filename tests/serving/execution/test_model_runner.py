@@ -13,11 +13,12 @@ from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 GREEDY = SamplingParams(temperature=0)
@@ -114,7 +115,7 @@ def test_inputs_of_chunks_and_decodes(
     ends: dict[Sequence, int] = {}
     for i, length in enumerate(lengths):
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
-        group = SequenceGroup(str(i), prompt, GREEDY, 0.0)
+        group = SequenceGroup(str(i), prompt, SequenceRules(), 0.0)
         scheduler.add(group)
         [sequence] = group.sequences
         groups[sequence] = group
@@ -130,8 +131,14 @@ def test_inputs_of_chunks_and_decodes(
                     scheduler.finish(groups[scheduled.sequence], scheduled.sequence, SequenceStatus.FINISHED_LENGTH)
 
 
+def running(name: str, prompt: list[int]) -> Sequence:
+    sequence = Sequence(name, list(prompt), status=SequenceStatus.RUNNING)
+    sequence.sampling = SamplingState(GREEDY, sequence.prompt_token_ids, sequence.output_token_ids)
+    return sequence
+
+
 def start(manager: BlockManager, prompt: list[int]) -> Sequence:
-    sequence = Sequence("a", list(prompt), GREEDY, status=SequenceStatus.RUNNING)
+    sequence = running("a", prompt)
     manager.allocate([sequence], keep_watermark=False)
     return sequence
 
@@ -162,7 +169,7 @@ def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpo
     prompt = llama.prompts[4][:12]  # the second block half full
     parent = start(manager, prompt)
     runner.execute(ScheduledBatch([ScheduledSequence(parent, len(prompt), manager.block_table(parent), num_samples=1)]))
-    child = Sequence("child", list(prompt), GREEDY, status=SequenceStatus.RUNNING)
+    child = running("child", prompt)
     manager.fork(parent, child)
     batch = ScheduledBatch()
     for sequence, token_id in [(child, 5), (parent, 77)]:

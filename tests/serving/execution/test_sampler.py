@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagedattn_serve.execution import sampler as sampler_module
 from pagedattn_serve.execution.logits_processors import process_logits
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, restrict
-from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 
 PROBABILITIES = torch.tensor([0.05, 0.3, 0.15, 0.4, 0.02, 0.08])  # in order of size: 3, 1, 2, 5, 0, 4
@@ -41,12 +41,12 @@ ANY_PARAMS = st.builds(
 )
 
 
-def row_of(params: SamplingParams, position: int = 0, **kwargs: Any) -> SamplingRow:
+def row_of(params: SamplingParams, position: int = 0, **kwargs: Any) -> SamplingState:
     """One after `position` output tokens."""
-    return SamplingRow(params, [1], [0] * position, **kwargs)
+    return SamplingState(params, [1], [0] * position, **kwargs)
 
 
-def sample(logits: Tensor, rows: list[SamplingRow], seed: int = 0) -> list[int]:
+def sample(logits: Tensor, rows: list[SamplingState], seed: int = 0) -> list[int]:
     return Sampler(seed).sample(logits, rows).token_ids
 
 
@@ -546,8 +546,8 @@ CHANGES: list[dict[str, Any]] = [
 def test_tokens_are_chosen_by_the_logits_as_changed(changes: dict[str, Any], temperature: float) -> None:
     """And logprobs are reported of those before."""
     logits = torch.tensor([0.1, 1.0, -1.0, 1.5])
-    row = SamplingRow(SamplingParams(temperature=temperature, logprobs=1, seed=0, **changes), [3], [3, 3])
-    plain = SamplingRow(SamplingParams(temperature=temperature, logprobs=1, seed=0), [3], [3, 3])
+    row = SamplingState(SamplingParams(temperature=temperature, logprobs=1, seed=0, **changes), [3], [3, 3])
+    plain = SamplingState(SamplingParams(temperature=temperature, logprobs=1, seed=0), [3], [3, 3])
     output = Sampler(0).sample(logits.repeat(3, 1), [plain, row, plain])
     token_id = 2 if "logits_processors" in changes else 1
     assert output.token_ids == [3, token_id, 3]
@@ -623,12 +623,12 @@ def test_rows_that_change_logits_are_as_alone_too(
         params = SamplingParams(temperature=temperature, seed=i, logprobs=2 * (i % 2), **each)
         output_token_ids = [(j * j + i) % 7 for j in range(num_output_tokens)]
         rules = TokenRules(end_token_ids=(3,), bad_words=((1, 2), (4,)) if i == 2 else ())
-        rows.append(SamplingRow(params, [i, 6], output_token_ids, i, rules, num_candidates[i]))
+        rows.append(SamplingState(params, [i, 6], output_token_ids, i, rules, num_candidates[i]))
     together = Sampler(0).sample(logits.clone(), rows)
     for i, row in enumerate(rows):
         alone = Sampler(1).sample(logits[i : i + 1].clone(), [row])
         for field in dataclasses.fields(alone):
-            if field.name != "errors":
+            if field.name not in ("errors", "prompt_logprobs"):
                 assert getattr(alone, field.name) == getattr(together, field.name)[i : i + 1]
         assert alone.errors == together.errors == {}
 
@@ -665,7 +665,7 @@ def test_the_first_sequence_has_the_numbers_of_the_seed_alone() -> None:
     assert sample(logits, rows) == [361, 880, 749, 744]
 
 
-def candidates(logits: Tensor, rows: list[SamplingRow]) -> list[Any]:
+def candidates(logits: Tensor, rows: list[SamplingState]) -> list[Any]:
     output = Sampler(0).sample(logits, rows)
     return output.candidates
 
@@ -689,7 +689,7 @@ def test_candidates_of_beam_search() -> None:
 def test_candidates_are_of_logprobs_changed_as_transformers_does() -> None:
     """log_softmax first, then the processors."""
     params = SamplingParams(temperature=0, n=2, use_beam_search=True, repetition_penalty=1.7, logit_bias={0: 1.0})
-    row = SamplingRow(params, [1, 2], [3], token_rules=TokenRules(bad_words=((5,),)), num_candidates=6)
+    row = SamplingState(params, [1, 2], [3], token_rules=TokenRules(bad_words=((5,),)), num_candidates=6)
     logits = LOGITS.repeat(2, 1)
     plain = row_of(SamplingParams(temperature=0, n=2, use_beam_search=True), num_candidates=6)
     [changed, unchanged] = candidates(logits, [row, plain])
@@ -750,7 +750,7 @@ def test_rows_that_do_not_ask_are_not_touched_by_those_that_do() -> None:
     asking = SamplingParams(
         temperature=0, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.5, logit_bias={7: 3.0}
     )
-    row = SamplingRow(asking, [1, 2], [3, 4], token_rules=TokenRules(bad_words=((8,),)))
+    row = SamplingState(asking, [1, 2], [3, 4], token_rules=TokenRules(bad_words=((8,),)))
     sizes = []
 
     class Sizes(TorchDispatchMode):

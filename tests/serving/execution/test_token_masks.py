@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pagedattn_serve import SamplingParams, StructuredOutput
 from pagedattn_serve.execution.sampler import Sampler
-from pagedattn_serve.execution.sampling_row import SamplingRow
-from pagedattn_serve.grammar import GrammarCompiler
+from pagedattn_serve.sampling.grammar import GrammarCompiler
+from pagedattn_serve.sampling.state import SamplingState
 
 EOS = frozenset((0, 1))
 
@@ -24,10 +24,10 @@ def compiler(tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer) + 40, EOS)
 
 
-def row(compiler: GrammarCompiler, regex: str | None, output: list[int], seed: int | None = None) -> SamplingRow:
+def row(compiler: GrammarCompiler, regex: str | None, output: list[int], seed: int | None = None) -> SamplingState:
     form = None if regex is None else StructuredOutput(regex=regex)
     params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, structured_output=form)
-    return SamplingRow(params, [1], output, matcher=None if form is None else compiler.matcher(form))
+    return SamplingState(params, [1], output, matcher=None if form is None else compiler.matcher(form))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,9 +48,9 @@ def test_rows_after_drafts(compiler: GrammarCompiler, tokenizer: PreTrainedToken
     drafts = [b, c, q, a]
     rows = [drafting]
     for i in range(1, len(drafts) + 1):
-        rows.append(SamplingRow(drafting.sampling_params, [1], [a, *drafts[:i]], matcher=drafting.matcher))
+        rows.append(SamplingState(drafting.sampling_params, [1], [a, *drafts[:i]], matcher=drafting.matcher))
     forking = row(compiler, "[bc]", [])
-    rows += [SamplingRow(forking.sampling_params, [1], [], index, matcher=forking.matcher) for index in range(3)]
+    rows += [SamplingState(forking.sampling_params, [1], [], index, matcher=forking.matcher) for index in range(3)]
     logits = torch.zeros(len(rows), 320)
     logits[:, c], logits[:, q] = 1, 2
     sampled = Sampler(0).sample(logits, rows)

@@ -16,10 +16,10 @@ from fake_runner import ROW_ERROR, FakeModel, FakeRunner, prompt_logprob
 import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.execution.sampling_row import SamplingRow
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.request import Request
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
@@ -68,6 +68,7 @@ class FakeEngine:
         self.groups: list[SequenceGroup] = []  # all that were ever added, in the order of their arrival
         self.requests: list[Request] = []  # the same
         self.num_times: Counter[str] = Counter()
+        self._params: dict[SequenceGroup, SamplingParams] = {}
         self._salts: dict[SequenceGroup, str] = {}
         self._interrupted: set[str] = set()  # requests that ended with an interrupt: nobody gets what they had
         self._num_miscounted = 0
@@ -108,6 +109,7 @@ class FakeEngine:
         if request.group.request_id in self.engine._requests:
             self.groups.append(request.group)
             self.requests.append(request)
+            self._params[request.group] = sampling
             self._salts[request.group] = cache_salt
         return request.group
 
@@ -167,7 +169,7 @@ class FakeEngine:
         In each step the first group computes a token, or another one decodes while that is in prefill. Neither the
         first group's prefill nor any decoded token is ever lost, which bounds the number of steps.
         """
-        num_tokens = sum(group.sampling_params.num_sequences for group in self.unfinished)
+        num_tokens = sum(group.rules.num_sequences for group in self.unfinished)
         bound = 2 * num_tokens * self.scheduler.config.max_model_len + len(self.unfinished)
         for _ in range(bound):
             if not self.engine.has_unfinished_requests():
@@ -231,7 +233,7 @@ class FakeEngine:
         for scheduled in self._batch.sequences:
             table = self.manager._tables.get(scheduled.sequence, scheduled.block_table)
             self.num_times["merged"] += table is not scheduled.block_table
-            self.num_times["prompt logprobs"] += scheduled.sequence.sampling_params.prompt_logprobs is not None
+            self.num_times["prompt logprobs"] += scheduled.sequence.sampling.sampling_params.prompt_logprobs is not None
         ran = [scheduled.sequence for scheduled in self._batch.sequences]
         for group in self.scheduler.running:
             if len(group.sequences) > 1 and not group.in_prefill:
@@ -252,14 +254,14 @@ class FakeEngine:
             statuses = {completion.sequence.status for completion in request.completions}
             assert all(status.is_finished for status in statuses)
             is_whole = request.error in (None, ROW_ERROR) and SequenceStatus.FINISHED_ABORTED not in statuses
-            if is_whole and request.error is None and group.sampling_params.prompt_logprobs is not None:
+            if is_whole and request.error is None and self._params[group].prompt_logprobs is not None:
                 prompt = group.prompt_token_ids
                 values = self._history(self._salts[group], prompt)
                 pairs = zip(prompt[1:], values, strict=False)
                 expected_logprobs = [None, *({token: prompt_logprob(value)} for token, value in pairs)]
                 assert request.output().prompt_logprobs == expected_logprobs
             outputs = [(each.sequence.output_token_ids, each.sequence.status) for each in request.completions]
-            if group.sampling_params.use_beam_search:
+            if self._params[group].use_beam_search:
                 assert not is_whole or outputs == self._alone(group)
                 self.num_times["beams as alone"] += is_whole
                 continue
@@ -270,8 +272,8 @@ class FakeEngine:
             else:
                 for (token_ids, _), (all_token_ids, _) in zip(outputs, expected, strict=False):
                     assert token_ids == all_token_ids[: len(token_ids)]
-            for each in request.completions if group.sampling_params.logprobs is not None else ():
-                reported = [token for entries in each.sequence.logprobs for token in entries]
+            for each in request.completions if self._params[group].logprobs is not None else ():
+                reported = [token for entries in each.logprobs for token in entries]
                 assert reported == each.sequence.output_token_ids
 
     def _history(self, salt: str, token_ids: list[int]) -> list[int]:
@@ -282,8 +284,8 @@ class FakeEngine:
 
     def _expected(self, group: SequenceGroup) -> list[tuple[list[int], SequenceStatus]]:
         """What a request without beam search gets, token by token."""
-        params, prompt = group.sampling_params, group.prompt_token_ids
-        rows = [SamplingRow(params, prompt, [], index) for index in range(params.num_sequences)]
+        params, prompt = self._params[group], group.prompt_token_ids
+        rows = [SamplingState(params, prompt, [], index) for index in range(params.num_sequences)]
         ends = {*params.stop_ids, *(() if params.ignore_eos else (self.model.eos_token_id,))}
         max_tokens = min(params.max_tokens or 0, self.scheduler.config.max_model_len - len(prompt))
         values = [self._history(self._salts[group], prompt)[-1]] * len(rows)
@@ -305,7 +307,7 @@ class FakeEngine:
 
     def _alone(self, group: SequenceGroup) -> list[tuple[list[int], SequenceStatus]]:
         """What a request gets from an engine with room for all of it and nobody beside it."""
-        width, max_model_len = group.sampling_params.num_sequences, self.scheduler.config.max_model_len
+        width, max_model_len = self._params[group].num_sequences, self.scheduler.config.max_model_len
         num_blocks = (width + 1) * -(-max_model_len // self.manager.block_size)
         alone = FakeEngine(
             SchedulerConfig(max_model_len=max_model_len, max_num_seqs=width),
@@ -313,7 +315,7 @@ class FakeEngine:
         )
         alone.model = alone.runner.model = self.model
         alone.engine._inputs = self.engine._inputs
-        params, salt = group.sampling_params, self._salts[group]
+        params, salt = self._params[group], self._salts[group]
         alone.engine.add_request("alone", None, params, group.prompt_token_ids, cache_salt=salt)
         [request] = alone.engine._requests.values()
         while alone.engine.has_unfinished_requests():
@@ -344,8 +346,8 @@ class FakeEngine:
             assert sum(group_of[sequence] is group for sequence in sequences) == len(scheduled_members)
             at_end = [each for each in scheduled_members if each.num_new_tokens == each.sequence.num_uncomputed_tokens]
             num_samples = 1
-            if not group.has_forked and not group.sampling_params.use_beam_search:
-                num_samples = group.sampling_params.num_sequences
+            if not group.has_forked and not group.rules.uses_beams:
+                num_samples = group.rules.num_sequences
             assert [each.num_samples for each in scheduled_members] == [
                 num_samples * (each in at_end) for each in scheduled_members
             ]
@@ -500,7 +502,7 @@ class FakeEngine:
     def _check_map(self) -> None:
         """It says what the tables say."""
         scheduler, manager = self.scheduler, self.manager
-        cache_map = scheduler.cache_map()
+        cache_map = self.engine.cache_map()
         groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
         expected = [(group.request_id, group.sequences[0].status.value) for group in groups]
         assert [(each.request_id, each.state) for each in cache_map.requests] == expected

@@ -16,8 +16,8 @@ from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
-from pagedattn_serve.execution.sampling_row import Row
-from pagedattn_serve.outputs import Logprob, PackedLogprobs
+from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence
 
@@ -43,7 +43,7 @@ class FakeModel:
     def new_token(self) -> int:
         return next(self._unique_token) if self.vocab_size is None else self._random.randrange(self.vocab_size)
 
-    def next_token(self, value: int, row: Row) -> int | None:
+    def next_token(self, value: int, row: SamplingState) -> int | None:
         """Most often the same after the same tokens, as of a greedy request. None for an error."""
         if self.vocab_size is None:
             return self.new_token()
@@ -56,7 +56,7 @@ class FakeModel:
         is_end = token in row.sampling_params.stop_ids and len(row.output_token_ids) < row.sampling_params.min_tokens
         return (token + 1) % self.vocab_size if is_end else token
 
-    def candidates(self, value: int, row: Row) -> list[tuple[int, float]]:
+    def candidates(self, value: int, row: SamplingState) -> list[tuple[int, float]]:
         """Tokens with their log probabilities, most likely first."""
         if self.vocab_size is None:
             scored = [(self.new_token(), -self._random.random()) for _ in range(row.num_candidates)]
@@ -142,8 +142,9 @@ class FakeRunner:
             # After all writes, as in each layer.
             assert table[: len(scheduled.block_table)] == scheduled.block_table
             assert self.cache.read(table, len(history)) == history
-        self._report_prompts(batch)
-        return self._sample(batch, histories)
+        output = self._sample(batch, histories)
+        self._report_prompts(batch, output)
+        return output
 
     def _may_fail(self) -> None:
         if self._num_places == self.fail_at:
@@ -158,15 +159,15 @@ class FakeRunner:
             history.append(hash((history[-1], token)))
         return history
 
-    def _report_prompts(self, batch: ScheduledBatch) -> None:
-        """Each row says how likely the prompt's next token was; no row may be left out where that is asked for."""
+    def _report_prompts(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
+        """Each row says how likely the prompt's next token was."""
         for i, (begin, end) in _reported(batch):
             sequence = batch.sequences[i].sequence
-            assert begin < len(sequence.prompt_logprobs)
-            sequence.prompt_logprobs[begin + 1 : end + 1] = [
-                PackedLogprobs({sequence.prompt_token_ids[at + 1]: prompt_logprob(self.values(sequence)[at])})
+            entries = [
+                {sequence.prompt_token_ids[at + 1]: prompt_logprob(self.values(sequence)[at])}
                 for at in range(begin, end)
             ]
+            output.prompt_logprobs[i] = begin + 1, entries
 
     def _sample(self, batch: ScheduledBatch, histories: list[list[int]]) -> SamplerOutput:
         output = SamplerOutput()

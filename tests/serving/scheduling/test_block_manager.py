@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence
@@ -31,7 +30,7 @@ def make_manager(
 
 
 def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
-    return Sequence("a", list(range(first, first + num_tokens)), SamplingParams())
+    return Sequence("a", list(range(first, first + num_tokens)))
 
 
 def allocate(manager: BlockManager, *sequences: Sequence) -> list[list[int]]:
@@ -401,7 +400,7 @@ def test_a_prompt_finds_the_blocks_of_its_beginning() -> None:
 
 def test_equal_tokens_after_another_beginning_are_another_block() -> None:
     manager = make_manager(6)
-    first, second = Sequence("a", [0] * 8 + [1] * 9, SamplingParams()), Sequence("b", [1] * 17, SamplingParams())
+    first, second = Sequence("a", [0] * 8 + [1] * 9), Sequence("b", [1] * 17)
     allocate(manager, first)
     compute(manager, first)
     allocate(manager, second)
@@ -436,7 +435,7 @@ def test_a_salt_cannot_be_the_hash_of_a_block() -> None:
             break
     allocate(manager, victim)
     compute(manager, victim)
-    thief = Sequence("thief", victim.tokens(8, 17), SamplingParams(), cache_salt=salt)
+    thief = Sequence("thief", victim.tokens(8, 17), cache_salt=salt)
     allocate(manager, thief)
     assert thief.num_computed_tokens == 0
 
@@ -446,7 +445,7 @@ def test_a_pinned_prefix_is_of_no_salt() -> None:
     prefix = make_sequence(17)
     manager.pin_prefix(prefix.prompt_token_ids, max_num_blocks=3)
     for salt, num_pinned in (("a", 0), ("", 2)):
-        sequence = Sequence("0", prefix.prompt_token_ids, SamplingParams(), cache_salt=salt)
+        sequence = Sequence("0", prefix.prompt_token_ids, cache_salt=salt)
         allocate(manager, sequence)
         compute(manager, sequence)
         manager.free(sequence)
@@ -651,7 +650,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(target=live, num_tokens=st.integers(1, 30))
     def allocate(self, num_tokens: int) -> Any:
         prompt = [next(self.new_token) for _ in range(num_tokens)]
-        sequence = Sequence("a", prompt, SamplingParams())
+        sequence = Sequence("a", prompt)
         num_free_blocks = self.manager.num_free_blocks
         has_room = self.manager.can_allocate([sequence], keep_watermark=False)
         assert has_room == (-(-num_tokens // 8) <= num_free_blocks)

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
@@ -25,7 +26,7 @@ def make_scheduler(num_blocks: int = 40, **options: int | str | None) -> Schedul
 
 
 def make_group(name: str, prompt: list[int], **params: int) -> SequenceGroup:
-    return SequenceGroup(name, prompt, SamplingParams(**{"max_tokens": None, **params}), 0.0)
+    return SequenceGroup(name, prompt, sequence_rules(SamplingParams(**{"max_tokens": None, **params})), 0.0)
 
 
 def decoding(scheduler: Scheduler, prompt: list[int], output: int, **params: int) -> Sequence:
@@ -126,7 +127,7 @@ def test_the_blocks_that_are_free() -> None:
 
 def test_blocks_for_drafts() -> None:
     manager = BlockManager(CacheConfig(num_blocks=4, block_size=8))
-    sequence = Sequence("a", list(range(7)), SamplingParams())
+    sequence = Sequence("a", list(range(7)))
     assert manager.allocate([sequence], keep_watermark=False)
     table = manager.block_table(sequence)
     assert manager.append_drafts(sequence, 1) == 1 and manager.block_table(sequence) is table

@@ -34,7 +34,7 @@ def test_a_group_forks_when_its_prompt_is_computed() -> None:
     assert ran(batch) == [(first, 8)] and batch.sequences[0].num_samples == 0
     batch = engine.step()
     assert ran(batch) == [(first, 4)] and batch.sequences[0].num_samples == 3
-    assert len(group.sequences) == 3 and [sequence.index for sequence in group.sequences] == [0, 1, 2]
+    assert len(group.sequences) == 3 and [sequence.sampling.index for sequence in group.sequences] == [0, 1, 2]
     assert engine.manager.num_used_blocks == 2 and engine.manager.num_table_entries == 6
     batch = engine.step()
     assert ran(batch) == [(sequence, 1) for sequence in group.sequences]

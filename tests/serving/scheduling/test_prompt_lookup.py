@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.prompt_lookup import NGRAM_SIZE, PromptLookup
 from pagedattn_serve.scheduling.sequence import Sequence
 
 
 def make_sequence(prompt: list[int], output: list[int] | None = None) -> Sequence:
-    return Sequence("a", prompt, SamplingParams(), output_token_ids=list(output or []))
+    return Sequence("a", prompt, output_token_ids=list(output or []))
 
 
 def searched(tokens: list[int], count: int) -> list[int]:

@@ -6,8 +6,9 @@ The fake engine checks each step. Groups, prefix caching and priorities have fil
 import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
+from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
@@ -193,9 +194,9 @@ def test_restart() -> None:
     assert (engine.manager.num_used_blocks, engine.manager.num_cached_blocks) == (0, 0)
     assert {(s.status, s.num_computed_tokens) for s in sequences_of(kept)} == {(SequenceStatus.WAITING, 0)}
     engine.manager.check_integrity()
-    scheduler.add(SequenceGroup(groups[1].request_id, [1], SamplingParams(), 0.0))
+    scheduler.add(SequenceGroup(groups[1].request_id, [1], SequenceRules(), 0.0))
     with pytest.raises(ValueError, match="is taken"):
-        scheduler.add(SequenceGroup(kept[0].request_id, [1], SamplingParams(), 0.0))
+        scheduler.add(SequenceGroup(kept[0].request_id, [1], SequenceRules(), 0.0))
     engine.groups.remove(groups[1])
     scheduler.abort(groups[1].request_id)
     engine.drain()
@@ -223,7 +224,7 @@ def test_errors() -> None:
             engine.add(prompt_len)
     group = engine.add(15)
     [sequence] = group.sequences
-    same_id = SequenceGroup("request 0", [1], SamplingParams(), 0.0)
+    same_id = SequenceGroup("request 0", [1], SequenceRules(), 0.0)
     with pytest.raises(ValueError, match="'request 0' is taken"):
         scheduler.add(same_id)
     with pytest.raises(ValueError, match=r"expected a finished one, got SequenceStatus\.WAITING"):
@@ -257,9 +258,9 @@ def test_more_sequences_than_can_run_at_once(limits: dict[str, int], expected: s
     engine = make_engine(**limits)
     with pytest.raises(ValueError, match=f"^n: expected {expected}, got 4$"):
         engine.add(20, n=4)
-    params = SamplingParams(n=1, best_of=4)
+    rules = sequence_rules(SamplingParams(n=1, best_of=4))
     with pytest.raises(ValueError, match=f"^best_of: expected {expected}, got 4$"):
-        engine.scheduler.add(SequenceGroup("a", list(range(20)), params, 0.0))
+        engine.scheduler.add(SequenceGroup("a", list(range(20)), rules, 0.0))
     assert not engine.scheduler.has_unfinished
     engine.add(20, n=2)
     engine.drain()

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.outputs import Logprob
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.requests.inputs import sequence_rules
+from pagedattn_serve.sampling.state import SamplingState
+from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
 def make_sequence(prompt: list[int], output: list[int]) -> Sequence:
-    return Sequence("a", prompt, SamplingParams(), output_token_ids=output)
+    return Sequence("a", prompt, output_token_ids=output)
 
 
 def test_counts() -> None:
@@ -56,20 +57,31 @@ def test_status() -> None:
 
 def test_a_fork_shares_the_prompt_and_nothing_else() -> None:
     parent = make_sequence([1, 2, 3], [4])
-    parent.status, parent.num_computed_tokens, parent.cumulative_logprob = SequenceStatus.RUNNING, 3, -1.5
-    parent.logprobs.append({4: Logprob(-1.5, 1)})
+    parent.status, parent.num_computed_tokens, parent.cache_salt = SequenceStatus.RUNNING, 3, "a"
     parent.block_hashes.append(b"hash")
     child = parent.fork(2)
-    assert (child.index, child.status, child.num_computed_tokens) == (2, SequenceStatus.RUNNING, 3)
-    assert (child.cumulative_logprob, child.logprobs, child.block_hashes) == (-1.5, [{4: Logprob(-1.5, 1)}], [b"hash"])
-    assert child.prompt_token_ids is parent.prompt_token_ids
-    for shared in (child.output_token_ids, child.logprobs, child.block_hashes):
+    assert (child.status, child.num_computed_tokens, child.cache_salt) == (SequenceStatus.RUNNING, 3, "a")
+    assert child.block_hashes == [b"hash"] and child.sampling is None
+    assert child.prompt_token_ids is parent.prompt_token_ids and child.rules is parent.rules
+    for shared in (child.output_token_ids, child.block_hashes):
         shared.clear()
-    assert (parent.output_token_ids, len(parent.logprobs), len(parent.block_hashes)) == ([4], 1, 1)
+    assert (parent.output_token_ids, len(parent.block_hashes)) == ([4], 1)
+
+
+def test_the_sampling_state_is_forked_along() -> None:
+    """It tells the sampler of the tokens of its own sequence, without a copy of them."""
+    parent = make_sequence([1, 2, 3], [4])
+    rules = TokenRules(end_token_ids=(9,))
+    parent.sampling = SamplingState(SamplingParams(), parent.prompt_token_ids, parent.output_token_ids, 0, rules, 5)
+    child = parent.fork(2)
+    assert (child.sampling.index, child.sampling.num_candidates) == (2, 5) and child.sampling.token_rules is rules
+    assert child.sampling.output_token_ids is child.output_token_ids is not parent.output_token_ids
+    assert child.sampling.prompt_token_ids is child.prompt_token_ids
+    assert parent.sampling.output_token_ids is parent.output_token_ids and parent.sampling.index == 0
 
 
 def make_group(**params: Any) -> SequenceGroup:
-    return SequenceGroup("a", [1, 2, 3], SamplingParams(**params), 0.0)
+    return SequenceGroup("a", [1, 2, 3], sequence_rules(SamplingParams(**params)), 0.0)
 
 
 def test_a_group_begins_with_one_sequence() -> None:

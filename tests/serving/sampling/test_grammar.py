@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pagedattn_serve import DEMO_MODEL, StructuredOutput, grammar
+from pagedattn_serve import DEMO_MODEL, StructuredOutput
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.grammar import GrammarCompiler, error_of
+from pagedattn_serve.sampling import grammar
+from pagedattn_serve.sampling.grammar import GrammarCompiler, error_of
 from pagedattn_serve.structured_output import MAX_CHARACTERS
 
 EOS = frozenset((0, 1))
