@@ -1,4 +1,4 @@
-"""What form the output of a request must have, as its user says it."""
+"""The form that a request's output must have, in the words of its caller."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from pagedattn_serve.config import check_bool, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
-# Of a schema, regex or grammar, or of all choices: bounds how long it takes to compile, and how deep that recurses.
+# Of a schema, a regex, a grammar, or all choices together: limits the time to compile it, and the depth of recursion.
 MAX_CHARACTERS = 100_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -54,7 +54,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the field that is given."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     @property

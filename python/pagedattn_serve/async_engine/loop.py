@@ -16,8 +16,8 @@ from pagedattn_serve.requests.request import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row: then it is not the requests that are at fault
-STATS_PAUSE = 50  # times what counting them took: with many blocks it would be felt after each step
+MAX_FAILED_STEPS = 3  # in a row: then the fault is not in the requests
+STATS_PAUSE = 50  # times the time of counting, which with many blocks would slow down each step
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class News:
 class EngineLoop:
     """Steps while there are requests, and sleeps while there are none.
 
-    publish: called in the loop's thread with the news: after each step, and before it where somebody waits for them.
+    publish: called in the loop's thread with the news, after each step, and before a step if somebody waits for news.
 
     Any thread may call `add`, `abort`, `call` and `stop`. The loop does what they say, in their order, between two
     steps.
@@ -80,8 +80,8 @@ class EngineLoop:
     # ---- in the loop's thread ---------------------------------------------------------------------------------------
 
     def run(self) -> str | None:
-        """Until `stop`, or until the engine breaks: returns how, None if it did not. Then the engine has no request of
-        these any more."""
+        """Run until `stop`, or until the engine breaks. Returns what broke it, or None. Afterwards the engine has none
+        of the loop's requests any more."""
         error = None
         try:
             while self._take_commands():
@@ -99,7 +99,7 @@ class EngineLoop:
         return error
 
     def _take_commands(self) -> bool:
-        """Do what was sent, waiting for it while there is nothing to step; returns False to stop."""
+        """Do what other threads have sent. Wait for something if there is nothing to step. Returns False to stop."""
         while not self._is_stopping:
             is_idle = not self._engine.has_unfinished_requests()
             try:

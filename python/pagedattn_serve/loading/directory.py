@@ -9,7 +9,8 @@ from pagedattn_serve.errors import ArgumentTypeError
 
 
 def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
-    """The directory `path`, "~" expanded; or what Hugging Face's cache holds of the repository of that name; or None.
+    """The directory `path`, with "~" expanded. Or the snapshot of the repository `path` in Hugging Face's cache. Or
+    None.
 
     The network is never asked. Raises TypeError, with the name of the argument, for what is not a path.
     """
@@ -28,7 +29,7 @@ def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
 
 
 def model_directory(model: str | PathLike[str]) -> Path:
-    """As `find_directory`; raises FileNotFoundError if there is no config.json."""
+    """The directory that `find_directory` finds. Raises FileNotFoundError if it has no config.json."""
     directory = find_directory("model", model)
     if directory is not None and (directory / "config.json").is_file():
         return directory
@@ -39,7 +40,7 @@ def model_directory(model: str | PathLike[str]) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; raises ValueError with the file's name if there is none."""
+    """The JSON object in a file. Raises ValueError, with the file's name, if the file holds no object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -26,7 +26,7 @@ HONOURED = {
     "num_return_sequences": "n",
     "stop_strings": "stop",
 }
-# Those that count for nothing in beam search, and those that count in nothing else.
+# Fields that beam search ignores, and fields that nothing but beam search reads.
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 OF_BEAMS = {"num_beams": "best_of", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
 # Fields that would change the output and cannot be honoured, with the values that change nothing. None never does.
@@ -57,11 +57,12 @@ NOT_HONOURED: dict[str, Any] = {
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """Of requests that bring no parameters of their own.
+    """What holds for requests that bring no parameters of their own.
 
-    params: all that SamplingParams can say. max_length: most tokens of a request, with its prompt; None: no limit. With
-        max_length and no max_new_tokens, params.max_tokens is None.
-    bad_words: token sequences never to be completed, as in `TokenRules`.
+    params: all that SamplingParams can say.
+    max_length: most tokens of a request, with its prompt; None: no limit. If the file has max_length and no
+        max_new_tokens, params.max_tokens is None.
+    bad_words: sequences of tokens that an output must never complete, as in `TokenRules`.
     """
 
     params: SamplingParams
@@ -70,7 +71,7 @@ class GenerationDefaults:
 
 
 def generation_defaults(directory: Path) -> GenerationDefaults:
-    """Those of generation_config.json; what it does not say is as in `SamplingParams`.
+    """The defaults in generation_config.json. What the file does not say is as in `SamplingParams`.
 
     One warning names the fields that are not honoured. Raises ValueError, with the file and the field, for a value that
     is not valid.
@@ -116,7 +117,7 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def _params(chosen: dict[str, Any]) -> SamplingParams:
-    """SamplingParams(**chosen), whose errors say the file's names of the fields."""
+    """SamplingParams(**chosen). Errors name the fields as the file does."""
     try:
         return SamplingParams(**chosen)
     except BadArgument as error:
@@ -135,7 +136,7 @@ def _bias_of_tokens(sequence_bias: Any) -> dict[int, float] | None:
 
 
 def _bad_words(fields: dict[str, Any], eos_ids: set[int]) -> tuple[tuple[int, ...], ...]:
-    """bad_words_ids, of which end-of-sequence tokens alone are none, and suppress_tokens, each a word of its own."""
+    """bad_words_ids, without words that are a single end-of-sequence token; and each of suppress_tokens as a word."""
     words = fields.get("bad_words_ids", [])
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise ValueError(f"bad_words_ids: expected a list of lists of token ids, got {words!r}")

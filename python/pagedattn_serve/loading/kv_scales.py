@@ -15,8 +15,9 @@ from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 KVScales = tuple[tuple[float, float], ...]
 
-# What is found: k_scale and v_scale of the attention (compressed-tensors); output_scale of the two projections (its
-# first versions, and Quark); k_scale and v_scale within projections (ModelOpt); kv_scale, one for both (AutoFP8).
+# Names of scales in checkpoints: k_scale and v_scale of the attention (compressed-tensors); output_scale of the two
+# projections (first versions of compressed-tensors, and Quark); k_scale and v_scale within projections (ModelOpt);
+# kv_scale, one for keys and values (AutoFP8).
 SCALE_NAME = re.compile(
     r"\.(\d+)\..*?(?:attn|attention)\."
     r"(?:(?:(?:attn|qkv_proj)\.)?([kv])_scale|([kv])_proj\.output_scale|([kv])_proj\.[kv]_scale|(kv)_scale)$"
@@ -29,7 +30,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def scales_in_checkpoint(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> KVScales | None:
-    """Those among a checkpoint's tensors; None if there are none. ValueError if some are missing or not one number."""
+    """The scales among a checkpoint's tensors; None if there are none. Raises ValueError if some are missing, or if a
+    scale is not one number."""
     found: dict[tuple[int, str], float] = {}
     for name, tensor in tensors:
         if match := SCALE_NAME.search(name):

@@ -36,7 +36,7 @@ NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "OPTForCausalLM": OPTForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
-    # Without a head: that of tied embeddings.
+    # Checkpoints without a head: the embeddings are tied, and the embedding is the head.
     "BloomModel": BloomForCausalLM,
     "GPT2Model": GPT2LMHeadModel,
     "LlamaModel": LlamaForCausalLM,
@@ -45,7 +45,7 @@ NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
     "Qwen2Model": LlamaForCausalLM,
     "Qwen3Model": LlamaForCausalLM,
 }
-# Fields of config.json that are whole numbers from 1 up, where they are there.
+# Fields of config.json that must be whole numbers from 1 up, if the config has them.
 SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "vocab_size"),
     *("intermediate_size", "max_position_embeddings", "ffn_dim", "word_embed_proj_dim"),
@@ -85,16 +85,16 @@ def load_model(
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)
-    model.to(device).requires_grad_(False).eval()  # what has come from no checkpoint moves now
+    model.to(device).requires_grad_(False).eval()  # tensors that did not come from the checkpoint move now
     look_up_directly(model)
     return model
 
 
 def look_up_directly(model: nn.Module) -> None:
-    """Make submodules, parameters and buffers plain attributes, too: nn.Module looks for them when Python has failed to
-    find them, a dozen times a layer, which is a tenth of a step of one request.
+    """Make submodules, parameters and buffers plain attributes, too. Otherwise nn.Module looks for them after Python
+    has failed to find them, a dozen times a layer, which is a tenth of a step of one request.
 
-    For a model that changes no more: a buffer that takes the place of another is not seen.
+    For a model that changes no more: a buffer that is replaced later is not seen.
     """
     for module in model.modules():
         vars(module).update(module._modules | module._parameters | module._buffers)
@@ -128,11 +128,11 @@ def transformers_fallback() -> "type[TransformersCausalLM]":
 def linear_forms(
     model: CausalLM, stored: CheckpointFormat | None, quantization: str | None, device: str = "cpu"
 ) -> LinearForms | None:
-    """Which forms the linear layers take that the checkpoint has not quantized; None: they stay as they are, on CUDA.
+    """Which forms the linear layers take that the checkpoint has not quantized. None on CUDA: layers stay as they are.
 
     stored: what `checkpoint_format` says of the checkpoint.
 
-    Raises ValueError for another quantization than the checkpoint's own, and on CUDA for any.
+    Raises ValueError for another quantization than the checkpoint's own. On CUDA any quantization raises.
     """
     check_quantization(quantization)
     if device != "cpu":
@@ -151,7 +151,7 @@ def linear_forms(
 
 
 def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, forms: LinearForms | None) -> str:
-    """In words, of a model as `build_model` makes it."""
+    """The forms of the linear layers in words, for a model that `build_model` made."""
     if forms is None:
         return "torch's own"
     words = forms.describe(model)
@@ -172,14 +172,15 @@ def read_config(file: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
-    except Exception as error:  # of any type: its checks of the fields, and what follows from those it does not check
+    except Exception as error:  # of any type: from its checks, or from a field that it does not check
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 
 
 def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:
-    """Scales for an fp8 cache: those that are given, else those of the checkpoint, else None for 1, with a warning.
+    """Scales for an fp8 cache: the given scales, else the checkpoint's, else None, which means 1, with a warning.
 
-    given: what `given_scales` takes, or None. Raises as that does, and ValueError beside kv_cache_dtype "auto".
+    given: what `given_scales` takes, or None. Raises what `given_scales` raises, and ValueError if scales are given
+        beside kv_cache_dtype "auto".
     """
     if kv_cache_dtype == "auto":
         if given is not None:

@@ -1,7 +1,7 @@
-"""Checkpoints whose weights come quantized: what `quantization_config` may say, and its tensors as our weights.
+"""Checkpoints whose weights come quantized: what `quantization_config` may say, and how tensors become our weights.
 
-The codes, scales and zeros are those of the checkpoint; nothing is quantized anew. A layer is quantized if its tensors
-say so, so whatever a checkpoint leaves as it is (lm_head, mostly) needs no list of names here.
+Codes, scales and zeros are the checkpoint's; nothing is quantized anew. The tensors of a layer say whether the layer is
+quantized. So there is no list of names of layers that a checkpoint does not quantize (mostly lm_head).
 """
 
 from collections.abc import Callable, Container
@@ -16,16 +16,16 @@ from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.quantization import Int4Weight, Int8Weight
 
-ROW_GROUP = 32  # a group of weights is a multiple of the groups that rows are quantized in
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features in the 4-bit pieces of an int32, lowest first
+ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
 @dataclass(slots=True, frozen=True)
 class CheckpointFormat:
-    """How the tensors of a layer, named by what follows the layer's name, make up its weight.
+    """How the tensors of a layer make up its weight. A tensor is named by what follows the layer's name.
 
-    MARKER: the tensor that a layer has if it is quantized. OPTIONAL: those that it may be without.
-    group_size: weights of a row with one scale; None: all.
+    MARKER: the tensor that a layer has if it is quantized. OPTIONAL: tensors that a layer may be without.
+    group_size: how many weights of a row share a scale; None: all of them.
     """
 
     METHOD: ClassVar[str]
@@ -40,15 +40,15 @@ class CheckpointFormat:
         return f"{self.QUANTIZATION}, {scales}, as {self.METHOD} made it, rows quantized at run time"
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        """Of the tensors that a layer has."""
+        """Shapes of the tensors that a layer has."""
         raise NotImplementedError
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight | Int4Weight:
-        """The weight, of tensors with these names and shapes."""
+        """The weight, made of tensors with the names and shapes of `shapes`."""
         raise NotImplementedError
 
     def num_groups(self, in_features: int) -> int:
-        """Of a row. ValueError if a group is no multiple of ROW_GROUP, or no divisor of the row."""
+        """Groups in a row. Raises ValueError if a group is no multiple of ROW_GROUP, or no divisor of the row."""
         size = self.group_size or in_features
         if size % ROW_GROUP or in_features % size:
             raise ValueError(
@@ -98,7 +98,7 @@ class Gptq(CheckpointFormat):
     METHOD: ClassVar = "gptq"
     QUANTIZATION: ClassVar = "int4"
     MARKER: ClassVar = "qweight"
-    OPTIONAL: ClassVar = frozenset({"g_idx"})  # groups are in order: desc_act, which would change it, is refused
+    OPTIONAL: ClassVar = frozenset({"g_idx"})  # groups are in order, because desc_act is refused
 
     zero_offset: int  # what the first version of the format subtracts from its zeros
 
@@ -187,7 +187,7 @@ def parse_format(config: Any) -> CheckpointFormat:
 
 
 def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
-    """Of compressed-tensors: one group of layers, whose weights are quantized in one of two ways."""
+    """The format of compressed-tensors: one group of layers, whose weights are quantized in one of two ways."""
     groups = section(config, "config_groups")
     if len(groups) != 1:
         raise ValueError(f"quantization_config: config_groups: expected one group of layers, got {len(groups)}")
@@ -215,7 +215,7 @@ def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
 
 
 def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) -> Any:
-    """The value of a field, which must be one of `allowed`. The default of one that must be there is none of them."""
+    """The value of a field, which must be one of `allowed`. By default the field must be there."""
     value = config.get(name, default)
     if value not in allowed:
         got = "none" if value == () else repr(value)
@@ -224,7 +224,7 @@ def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) 
 
 
 def section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A field that is an object, or null, or not there, which is empty."""
+    """A field that is an object. If the field is null or not there, the object is empty."""
     value = config.get(name) or {}
     if not isinstance(value, dict):
         raise ValueError(f"quantization_config: {name}: expected an object, got {value!r:.80}")
@@ -250,7 +250,7 @@ def is_quantized(
 
 
 def parts_of(layer: nn.Linear, name: str) -> dict[str, int]:
-    """Names in the checkpoint and output sizes of the layers that make up one that is called `name` in the model."""
+    """Names and output sizes of the checkpoint's layers that make up the layer called `name` in the model."""
     return layer.checkpoint_parts(name) if isinstance(layer, ConvertedLinear) else {name: layer.out_features}
 
 
@@ -261,9 +261,10 @@ def read_weight(
     tensors: Container[str],
     read: Callable[[dict[str, list[int]]], list[Tensor] | None],
 ) -> Int8Weight | Int4Weight | None:
-    """The weight of a layer, None if `read` gives none. ValueError for what the layer cannot have.
+    """The weight of a layer; None if `read` returns None. Raises ValueError for tensors that the layer cannot have.
 
-    tensors: names of all that the checkpoint has. read: those of these names and shapes, None if one is not so.
+    tensors: names of all tensors in the checkpoint.
+    read: returns the tensors of these names and shapes; None if one is missing or misshapen.
     """
     weights = []
     for part, out_features in parts_of(layer, name).items():

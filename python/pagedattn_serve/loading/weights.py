@@ -1,4 +1,4 @@
-"""The weights of a native model: the tensors of a checkpoint's files, *.safetensors or pytorch_model*.bin, in place."""
+"""Puts the tensors of a checkpoint's files, *.safetensors or pytorch_model*.bin, into a native model."""
 
 import logging
 import pickle
@@ -20,7 +20,7 @@ from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.linear import LinearForms, quantized_linear
 
-# In order of preference: the one file, and the index that stands there if the weights lie in several.
+# In order of preference: the file with all weights, and the index that takes its place if there are several files.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -29,7 +29,7 @@ HEAD = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, Callable[[], Tensor]]  # by name; the data of a tensor is read when it is called
+Tensors = dict[str, Callable[[], Tensor]]  # by name; calling an entry reads the data of the tensor
 
 
 def load_weights(
@@ -55,7 +55,7 @@ def load_weights(
             unexpected.difference_update(shapes)
             return read_tensors(tensors, shapes, problems)
 
-        # No bar where nobody looks: disable=None is "unless on a terminal".
+        # disable=None shows the bar only on a terminal.
         bar = tqdm(parameters, desc="Loading weights", disable=None, leave=False)
         for layer_name, names in groupby(bar, lambda name: name.rpartition(".")[0]):
             layer = model.get_submodule(layer_name)
@@ -66,7 +66,7 @@ def load_weights(
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
                 elif (parts := read(checkpoint_shapes(model, name))) is not None and not problems:
                     weight = convert(model, name, parts)
-                    # Packed layers take weights of any dtype: 16 bits stay as they are, in fp32 and in the other 16.
+                    # Packed layers take weights of any dtype, so 16-bit weights keep their dtype, whatever the model's.
                     keeps_dtype = forms is not None and isinstance(layer, nn.Linear) and weight.dtype in HALF_DTYPES
                     dtype = weight.dtype if keeps_dtype else model.dtype
                     set_parameter(model, name, weight.to(device, dtype).contiguous())
@@ -84,7 +84,7 @@ def load_weights(
 
 
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
-    """What a checkpoint keeps as lm_head though the config ties it: mostly a copy; if not, it is the model's head."""
+    """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head."""
     if not torch.equal(weight, model.lm_head.weight):
         logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
         model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
@@ -108,7 +108,7 @@ def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
                 if not isinstance(state, dict):
                     raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
                 tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
-        except pickle.UnpicklingError:  # whose message advises to run what the file holds
+        except pickle.UnpicklingError:  # its message advises to run the code in the file
             raise ValueError(
                 f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
             ) from None
@@ -133,7 +133,7 @@ def weight_files(directory: Path) -> list[Path]:
             return files
         if (directory / name).is_file():
             return [directory / name]
-    # Files of any other name: shards without their index.
+    # Files of any other name are shards without an index.
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if files := sorted(directory.glob(pattern)):
             return files
@@ -180,7 +180,7 @@ def convert(model: NativeCausalLM, parameter_name: str, tensors: list[Tensor]) -
 
 
 def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
-    """Replace a parameter wherever it is used: tied ones in both places."""
+    """Replace a parameter wherever it is used; a tied parameter is used in two places."""
     old = model.get_parameter(name)
     new = nn.Parameter(weight, requires_grad=False)
     for module in model.modules():

@@ -17,15 +17,15 @@ SAME = (
     *("allowed_token_ids", "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
-# What a request that leaves it out has from the model's generation_config.json.
+# Fields that come from the model's generation_config.json, if a request leaves them out.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Between two parts of JSON: room for indentation, but not for a weak model to write white space until the end.
+# What may stand between two parts of JSON: indentation, but not so much that a weak model writes nothing else.
 WHITE_SPACE = r"[ \t\r\n]{0,20}"
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Those of /v1/completions; defaults: the model's. Raises ApiError."""
+    """The parameters of a request to /v1/completions. defaults: the model's. Raises ApiError."""
     max_tokens = OPENAI_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: expected an int >= 1 without echo, got 0", param="max_tokens")
@@ -38,7 +38,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
 
 
 def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Those of /v1/chat/completions; defaults: the model's. Raises ApiError."""
+    """The parameters of a request to /v1/chat/completions. defaults: the model's. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: expected none unless logprobs is true", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -49,7 +49,7 @@ def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> Sampli
 def _params(
     body: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams, chosen: dict[str, Any]
 ) -> SamplingParams:
-    """What the body says, then what the model does; chosen: what the endpoint says of its own fields."""
+    """From the body, and from the model's defaults for what the body leaves out. chosen: the endpoint's own fields."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -59,7 +59,7 @@ def _params(
         raise ApiError(
             400, "best_of: expected at most n with stream, as the best are known at the end alone", param="best_of"
         )
-    if body.use_beam_search:  # draws nothing, so what the model says of drawing counts for nothing
+    if body.use_beam_search:  # it draws nothing, so the model's defaults for drawing do not count
         base: dict[str, Any] = {"temperature": 0}
     else:
         base = {name: getattr(defaults, name) for name in FROM_MODEL}
@@ -83,7 +83,7 @@ def form_field(body: SamplingBody) -> str | None:
 
 
 def _structured_output(body: SamplingBody) -> StructuredOutput | None:
-    """What `form_field` asks for."""
+    """The form that the field of `form_field` asks for."""
     name = form_field(body)
     if name is None:
         return None

@@ -1,7 +1,7 @@
-"""The bodies of requests. Types are strict ("5" is no number, true is not 1), and None is as good as nothing sent.
+"""The bodies of requests. Types are strict ("5" is no number, true is not 1). A field that is None counts as left out.
 
-What a value may be is said here where OpenAI's API says it; the rest `SamplingParams` and the engine check. So is how
-much of it there may be, where that costs the event loop or the engine's steps, which all requests share.
+This file says what values OpenAI's API allows; `SamplingParams` and the engine check the rest. It also limits how much
+a field may hold, if that costs the event loop or the engine's steps, which all requests share.
 """
 
 from typing import Annotated, Any, Literal
