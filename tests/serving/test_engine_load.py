@@ -9,7 +9,7 @@ from checkpoints import (
     completions,
     run,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn_serve.engine import LLMEngine
@@ -63,7 +63,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(
     max_num_seqs=st.integers(1, 5),
     num_blocks=st.integers(6, 12),

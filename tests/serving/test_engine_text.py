@@ -26,7 +26,7 @@ from checkpoints import (
     speech_ids,
     words,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn_serve.config import DEMO_MODEL
@@ -92,7 +92,6 @@ def test_a_stop_string_that_never_comes_costs_no_text(speaker: LLMEngine) -> Non
     assert speak(speaker, stop="xyz")[-1].outputs[0].text == SPEECH
 
 
-@settings(max_examples=100)
 @given(
     spans=st.lists(
         st.tuples(st.integers(0, len(SPEECH) - 1), st.integers(1, 9), st.sampled_from(["", "x", "t"])), max_size=4

@@ -22,7 +22,7 @@ from checkpoints import (
     run,
     token_ids,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -324,7 +324,6 @@ def test_seeded_sampling_is_the_sampler_on_hugging_face_s_logits(checkpoint: Che
         assert output == Sampler(0).sample(logits, [SamplingState(params, [1], [0] * i) for i in range(24)]).token_ids
 
 
-@settings(max_examples=30)
 @given(
     options=st.fixed_dictionaries(
         {

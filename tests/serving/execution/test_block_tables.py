@@ -117,7 +117,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=50)
+TestLife.settings = settings(max_examples=max(100, settings.default.max_examples), stateful_step_count=50)
 
 
 def test_more_sequences_than_rows() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -238,7 +238,6 @@ def run(engine: CacheEngine, steps: list[dict[str, Any]], do: Callable[..., obje
     return seen
 
 
-@settings(max_examples=100)
 @given(steps=steps, chance=st.randoms(use_true_random=False))
 def test_nothing_is_read_or_written_too_early(steps: list[dict[str, Any]], chance: random.Random) -> None:
     """As on the CPU, where everything happens at once."""

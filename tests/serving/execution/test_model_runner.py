@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Checkpoint, greedy_reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
@@ -87,7 +87,6 @@ def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
     assert all(tensor.is_contiguous() for tensor in (*tensors.values(), metadata.block_tables))
 
 
-@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, MAX_LEN - 1), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16]),

@@ -227,7 +227,10 @@ EARLY_STOPPING = (True, False, "never")
 END_TOKENS = {"llama": [11, 20], "gpt2": [13, 30]}  # often said, so that beams end early, late and never
 
 
-@pytest.fixture(scope="module", params=["llama-gqa", "gpt2"])
+MODELS = ["llama-gqa", "gpt2"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param, vocab_size=VOCAB_SIZE)
 
@@ -304,7 +307,15 @@ def generate(
     return list(zip(output.sequences_scores.tolist(), tokens, strict=True)), len(output.scores)
 
 
-@pytest.mark.parametrize("beam_width", [2, 4, 6])
+@pytest.mark.parametrize(
+    ("model", "beam_width"),
+    [
+        pytest.param(model, width, marks=[pytest.mark.long] if (model == "gpt2") != (width == 4) else [])
+        for model in MODELS
+        for width in (2, 4, 6)
+    ],
+    indirect=["model"],
+)
 def test_equal_to_hugging_face(model: PreTrainedModel, beam_width: int) -> None:
     lengths = set()
     total_steps: dict[bool | str, int] = dict.fromkeys(EARLY_STOPPING, 0)

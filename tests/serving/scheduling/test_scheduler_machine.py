@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(settings.default, stateful_step_count=30)
+TestSchedulerMachine.settings = settings(max_examples=max(100, settings.default.max_examples), stateful_step_count=30)
 
 
 def run_at_random(seed: int, num_actions: int) -> Counter[str]:
