@@ -14,20 +14,27 @@ from torch.utils._pytree import tree_map_only
 from . import _C
 from .ops._call import tensors_in
 
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # leave nothing to replay
+ALLOCATIONS = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+)  # leave nothing to replay
 
 
 class CPUGraph:
-    """For the CPU what `torch.cuda.CUDAGraph` is for a GPU: a step of a model without what Python and torch spend
-    between its kernels, which is half of the time where a model is small, or its weights, and rows are few.
+    """For the CPU what `torch.cuda.CUDAGraph` is for a GPU: a step of a model without the time that Python and torch
+    spend between kernels. That is half of the time if the model or its weights are small, and rows are few.
 
-    What Python does on the way, such as a branch, happens once. Tensors stay where they are: a replay reads what the
-    inputs hold then, and writes its results into the tensors that the captured function returned. The graph keeps the
-    memory of all tensors that the function met; what it computed between them takes memory as long as the graph lives.
+    What Python does on the way, such as a branch, happens once, at the capture. Tensors stay where they are: a replay
+    reads what the inputs hold at the replay, and writes its results into the tensors that the captured function
+    returned. The graph keeps the memory of all tensors that the function met, including intermediate results, as long
+    as the graph lives.
 
-    That memory is what a replay reads and writes, whatever becomes of the tensors. One that is given other memory, as
-    weights are by `module.half()` or `parameter.data = ...`, is replayed with what it held before: capture anew. Memory
-    must not be resized (`Tensor.resize_`) while a graph has it.
+    A replay reads and writes this memory, whatever becomes of the tensors. If a tensor is given other memory, as
+    `module.half()` or `parameter.data = ...` do with weights, replays go on with the old memory, so capture anew.
+    Memory must not be resized (`Tensor.resize_`) while a graph has it.
 
     >>> graph = CPUGraph()
     >>> with torch.inference_mode(), graph.capture():
@@ -41,13 +48,13 @@ class CPUGraph:
 
     def capture(self) -> AbstractContextManager[object]:
         """A context. Within it, on this thread, the ops of this package are captured and not run, so their results are
-        undefined until `replay`; ops of torch are run and, unless they only allocate memory or return views, run again
-        at each replay.
+        undefined until `replay`. Ops of torch are run, and run again at each replay, unless they only allocate memory
+        or return views.
 
-        Raises RuntimeError if there is a capture already, this graph's or another one on this thread; where a tensor
-        is not on the CPU; and for an op that a replay could not take into account: with a result that is no tensor, as
-        `Tensor.item`, or whose shape depends on values, as `torch.nonzero` or `x[mask]`, or one that resizes memory.
-        After any error within it the graph is empty.
+        Raises RuntimeError if this graph has a capture already, or if another capture is under way on this thread.
+        Raises RuntimeError if a tensor is not on the CPU. Raises RuntimeError for an op that a replay could not repeat:
+        its result is no tensor, as of `Tensor.item`; or the shape of its result depends on values, as of
+        `torch.nonzero` or `x[mask]`; or it resizes memory. After any error within the context the graph is empty.
         """
         if self._capture is not None and self._capture.state in (_State.UNDER_WAY, _State.COMPLETE):
             raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self._capture.state}")
@@ -63,11 +70,11 @@ class CPUGraph:
             self._capture = None
 
     def replay(self) -> None:
-        """Run all that was captured. Values that an op checks at its door, such as block numbers, are not checked
+        """Run all that was captured. Values that an op checks before it runs, such as block numbers, are not checked
         again.
 
-        Raises RuntimeError within a capture, which could not see what is replayed; and if an op of torch gives a result
-        of another shape than at the capture.
+        Raises RuntimeError within a capture, which could not see what is replayed. Raises RuntimeError if an op of
+        torch gives a result of another shape than at the capture.
         """
         if _C.CpuGraph.is_capturing():
             raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
@@ -88,7 +95,7 @@ class _State(StrEnum):
 
 
 class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each op, with the memory of its arguments."""
+    """Sees each op that is called, and keeps the memory of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,7 +154,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph.begin_capture()
 
     def _refuse(self, message: str) -> NoReturn:
-        """Whoever catches the error does not get a graph without what was refused."""
+        """Raise. A caller who catches the error must not get a graph that lacks what was refused."""
         self.state = _State.FAILED
         raise RuntimeError(f"CPUGraph: {message}")
 
@@ -159,7 +166,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_shape_by_values(op: Any, args: Any) -> bool:
-    """Whether the values of the arguments decide which shape the result has."""
+    """Whether the shape of the result depends on the values of the arguments."""
     if op is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.dynamic_output_shape in op.tags

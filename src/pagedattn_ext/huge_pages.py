@@ -1,4 +1,4 @@
-"""Memory of the CPU in huge pages: caches and packed weights, which are read in long pieces."""
+"""Memory of the CPU in huge pages, for caches and packed weights, which are read in long pieces."""
 
 import mmap
 from contextlib import suppress
@@ -10,19 +10,21 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
-# Of a mapping that smaller tensors share: a weight of a few huge pages would have a large part outside of them.
+# Size of a mapping that smaller tensors share. In a mapping of its own, a weight of a few huge pages would have a large
+# part outside of them.
 REGION_BYTES = 32 << 20
 
 _lock = Lock()
-_region = torch.empty(0, dtype=torch.uint8, device="cpu")  # what no tensor has yet of the last mapping that is shared
+_region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the part of the last shared mapping that no tensor has yet
 
 
 @torch.inference_mode(False)  # a region may be written to in and out of it
 def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, of zeros, in huge pages where the system grants them: the hardware fetches ahead within a
-    page of 4 KiB, so what is read in one piece should not lie across two.
+    """A tensor of zeros on the CPU, in huge pages where the system grants them. Within a page of 4 KiB the hardware
+    fetches ahead; between two such pages it does not, so what is read in one piece should not lie across them.
 
-    Tensors below 32 MiB share a mapping with those that come before and after, which lasts as long as one of them.
+    Tensors below 32 MiB share a mapping with the tensors allocated before and after. The mapping lasts as long as one
+    of them.
 
     Raises:
         MemoryError: if there is not enough memory.
@@ -47,7 +49,7 @@ def _map(num_bytes: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]

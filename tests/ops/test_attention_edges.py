@@ -174,8 +174,8 @@ def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):
 def test_sliding_window_may_begin_anywhere(pytestconfig, device, dtype, block_size, rows):
     """Every offset of the first token in a block, a vector and a tile; blocks before the window may have any id.
 
-    Every third window, on the simt device every seventh: blocks, vectors and tiles have powers of two as sizes, so these
-    windows meet every offset, too. Each case begins with another window."""
+    Every third window, on the simt device every seventh: blocks, vectors and tiles have powers of two as sizes, so
+    these windows meet every offset, too. Each case begins with another window."""
     case = Case(((rows, 150),), dtype, num_kv_heads=1, head_size=8, block_size=block_size)
     every = 7 if OPS.namespace == "pagedattn_simt" else 3
     if pytestconfig.getoption("long"):
