@@ -23,7 +23,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        message = str(error)
+        message = str(error)  # C++ raises RuntimeError alone: only the words tell a type from a value
         if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
             raise TypeError(message) from None
         if ": expected " in message:
