@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -324,8 +325,11 @@ def test_profile(tmp_path):
         (["server", "--output-tokens", "1"], "argument --output-tokens: expected at least 2, got 1"),
     ],
 )
-def test_bad_option(arguments, message):
-    result = run(*arguments)
-    assert result.returncode == 2
+def test_bad_option(monkeypatch, capsys, arguments, message):
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert exit.value.code == 2
     command = arguments[0] if not arguments[0].startswith("-") else "report"
-    assert result.stderr.splitlines()[-1] == f"serving.py {command}: error: {message}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"serving.py {command}: error: {message}"
