@@ -115,9 +115,11 @@ class Completion:
         if self._detokenizer is None:
             return status
         with_stop = rules.params.include_stop_str_in_output
-        if status is not SequenceStatus.FINISHED_STOPPED or with_stop:
+        if status is None:
             self._detokenizer.add(token_id)
-        if status is not None:
+        else:
+            if status is SequenceStatus.FINISHED_LENGTH or with_stop:
+                self._detokenizer.add(token_id)
             self._detokenizer.finish()
         stops = rules.stop_strings
         if stops is None:

@@ -10,7 +10,8 @@ from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
-DELTA = RequestOutputKind.DELTA  # for an enum takes longer to find a member than a module a name
+# A module finds a name sooner than an enum finds a member.
+DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class Request:
@@ -40,7 +41,7 @@ class Request:
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         params = rules.params
         chooses_at_end = params.use_beam_search or params.num_sequences > params.n
-        self.output_kind = RequestOutputKind.FINAL_ONLY if chooses_at_end else params.output_kind
+        self.output_kind = FINAL_ONLY if chooses_at_end else params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = [*group.prompt_token_ids]  # the user's own, who may write to it
         self._are_prompt_logprobs_told = False  # by a delta
@@ -113,7 +114,7 @@ class Request:
         """The request as it stands, or what is new of it since the last delta."""
         is_delta, error = self.output_kind is DELTA, self.error
         outputs: list[CompletionOutput] = []
-        for index, completion in enumerate(self.best()):
+        for index, completion in enumerate(self.best() if self.output_kind is FINAL_ONLY else self.completions):
             if not completion.is_told:
                 outputs.append(completion.output(index, is_delta))
         prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
