@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self")
 Options = ParamSpec("Options")
+Config = TypeVar("Config", ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig)
 
 GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
 
@@ -141,37 +142,24 @@ class EngineArgs:
         model and the memory allow.
         """
         return EngineConfigs(
-            ModelConfig(
-                model=self.model,
-                tokenizer=self.tokenizer,
-                dtype=self.dtype,
-                device=self.device,
-                quantization=self.quantization,
-                seed=self.seed,
-                enforce_eager=self.enforce_eager,
-                trust_remote_code=self.trust_remote_code,
-            ),
-            CacheConfig(
+            self._config(ModelConfig),
+            self._config(
+                CacheConfig,
                 num_blocks=UNBOUNDED if self.num_blocks is None else self.num_blocks,
-                kv_cache_memory=self.kv_cache_memory,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                swap_space=self.swap_space,
-                block_size=self.block_size,
-                enable_prefix_caching=self.enable_prefix_caching,
-                kv_cache_dtype=self.kv_cache_dtype,
+                kv_scales=None,  # what is given may be a file: `choose_kv_scales` reads it
             ),
-            ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
-            SchedulerConfig(
+            self._config(ParallelConfig),
+            self._config(
+                SchedulerConfig,
                 max_model_len=UNBOUNDED if self.max_model_len is None else self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
                 policy=self.scheduling_policy,
-                preemption_mode=self.preemption_mode,
-                speculation=self.speculation,
-                num_speculative_tokens=self.num_speculative_tokens,
-                max_beam_width=self.max_beam_width,
             ),
         )
+
+    def _config(self, config_type: Callable[..., Config], **others: object) -> Config:
+        """A config whose fields are the options of the same names, but for `others`."""
+        names = inspect.signature(config_type).parameters
+        return config_type(**{name: value for name, value in vars(self).items() if name in names} | others)
 
 
 OPTIONS = {
