@@ -82,6 +82,7 @@ test-long: simt
 	$(PYTEST_LONG) tests/ops --device cpu-all
 	$(PYTEST_LONG) tests/ops --device simt
 	$(PYTEST_LONG) --ignore=tests/ops
+	$(MAKE) sanitize SWEEP_STEP=1
 
 # Plants known bugs, one at a time, and shows which tests catch each: half an hour and more.
 mutants: build
@@ -117,15 +118,17 @@ check-cuda: build
 # instruction sets the lowest and the best that this machine has, of sweeps over sizes every seventh case. Leaks are not
 # looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
+SWEEP_STEP ?= 7
 CXX ?= c++
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
   PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-  $(PYTEST) --sweep-step 7 tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
+  $(PYTEST) --sweep-step $(SWEEP_STEP) tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
 sanitize: sanitize-simt sanitize-cpu
 sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF \
+	  "-DPAGEDATTN_CPU_CAPABILITIES=default;native"
 	$(BIN)/cmake --build $(SANITIZED) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +

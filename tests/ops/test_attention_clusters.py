@@ -81,6 +81,7 @@ DTYPES_AND_CACHES = {
     [("fp16", 64), ("bf16", 128), ("fp16", 256), ("bf16-e4m3", 64), ("fp16-e5m2", 128), ("bf16-e4m3", 256)],
 )
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep
 def test_clusters_give_the_bits_of_two_kernels(device, case, types, head_size):
     dtype, cache = DTYPES_AND_CACHES[types]
     arguments = make_arguments(replace(CASES[case], dtype=dtype, cache=cache, head_size=head_size), device)
@@ -130,6 +131,7 @@ def test_any_call_gives_the_same_bits_on_any_gpu(device, case, dtype, head_size,
 @pytest.mark.parametrize("types", DTYPES_AND_CACHES)
 @pytest.mark.parametrize("seq_len", [513, 1300, 4000])
 @pytest.mark.parametrize(("group_size", "head_size"), [(1, 128), (4, 128), (20, 64), (2, 256)])
+@pytest.mark.sweep
 def test_alone_as_in_a_large_batch(device, monkeypatch, seq_len, types, group_size, head_size):
     """The others are empty, but make too many works for any GPU to run at a time."""
     monkeypatch.setenv("PAGEDATTN_SIMT_MULTIPROCESSORS", "132")

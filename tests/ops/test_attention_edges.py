@@ -215,6 +215,7 @@ PREFILLS = {
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("head_size", [40, 64, 112])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.sweep
 def test_prefill_of_many_tiles_on_every_architecture(device, monkeypatch, dtype, head_size, prefill, arch):
     """More tiles of rows and of tokens than shared memory holds at a time. A GPU has an architecture of its own."""
     monkeypatch.setenv("PAGEDATTN_SIMT_ARCH", arch)

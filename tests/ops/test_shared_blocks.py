@@ -75,6 +75,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sweep
 def test_each_option(device, dtype, option):
     case = Case(LENS, dtype, **OPTIONS[option])
     arguments = share_blocks(make_arguments(case, device), case, PARENTS)
@@ -91,6 +92,7 @@ def test_fp8_caches(device, dtype, cache):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 3, 5, 12, 22])
+@pytest.mark.sweep
 def test_any_number_of_rows_over_whole_tiles(device, dtype, rows):
     """Enough for a tile to be rewritten for them, with and without rows left over; 16 rows are one item, 22 are two."""
     case = Case(tuple((1, 600 + s) for s in range(rows)), dtype, group_size=4, head_size=96)
@@ -99,6 +101,7 @@ def test_any_number_of_rows_over_whole_tiles(device, dtype, rows):
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 7, 64])
+@pytest.mark.sweep
 def test_group_and_block_sizes(device, group_size, block_size):
     lens = ((1, 700), (1, 701), (1, 900), (1, 700), (2, 1100))
     case = Case(lens, num_kv_heads=2, group_size=group_size, head_size=32, block_size=block_size)
