@@ -61,7 +61,7 @@ class LLMEngine:
     """Continuous batching over a paged cache. The arguments are those of `EngineArgs`, which says what they mean.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
-    `tokenize`, `detokenize` and `make_request`.
+    `tokenize`, `detokenize` and `inputs`.
 
     KeyboardInterrupt, or another exception that is no `Exception`, may come at any point of a call. It ends all
     unfinished requests as aborted, whoever added them: their outputs are lost, their blocks are free, their ids may be
@@ -103,7 +103,7 @@ class LLMEngine:
         """The rest of the construction, when the parts are made: all that the engine itself holds."""
         self.model_runner = model_runner
         self.scheduler = scheduler
-        self._inputs = inputs
+        self.inputs = inputs
         self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._batch: ScheduledBatch | None = None  # scheduled and not run to its end: the next step runs it
         self._is_broken = False  # requests, queues or blocks are half changed
@@ -125,7 +125,7 @@ class LLMEngine:
         What they cannot say holds for requests without parameters as well: a max_length, which counts the prompt too
         (max_tokens is None here), bad_words_ids and suppress_tokens.
         """
-        return self._inputs.defaults.params
+        return self.inputs.defaults.params
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, as a prompt of it would have them; any thread may call it, at any time.
@@ -133,7 +133,7 @@ class LLMEngine:
         Raises ValueError if the model's directory has no tokenizer or UTF-8 cannot write the text, TypeError if it is
         none.
         """
-        return self._inputs.tokenize(text, add_special_tokens)
+        return self.inputs.tokenize(text, add_special_tokens)
 
     def detokenize(self, token_ids: Any) -> str:
         """The text of token ids, special tokens among them; any thread may call it, at any time.
@@ -141,12 +141,12 @@ class LLMEngine:
         token_ids: in any of the forms of a prompt's. Raises ValueError if the model's directory has no tokenizer or
         there is no such token, TypeError if they are no ints.
         """
-        return self._inputs.detokenize(token_ids)
+        return self.inputs.detokenize(token_ids)
 
     @property
     def is_tokenizing(self) -> bool:
         """Whether some thread is in the tokenizer, so that `tokenize` and `detokenize` would wait for it."""
-        return self._inputs.is_busy
+        return self.inputs.is_busy
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
@@ -178,31 +178,15 @@ class LLMEngine:
         ImportError for structured_output without llguidance. Requests that were queued before go on.
         """
         self.queue_request(
-            self.make_request(request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt)
-        )
-
-    def make_request(
-        self,
-        request_id: str,
-        prompt: Prompt | None = None,
-        sampling_params: SamplingParams | None = None,
-        prompt_token_ids: Any | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
-        """The first half of `add_request`, which takes its time with a long prompt: a request that is not queued yet.
-
-        Any thread may call it, at any time. The arguments are those of `add_request`; so are the errors, but for those
-        of `queue_request`.
-        """
-        return self._inputs.make_request(
-            request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
+            self.inputs.make_request(
+                request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
+            )
         )
 
     @interruptible
     def queue_request(self, request: Request) -> None:
-        """The other half of `add_request`: put what `make_request` made where its turn is.
+        """The second half of `add_request`: put what `inputs.make_request` made where its turn is. The first half takes
+        its time with a long prompt.
 
         Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` finds no place for it.
         """
@@ -224,7 +208,7 @@ class LLMEngine:
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
-        _, token_ids = self._inputs.prompt_tokens(prefix)
+        _, token_ids = self.inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))
         return self.scheduler.pin_prefix(token_ids)

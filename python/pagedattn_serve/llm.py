@@ -132,7 +132,7 @@ class LLM:
         self._num_requests += 1
         self._request_ids.append(request_id)  # first, so that no request is in the engine without
         try:
-            request = self.llm_engine.make_request(request_id, prompt, param)
+            request = self.llm_engine.inputs.make_request(request_id, prompt, param)
             request.output_kind = RequestOutputKind.FINAL_ONLY
             self.llm_engine.queue_request(request)
         except (TypeError, ValueError) as error:

@@ -245,7 +245,7 @@ def test_max_waiting_is_checked(engine: LLMEngine, max_waiting: Any) -> None:
 def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_request, may_go_on, has_begun = engine.make_request, threading.Event(), threading.Event()
+    make_request, may_go_on, has_begun = engine.inputs.make_request, threading.Event(), threading.Event()
 
     def slow(request_id: str, *args: Any, **options: Any) -> Any:
         if request_id == "long":
@@ -253,7 +253,7 @@ def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
             assert may_go_on.wait(60)
         return make_request(request_id, *args, **options)
 
-    monkeypatch.setattr(engine, "make_request", slow)
+    monkeypatch.setattr(engine.inputs, "make_request", slow)
 
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
@@ -337,13 +337,13 @@ def test_a_task_may_be_cancelled_at_any_point(engine: LLMEngine, num_turns: int)
 
 def hold_make_request(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until the event is set, no prompt gets prepared."""
-    make_request, may_go_on = engine.make_request, threading.Event()
+    make_request, may_go_on = engine.inputs.make_request, threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
         assert may_go_on.wait(60)
         return make_request(*args, **options)
 
-    monkeypatch.setattr(engine, "make_request", slow)
+    monkeypatch.setattr(engine.inputs, "make_request", slow)
     return may_go_on
 
 
@@ -574,13 +574,13 @@ def test_memory_is_flat(engine: LLMEngine) -> None:
 
 
 def test_shutdown_ends_what_is_in_flight(small: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_request, may_go_on = small.make_request, threading.Event()
+    make_request, may_go_on = small.inputs.make_request, threading.Event()
 
     def slow(request_id: str, *args: Any, **options: Any) -> Any:
         assert request_id != "prepared" or may_go_on.wait(60)
         return make_request(request_id, *args, **options)
 
-    monkeypatch.setattr(small, "make_request", slow)
+    monkeypatch.setattr(small.inputs, "make_request", slow)
 
     async def main() -> None:
         serving = AsyncLLMEngine(small)

@@ -268,7 +268,7 @@ def test_a_fault_before_the_first_step_is_of_that_request(
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             with monkeypatch.context() as patch:
-                patch.setattr(engine, place, broken)
+                patch.setattr(engine if place == "queue_request" else engine.inputs, place, broken)
                 with pytest.raises(RuntimeError, match=str(fault)):
                     await anext(serving.generate("the"))
             assert (await read(serving, "the", greedy(2))).finished

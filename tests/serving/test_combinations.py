@@ -109,7 +109,7 @@ def test_beam_search_equals_hugging_face(
         enable_prefix_caching=prefix_caching,
         preemption_mode=mode,
     )
-    engine._inputs._eos_token_ids = frozenset(eos)
+    engine.inputs._eos_token_ids = frozenset(eos)
     watch = Watch(engine, monkeypatch)
     params = SamplingParams(
         temperature=0,

@@ -269,7 +269,7 @@ class AsyncLLMEngine:
         if stream.is_left or self._is_stopping:
             return
         try:
-            request = self.engine.make_request(stream.request_id, prompt, sampling_params, **options)
+            request = self.engine.inputs.make_request(stream.request_id, prompt, sampling_params, **options)
         except Exception as error:
             self._tell(self._refuse, stream, error)
         except BaseException as error:  # such as a panic in a tokenizer

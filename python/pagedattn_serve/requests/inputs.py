@@ -91,12 +91,12 @@ class InputProcessor:
     def make_request(
         self,
         request_id: str,
-        prompt: Prompt | None,
-        sampling_params: SamplingParams | None,
-        prompt_token_ids: Any | None,
-        arrival_time: float | None,
-        priority: int,
-        cache_salt: str,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        prompt_token_ids: Any | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """A request that is not queued yet. The arguments and the errors are those of `LLMEngine.add_request`, but for
         what depends on the other requests and on the length of the prompt, which the scheduler checks."""

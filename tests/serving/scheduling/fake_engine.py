@@ -102,7 +102,7 @@ class FakeEngine:
         params.setdefault("temperature", 0.0 if params.get("use_beam_search") else 1.0)
         sampling = SamplingParams(max_tokens=max_tokens, n=n, **params)
         arrival = len(self.groups)
-        request = self.engine.make_request(
+        request = self.engine.inputs.make_request(
             f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt
         )
         self._call(lambda: self.engine.queue_request(request), num_lines)
@@ -314,7 +314,7 @@ class FakeEngine:
             CacheConfig(num_blocks=num_blocks, block_size=self.manager.block_size, watermark=0.0),
         )
         alone.model = alone.runner.model = self.model
-        alone.engine._inputs = self.engine._inputs
+        alone.engine.inputs = self.engine.inputs
         params, salt = self._params[group], self._salts[group]
         alone.engine.add_request("alone", None, params, group.prompt_token_ids, cache_salt=salt)
         [request] = alone.engine._requests.values()
