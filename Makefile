@@ -2,6 +2,7 @@
 # a C++20 compiler and make. make serve: an OpenAI-compatible server with the same model, at http://127.0.0.1:8000.
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= $(shell nproc)
 
 .PHONY: help build simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server test-clients \
   test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt mutants bench \
@@ -27,7 +28,7 @@ build: .venv/ready
 # CUDA kernels compiled as C++, for tests on a machine without a GPU.
 CMAKE_DIR = build/cmake-$(shell $(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")
 simt: build
-	$(BIN)/cmake --build $(CMAKE_DIR) --target simt
+	$(BIN)/cmake --build $(CMAKE_DIR) --parallel $(JOBS) --target simt
 
 demo: build
 	$(BIN)/python python/examples/demo.py
@@ -37,7 +38,6 @@ serve: build
 
 # The tests in parts, on all cores: JOBS of them at once, and the longest first. What a part prints comes when the part is
 # done, with its slowest tests. Each part is a target of its own: make test-server.
-JOBS ?= $(shell nproc)
 PYTEST := $(BIN)/python -m pytest -q --durations=15
 TEST_PARTS := test-serving test-rest test-ops test-simt test-server
 test:
@@ -129,7 +129,7 @@ sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF \
 	  "-DPAGEDATTN_CPU_CAPABILITIES=default;native"
-	$(BIN)/cmake --build $(SANITIZED) --target all simt
+	$(BIN)/cmake --build $(SANITIZED) --parallel $(JOBS) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
 sanitize-cpu: sanitize-build
