@@ -1,0 +1,10 @@
+// Attention over a cache of float8_e5m2.
+#include "attention/cpu/item_walk.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+
+template void attend_item<float8_e5m2>(const PagedAttentionParams& params, const AttentionRow* rows,
+                                       const AttentionItem& item, const AttentionItem* next_item, float* scratch,
+                                       float* partials);
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE

@@ -1,0 +1,251 @@
+// The walk of an item (docs/cpu-kernels.md draws it). An item's tokens are taken in tiles, and for each tile its KV
+// heads one after the other: the part of one head in a physical block is contiguous, and the next head's part follows,
+// so every block is read front to back, once for all query heads that share a KV head (attend_rows.h).
+//
+// T is the type of the cache; queries and outputs are read and written once, by their own type.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/cpu/attend_item.h"
+#include "attention/cpu/attend_rows.h"
+#include "attention/cpu/attention_results.h"
+#include "attention/cpu/many_rows.h"
+#include "attention/cpu/prefetcher.h"
+#include "attention/cpu/tile.h"
+#include "cpu_memory.h"
+#include "dispatch.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+// Where a (row, head) pair lies among those of `num_rows` rows and some KV heads: by KV head, then by row, so that the
+// query heads of adjacent rows that share a KV head are adjacent.
+struct ResultIndex {
+  int64_t num_rows;
+  int64_t group_size;
+
+  int64_t of(int64_t kv_head, int64_t row) const { return (kv_head * num_rows + row) * group_size; }
+};
+
+// One item at work.
+template <typename T, typename Arithmetic>
+class ItemWalk {
+ public:
+  ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+           const AttentionItem* next_item, float* queries)
+      : p_(params),
+        rows_(rows),
+        item_(item),
+        next_item_(next_item),
+        queries_(queries),
+        index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
+        row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
+    const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
+    const int64_t num_heads = item.head_end - item.head_begin;
+    const int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
+    heads_fetched_ = (num_heads + num_parts - 1) / num_parts;
+    dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
+      const QueryT* query_rows = static_cast<const QueryT*>(p_.query);
+      for_each_result([&](int64_t i, int64_t row, int64_t head) {
+        const QueryT* query = query_rows + row * p_.query_stride + head * p_.head_size;
+        Arithmetic::Dot::unpack_query(query, p_.head_size, queries_ + i * row_floats_);
+      });
+    });
+  }
+
+  const ResultIndex& index() const { return index_; }
+  int64_t num_results() const { return index_.of(item_.head_end - item_.head_begin, 0); }
+
+  // Calls function(i, row, head), with the row and the head of query and out.
+  template <typename Function>
+  void for_each_result(const Function& function) const {
+    int64_t i = 0;
+    for (int64_t kv_head = item_.head_begin; kv_head < item_.head_end; ++kv_head) {
+      for (int64_t row = item_.row_begin; row < item_.row_end; ++row) {
+        for (int64_t g = 0; g < index_.group_size; ++g) function(i++, rows_[row].row, kv_head * index_.group_size + g);
+      }
+    }
+  }
+
+  void attend_partition(int64_t partition, const Results& results) const {
+    clear(results, num_results(), p_.head_size);
+    Prefetcher<T> prefetcher;
+    TileRows<T> at = find_first_tile_rows<T>(p_, rows_, item_, partition);
+    while (at.tile.end > 0) {
+      const TileRows<T> next = find_next_tile_rows<T>(p_, rows_, item_, partition, at);
+      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
+        if ((head - item_.head_begin) % heads_fetched_ == 0) {
+          fetch_next_of(at.tile, head, next.tile, partition, prefetcher);
+        }
+        attend_head(at, head, prefetcher, results);
+      }
+      at = next;
+    }
+  }
+
+ private:
+  // What the walk comes to after the heads of `tile` from `head` on that were fetched together: more heads, the first
+  // ones of the next tile, of the next partition, or of the next item.
+  void fetch_next_of(const Tile<T>& tile, int64_t head, const Tile<T>& next_tile, int64_t partition,
+                     Prefetcher<T>& prefetcher) const {
+    const auto fetch = [&](const AttentionItem& item, const Tile<T>& from, int64_t first_head) {
+      const int64_t heads_left = item.head_end - first_head;
+      prefetcher.start(p_, from, first_head, heads_left < heads_fetched_ ? heads_left : heads_fetched_);
+    };
+    const auto fetch_first = [&](const AttentionItem& item, int64_t of_partition) {
+      fetch(item, find_first_tile_rows<T>(p_, rows_, item, of_partition).tile, item.head_begin);
+    };
+    if (head + heads_fetched_ < item_.head_end) {
+      fetch(item_, tile, head + heads_fetched_);
+    } else if (next_tile.end > 0) {
+      fetch(item_, next_tile, item_.head_begin);
+    } else if (partition + 1 < item_.partition_end) {
+      fetch_first(item_, partition + 1);
+    } else if (next_item_ != nullptr) {
+      fetch_first(*next_item_, next_item_->partition_begin);
+    }
+  }
+
+  void attend_head(const TileRows<T>& at, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
+    const int64_t first_element = kv_head * p_.head_size * p_.block_size;
+    HeadTile<T> head_tile{p_, at.tile, static_cast<const T*>(p_.key_cache) + first_element,
+                          static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
+    int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
+    const int64_t end = i + index_.group_size * (at.end - at.begin);
+    if constexpr (Arithmetic::MANY_ROWS) {
+      if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
+        return attend_many(head_tile, i, end, kv_head, results);
+      }
+    }
+    for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
+      attend_results<MAX_ROWS>(head_tile, i, kv_head, results);
+      head_tile.prefetcher = nullptr;
+    }
+    if constexpr (MAX_ROWS > 2) {
+      for (; i + 2 <= end; i += 2) {
+        attend_results<2>(head_tile, i, kv_head, results);
+        head_tile.prefetcher = nullptr;
+      }
+    }
+    if (i < end) attend_results<1>(head_tile, i, kv_head, results);
+  }
+
+  // Results [first, first + count), of KV head `kv_head`.
+  void locate_rows(int64_t first, int64_t count, int64_t kv_head, const Results& results, Row* rows) const {
+    const auto of_head = static_cast<uint32_t>(first - index_.of(kv_head - item_.head_begin, 0));
+    const auto group_size = static_cast<uint32_t>(index_.group_size);
+    const AttentionRow* row = rows_ + item_.row_begin + of_head / group_size;
+    uint32_t of_group = of_head % group_size;
+    for (int64_t i = first; i < first + count; ++i) {
+      const int64_t head = kv_head * group_size + of_group;
+      *rows++ = {row->position,
+                 p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head],
+                 queries_ + i * row_floats_,
+                 results.max + i,
+                 results.sum + i,
+                 results.values + i * p_.head_size};
+      if (++of_group == group_size) {
+        of_group = 0;
+        ++row;
+      }
+    }
+  }
+
+  template <int NUM_ROWS>
+  void attend_results(const HeadTile<T>& head_tile, int64_t first, int64_t kv_head, const Results& results) const {
+    Row rows[NUM_ROWS];
+    locate_rows(first, NUM_ROWS, kv_head, results, rows);
+    attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
+  }
+
+  // Results [begin, end) of one KV head.
+  void attend_many(const HeadTile<T>& head_tile, int64_t begin, int64_t end, int64_t kv_head,
+                   const Results& results) const {
+    // What is next is fetched evenly beside the products of these heads.
+    Prefetcher<T>& prefetcher = *head_tile.prefetcher;
+    const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
+    const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
+    const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
+    const int64_t num_products = num_heads * num_vecs * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
+    const int64_t num_fetches = prefetcher.num_left();
+    // With so many rows that less than one is due at a time, arithmetic takes longer than memory: once is enough.
+    const int64_t fetches_at_once = (num_fetches + num_products - 1) / num_products;
+    const auto fetch = [&] {
+      if (fetches_at_once == 1) return prefetcher.template fetch<false>();
+      for (int64_t i = 0; i < fetches_at_once; ++i) prefetcher.fetch();
+    };
+    Row rows[MOST_ROWS];
+    for (int64_t first = begin; first < end; first += MOST_ROWS) {
+      const int64_t num_rows = end - first < MOST_ROWS ? end - first : MOST_ROWS;
+      locate_rows(first, num_rows, kv_head, results, rows);
+      attend_many_rows<T, Arithmetic>(head_tile, rows, num_rows, row_floats_, fetch);
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const AttentionRow* rows_;
+  const AttentionItem& item_;
+  const AttentionItem* next_item_;
+  float* queries_;  // [num_results, row_floats], unpacked
+  ResultIndex index_;
+  int64_t row_floats_;
+  int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
+};
+
+// Each row's results of a partition to its own place.
+void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+                    int64_t partition, const ResultIndex& index, const Results& results, float* partials) {
+  for (int64_t kv_head = item.head_begin; kv_head < item.head_end; ++kv_head) {
+    for (int64_t row = 0; row < index.num_rows; ++row) {
+      const int64_t partial = rows[item.row_begin + row].first_partial + partition;
+      const Results to(partials + partial * partial_floats(p.num_heads, p.head_size), p.num_heads);
+      copy(to, kv_head * index.group_size, results, index.of(kv_head - item.head_begin, row), index.group_size,
+           p.head_size);
+    }
+  }
+}
+
+template <typename T, typename Arithmetic>
+void walk_item(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+               const AttentionItem* next_item, float* scratch, float* partials) {
+  const int64_t num_results =
+      (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
+  float* const memory = scratch + query_floats(num_results, p.head_size);
+  const Results partition_results(memory, num_results);
+  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch);
+  if (item.is_partial) {
+    for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
+      walk.attend_partition(partition, partition_results);
+      store_partials(p, rows, item, partition, walk.index(), partition_results, partials);
+    }
+    return;
+  }
+  const Results results(memory + partial_floats(num_results, p.head_size), num_results);
+  clear(results, num_results, p.head_size);
+  for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
+    walk.attend_partition(partition, partition_results);
+    for (int64_t i = 0; i < num_results; ++i) merge(results, i, partition_results, i, p.head_size);
+  }
+  dispatch_dtype(p.dtype, [&]<typename OutT>() {
+    walk.for_each_result([&](int64_t i, int64_t row, int64_t head) { write_out<OutT>(p, row, head, results, i); });
+  });
+}
+
+}  // namespace
+
+template <typename T>
+void attend_item(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+                 const AttentionItem* next_item, float* scratch, float* partials) {
+#if defined(__AVX512BF16__)
+  if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
+    if (params.dtype == DType::BFLOAT16) {
+      return walk_item<T, PairArithmetic<T>>(params, rows, item, next_item, scratch, partials);
+    }
+  }
+#endif
+  walk_item<T, FloatArithmetic<T>>(params, rows, item, next_item, scratch, partials);
+}
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
