@@ -1,28 +1,42 @@
 # make demo: the main job; make test: the tests. Both set up .venv first, on any machine with Python 3.11 or later,
 # a C++20 compiler and make. make serve: an OpenAI-compatible server with the same model, at http://127.0.0.1:8000.
+# Demo and server compile the kernels for this machine alone, all other targets everything.
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
-.PHONY: help build simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server test-clients \
-  test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt mutants bench \
-  lint format clean
+.PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
+  test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
+  mutants bench lint format clean
 help:
-	@echo "make build | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
-	  "sanitize | mutants | bench | lint | format | clean"
+	@echo "make build | native | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report |" \
+	  "check-cuda | sanitize | mutants | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
-# kernels would be compiled again.
+# kernels would be compiled again. Python compiles what it imports, which is less than what is installed.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 .venv/ready: pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet "setuptools>=77" "cmake>=3.24" ninja "pybind11>=3.0"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[serve,structured,dev]"
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) "setuptools>=77" "cmake>=3.24" ninja "pybind11>=3.0"
+	$(PIP_INSTALL) --no-build-isolation --editable ".[serve,structured]"
+	touch $@
+
+# What tests, lint and benchmarks need as well.
+.venv/dev: .venv/ready
+	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
 	touch $@
 
 # After the first time, only what changed.
-build: .venv/ready
+build: .venv/dev
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+# The best instruction set of this machine alone, and no CUDA: a bare clone needs no more to show what it does. The build
+# directory is that of `make build`, and once that has compiled everything, everything stays up to date here as well.
+native: export CMAKE_ARGS := $(shell grep -qs PAGEDATTN_CPU_CAPABILITIES:STRING=all build/cmake-*/CMakeCache.txt || \
+  echo -DPAGEDATTN_CPU_CAPABILITIES=native -DPAGEDATTN_CUDA=OFF) $(CMAKE_ARGS)
+native: .venv/ready
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
 # CUDA kernels compiled as C++, for tests on a machine without a GPU.
@@ -30,10 +44,10 @@ CMAKE_DIR = build/cmake-$(shell $(BIN)/python -c "import sys; print(sys.implemen
 simt: build
 	$(BIN)/cmake --build $(CMAKE_DIR) --parallel $(JOBS) --target simt
 
-demo: build
+demo: native
 	$(BIN)/python python/examples/demo.py
 
-serve: build
+serve: native
 	$(BIN)/pagedattn serve
 
 # The tests in parts, on all cores: JOBS of them at once, and the longest first. What a part prints comes when the part is
@@ -148,13 +162,13 @@ bench: build
 
 SOURCES := $(shell find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
-lint: .venv/ready
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(SOURCES)
 
-format: .venv/ready
+format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(CLANG_FORMAT) -i $(SOURCES)

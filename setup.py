@@ -1,7 +1,8 @@
 """Runs CMake and puts pagedattn_ext/_C where setuptools wants it. Everything else is in pyproject.toml; the sources are
 listed in CMakeLists.txt.
 
-Environment: CMAKE_ARGS (more arguments for cmake, e.g. -DPAGEDATTN_CUDA=OFF), MAX_JOBS (parallel compilations).
+Environment: CMAKE_ARGS (more arguments for cmake, e.g. -DPAGEDATTN_CUDA=OFF), MAX_JOBS (parallel compilations). What
+CMAKE_ARGS does not say is as in a new build directory, not as it was in the last build.
 """
 
 import importlib.util
@@ -40,6 +41,7 @@ class CMakeBuild(build_ext):
         cmake = find_tool("cmake")
         configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+        configure += ["-DPAGEDATTN_CPU_CAPABILITIES=all", "-DPAGEDATTN_CUDA=AUTO"]
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run(configure, check=True)

@@ -1,8 +1,11 @@
 #include "cpu_dispatch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
+#include <string_view>
 
 namespace pagedattn {
 namespace {
@@ -27,15 +30,40 @@ CpuCapability best_cpu_capability() {
 #endif
 }
 
-// The best that the machine has if the name is empty.
+// By CMake: those that the kernels of this build were compiled for.
+constexpr std::string_view COMPILED[] = {PAGEDATTN_CPU_CAPABILITIES};
+
+bool is_compiled(CpuCapability capability) {
+  return std::find(std::begin(COMPILED), std::end(COMPILED), cpu_capability_name(capability)) != std::end(COMPILED);
+}
+
+std::string compiled_names() {
+  std::string names;
+  for (std::string_view name : COMPILED) names.append(names.empty() ? "" : ", ").append(name);
+  return names;
+}
+
+CpuCapability best_compiled_capability() {
+  const CpuCapability best = best_cpu_capability();
+  for (auto it = std::rbegin(ALL_CAPABILITIES); it != std::rend(ALL_CAPABILITIES); ++it) {
+    if (*it <= best && is_compiled(*it)) return *it;
+  }
+  throw std::runtime_error("pagedattn_ext: this build is for machines with " + compiled_names() +
+                           ", the best that this machine runs is " + cpu_capability_name(best) +
+                           ": build it with PAGEDATTN_CPU_CAPABILITIES=all");
+}
+
 CpuCapability capability_named(const std::string& name) {
   const CpuCapability best = best_cpu_capability();
-  if (name.empty()) return best;
   for (CpuCapability capability : ALL_CAPABILITIES) {
     if (name != cpu_capability_name(capability)) continue;
-    if (capability <= best) return capability;
-    throw std::runtime_error("PAGEDATTN_CPU_CAPABILITY: this machine does not run " + name + ", its best is " +
-                             cpu_capability_name(best));
+    if (capability > best) {
+      throw std::runtime_error("PAGEDATTN_CPU_CAPABILITY: this machine does not run " + name + ", its best is " +
+                               cpu_capability_name(best));
+    }
+    if (is_compiled(capability)) return capability;
+    throw std::runtime_error("PAGEDATTN_CPU_CAPABILITY: expected one that this build has (" + compiled_names() +
+                             "), got " + name + ": `make build` compiles all");
   }
   throw std::runtime_error(
       "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni or avx512_bf16, got " + name);
@@ -43,7 +71,7 @@ CpuCapability capability_named(const std::string& name) {
 
 CpuCapability capability_of_the_environment() {
   const char* name = std::getenv("PAGEDATTN_CPU_CAPABILITY");
-  return capability_named(name == nullptr ? "" : name);
+  return name == nullptr || *name == '\0' ? best_compiled_capability() : capability_named(name);
 }
 
 std::atomic<CpuCapability>& capability_in_use() {
@@ -78,7 +106,7 @@ std::vector<std::string> available_cpu_capabilities() {
   const CpuCapability best = best_cpu_capability();
   std::vector<std::string> names;
   for (CpuCapability capability : ALL_CAPABILITIES) {
-    if (capability <= best) names.emplace_back(cpu_capability_name(capability));
+    if (capability <= best && is_compiled(capability)) names.emplace_back(cpu_capability_name(capability));
   }
   return names;
 }

@@ -1,5 +1,6 @@
-// Run-time choice among the copies of a CPU kernel. Each `*_cpu.cpp` is compiled once per capability, into the
-// namespace cpu_<capability>; the best one that the machine runs is chosen at the first call of an op.
+// Run-time choice among the copies of a CPU kernel. Each `*_cpu.cpp` is compiled once for each capability that the
+// build is for, into the namespace cpu_<capability>. The best copy that the machine runs is chosen at the first call of
+// an op.
 #pragma once
 
 #include <string>
@@ -10,11 +11,12 @@ namespace pagedattn {
 // Each has what those before it have. AVX512_VNNI: VBMI as well (Intel from Ice Lake on, but for Cooper Lake).
 enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16 };
 
-// The capability in use: the machine's best, lowered by PAGEDATTN_CPU_CAPABILITY=default|avx2|avx512|avx512_vnni|...
-// Throws std::runtime_error if the variable names none of them, or one that the machine lacks.
+// The capability in use: the best of this build that the machine runs, or the one that the environment variable
+// PAGEDATTN_CPU_CAPABILITY names. Throws std::runtime_error if the variable names no capability, or one that the
+// machine or the build lacks, and if the machine runs none of the build's.
 CpuCapability cpu_capability();
 const char* cpu_capability_name(CpuCapability capability);
-// The names of all that this machine runs, lowest first.
+// The names of all capabilities that this build has and this machine runs, lowest first.
 std::vector<std::string> available_cpu_capabilities();
 
 // For tests, which run on every instruction set in one process: later calls use this capability, or, if name is empty,
@@ -40,27 +42,24 @@ Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* o
 
 }  // namespace pagedattn
 
-// Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one.
+// Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one. They are weak:
+// a kernel that the build does not have is a null pointer, and the files of the ops are the same in every build.
 #define PAGEDATTN_DECLARE_CPU_KERNEL(name, ...) \
   namespace cpu_default {                       \
-  void name(__VA_ARGS__);                       \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }                                             \
   namespace cpu_avx2 {                          \
-  void name(__VA_ARGS__);                       \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }                                             \
   namespace cpu_avx512 {                        \
-  void name(__VA_ARGS__);                       \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }                                             \
   namespace cpu_avx512_vnni {                   \
-  void name(__VA_ARGS__);                       \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }                                             \
   namespace cpu_avx512_bf16 {                   \
-  void name(__VA_ARGS__);                       \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }
 
-#if defined(__x86_64__)
 #define PAGEDATTN_CPU_KERNEL(name) \
   choose_cpu_kernel(cpu_default::name, cpu_avx2::name, cpu_avx512::name, cpu_avx512_vnni::name, cpu_avx512_bf16::name)
-#else
-#define PAGEDATTN_CPU_KERNEL(name) (&cpu_default::name)
-#endif

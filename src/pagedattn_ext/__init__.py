@@ -30,9 +30,9 @@ def __dir__() -> list[str]:
 def cpu_capability() -> str:
     """The instruction set that the CPU kernels use: one of `build_info()["cpu_capabilities"]`.
 
-    It is the best that the machine has, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a lower one. The
-    variable is read once, at the first call of an op. Raises RuntimeError if the name is unknown, or if the machine
-    lacks that instruction set.
+    It is the best of this build that the machine runs, unless the environment variable PAGEDATTN_CPU_CAPABILITY names a
+    lower one. The variable is read once, at the first call of an op. Raises RuntimeError if the name is unknown, or if
+    the machine or the build lacks that instruction set.
     """
     return _C.cpu_capability()
 
@@ -41,7 +41,7 @@ def build_info() -> dict[str, str | list[str]]:
     """What this build is, and what it uses here.
 
     version; torch_target, the oldest torch that it runs on; cpu_capability, in use; cpu_capabilities, all that this
-    machine runs, lowest first; cuda_arches that it was compiled for.
+    build has and this machine runs, lowest first; cuda_arches that it was compiled for.
     """
     return {
         "version": __version__,
