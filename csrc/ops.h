@@ -5,6 +5,7 @@
 
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -70,7 +71,7 @@ void gelu_quick(Tensor& out, const Tensor& input);
 Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
                      const std::optional<Tensor>& bias);
 Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t group_size, int64_t out_features,
-                   const std::optional<Tensor>& bias);
+                   torch::headeronly::ScalarType scale_dtype, const std::optional<Tensor>& bias);
 Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
                    const std::optional<Tensor>& bias);
 

@@ -7,6 +7,9 @@
 
 namespace pagedattn {
 
+constexpr int64_t MIN_BLOCK_SIZE = 8;
+constexpr int64_t MAX_BLOCK_SIZE = 256;
+
 // A factor: 1 if the cache is not fp8. One of the two is 1, or nullptr, which stands for 1.
 struct CacheScale {
   float on_host = 1.0f;              // for a kernel on a GPU
@@ -67,9 +70,6 @@ inline CacheScale cache_scale(const Door& door, const char* argument, const std:
 inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
                                     const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                                     const std::optional<Tensor>& v_scale) {
-  constexpr int64_t MIN_BLOCK_SIZE = 8;
-  constexpr int64_t MAX_BLOCK_SIZE = 256;
-
   PagedCache cache{};
   cache.dtype = cache_dtype(door, key_cache, kv_cache_dtype);
   const int64_t x = 16 / element_size(cache.dtype);

@@ -1,4 +1,5 @@
-// The Python module pagedattn_ext._C: what knows no tensors. Importing it loads the ops (torch_bindings.cpp).
+// The Python module pagedattn_ext._C: functions and constants without tensors. Importing the module loads the ops
+// (torch_bindings.cpp).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,8 @@
 
 #include "cpu_dispatch.h"
 #include "cpu_graph.h"
+#include "linear/linear_quantized.h"
+#include "paged_cache.h"
 
 namespace {
 
@@ -33,4 +36,11 @@ PYBIND11_MODULE(_C, m) {
       .def_static("is_capturing", &pagedattn::CpuGraph::is_capturing)
       .def("replay", &pagedattn::CpuGraph::replay, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
+  // Limits and layouts that Python code checks and packs by.
+  m.attr("MAX_HEAD_SIZE") = pagedattn::MAX_HEAD_SIZE;
+  m.attr("MIN_BLOCK_SIZE") = pagedattn::MIN_BLOCK_SIZE;
+  m.attr("MAX_BLOCK_SIZE") = pagedattn::MAX_BLOCK_SIZE;
+  m.attr("LINEAR_PANEL") = pagedattn::LINEAR_PANEL;
+  m.attr("LINEAR_QUAD") = pagedattn::QUAD;
+  m.attr("INT4_BLOCK") = pagedattn::INT4_BLOCK;
 }

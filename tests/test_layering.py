@@ -138,7 +138,7 @@ ARROWS: dict[str, set[str]] = {
     "models.llama": {"models.causal_lm", "models.layers"},
     "models.opt": {"models.causal_lm", "models.layers"},
     "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_trial"},
-    "models.transformers_trial": set(),
+    "models.transformers_trial": {"pagedattn_ext"},
     "models.causal_lm": {"models.metadata"},
     "models.linear": {"models.quantization", "pagedattn_ext"},
     "models.quantization": set(),

@@ -1,5 +1,15 @@
 torch_target: str
 
+# Of the ops: heads of a cache, tokens of a block.
+MAX_HEAD_SIZE: int
+MIN_BLOCK_SIZE: int
+MAX_BLOCK_SIZE: int
+
+# Of packed weights: output features that lie together, adjacent weights of one of them, weights that share a scale.
+LINEAR_PANEL: int
+LINEAR_QUAD: int
+INT4_BLOCK: int
+
 def cpu_capability() -> str: ...
 def set_cpu_capability(name: str) -> None: ...
 def available_cpu_capabilities() -> list[str]: ...

@@ -5,6 +5,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ._C import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from ._C import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from .huge_pages import empty_huge_pages
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,8 +47,8 @@ def allocate_kv_cache(
     x = 16 // dtype.itemsize
     _check_size("num_blocks", num_blocks, 0)
     _check_size("num_kv_heads", num_kv_heads, 1)
-    _check_size("head_size", head_size, x, 256)
-    _check_size("block_size", block_size, 8, 256)
+    _check_size("head_size", head_size, x, MAX_HEAD_SIZE)
+    _check_size("block_size", block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
     _check_size("num_layers", num_layers, 0)
     if head_size != padded_head_size(head_size, dtype):
         raise ValueError(f"allocate_kv_cache: head_size: expected a multiple of {x} for {dtype}, got {head_size}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import ops, padded_head_size
+from ._C import MAX_BLOCK_SIZE, MAX_HEAD_SIZE, MIN_BLOCK_SIZE
 
 FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
 
@@ -43,8 +44,6 @@ __all__ = ["use_paged_attention"]
 
 NAME = "pagedattn_flash"  # "flash" tells transformers that this attention takes no masks, so that it builds none
 FULL_ATTENTION = "full_attention"
-MAX_HEAD_SIZE = 256
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -301,9 +300,9 @@ def _enough_blocks(page_size: int, hints: WorkloadHints | None) -> int | None:
 
 
 def _check_config(config: transformers.ContinuousBatchingConfig) -> None:
-    if config.page_size not in BLOCK_SIZES:
+    if not MIN_BLOCK_SIZE <= config.page_size <= MAX_BLOCK_SIZE or config.page_size & (config.page_size - 1):
         raise ValueError(
-            f"use_paged_attention: page_size: expected a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}, "
+            f"use_paged_attention: page_size: expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
             f"got {config.page_size}"
         )
     if any(config.cuda_graph_booleans):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
+from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.config import FP8_DTYPES, check_kv_cache_dtype
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.metadata import KVCache
@@ -28,7 +29,7 @@ class CacheEngine:
 
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
 
-    Raises ValueError for head sizes above 256, HostMemoryError for a pool on the host that does not fit.
+    Raises ValueError for head sizes above MAX_HEAD_SIZE, HostMemoryError for a pool on the host that does not fit.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class CacheEngine:
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         head_size = padded_head_size(head_size, dtype)
-        if head_size > 256:
-            raise ArgumentError("head_size", "at most 256", head_size)
+        if head_size > MAX_HEAD_SIZE:
+            raise ArgumentError("head_size", f"at most {MAX_HEAD_SIZE}", head_size)
         on_cuda = torch.device(device).type == "cuda"
         # Not filled: a slot is written before it is read, and memory that is never written is never taken.
         pairs = allocate_kv_cache(num_blocks, num_kv_heads, head_size, block_size, dtype, device, num_layers=num_layers)

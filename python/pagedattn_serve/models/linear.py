@@ -62,11 +62,14 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.out_features = weight.codes.shape[0]
         self.group_size = weight.group_size
+        self.scale_dtype = weight.scales.dtype
         self.packed_weight = ops.pack_linear_weight_int4(weight.codes, weight.scales, weight.zeros)
         self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return ops.linear_int4(hidden, self.packed_weight, self.group_size, self.out_features, self.bias)
+        return ops.linear_int4(
+            hidden, self.packed_weight, self.group_size, self.out_features, self.scale_dtype, self.bias
+        )
 
 
 LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]

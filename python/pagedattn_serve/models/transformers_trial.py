@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
+
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
-MAX_HEAD_SIZE = 256
 # What a layer may tell its attention function beside query, key, value and mask. Every other argument must be None.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the first two find sequences for kernels

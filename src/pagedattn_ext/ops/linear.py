@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pagedattn_ext._C import INT4_BLOCK
+from pagedattn_ext._C import LINEAR_PANEL as PANEL
+from pagedattn_ext._C import LINEAR_QUAD as QUAD
 from pagedattn_ext.huge_pages import empty_huge_pages
 
 from ._call import call, check_one_device, check_rank, check_tensors
-
-PANEL = 16  # output features that lie together in a packed weight; the last panel is filled up with zeros
-QUAD = 4  # adjacent weights of an output feature
-BLOCK = 32  # elements of a row that share a scale with 4-bit weights
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
@@ -131,9 +130,9 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
         scales.shape[0] != out_features
         or num_groups == 0
         or in_features == 0
-        or in_features % (num_groups * BLOCK) != 0
+        or in_features % (num_groups * INT4_BLOCK) != 0
     ):
-        expected = f"shape [{out_features}, {in_features} / a multiple of {BLOCK}]"
+        expected = f"shape [{out_features}, {in_features} / a multiple of {INT4_BLOCK}]"
         raise ValueError(f"{name}: scales: expected {expected}, got {list(scales.shape)}")
     _check_matrix(name, "zeros", zeros, torch.uint8)
     if zeros.shape != scales.shape:
@@ -142,7 +141,7 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
         if tensor.numel() > 0 and int(tensor.max()) > 15:
             raise ValueError(f"{name}: {argument}: expected values up to 15, got {int(tensor.max())}")
 
-    num_panels, num_blocks = -(-out_features // PANEL), in_features // BLOCK
+    num_panels, num_blocks = -(-out_features // PANEL), in_features // INT4_BLOCK
     stored_scales = scales.detach() if scales.dtype == torch.float16 else scales.detach().float()
 
     def in_panels(tensor: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
         return padded.reshape(num_panels, PANEL, tensor.shape[1])
 
     # [num_panels, 16, num_blocks, pairs of quads, 2, 4] -> [num_panels, num_blocks, pairs of quads, 16, 4]
-    quads = in_panels(codes).view(num_panels, PANEL, num_blocks, BLOCK // (2 * QUAD), 2, QUAD)
+    quads = in_panels(codes).view(num_panels, PANEL, num_blocks, INT4_BLOCK // (2 * QUAD), 2, QUAD)
     first, second = quads.unbind(4)
     parts = [
         (first | second << 4)
@@ -164,7 +163,12 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
 
 
 def linear_int4(
-    input: Tensor, packed_weight: Tensor, group_size: int, out_features: int, bias: Tensor | None = None
+    input: Tensor,
+    packed_weight: Tensor,
+    group_size: int,
+    out_features: int,
+    scale_dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """input @ ((codes - zeros) * scales).T + bias, of rows rounded to 8 bits and weights of 4 bits.
 
@@ -177,16 +181,24 @@ def linear_int4(
         packed_weight: from `pack_linear_weight_int4`.
         group_size: elements that share a scale of the weight, as it was packed.
         out_features: of the weight, as it was packed.
+        scale_dtype: of the scales that the weight was packed with.
         bias: fp32 [out_features].
 
     Returns:
         [..., out_features], of the input's dtype.
     """
-    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias)
+    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, scale_dtype, bias)
 
 
 @torch.library.register_fake("pagedattn_ext::linear_int4")
-def _(input: Tensor, packed_weight: Tensor, group_size: int, out_features: int, bias: Tensor | None = None) -> Tensor:
+def _(
+    input: Tensor,
+    packed_weight: Tensor,
+    group_size: int,
+    out_features: int,
+    scale_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
     check_one_device("linear_int4", input, packed_weight, bias)
     return _empty_out(input, out_features)
 
