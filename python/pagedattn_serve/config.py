@@ -80,14 +80,14 @@ def check_dtype(dtype: object) -> str:
     """The name of a dtype of a model, which may come as torch's, or "auto"; raises ArgumentError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name not in ("auto", *DTYPES):
-        raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name)
+        raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name or "an empty text")
     return name
 
 
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
     if name not in ("auto", *FP8_DTYPES):
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", name)
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", name or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:
