@@ -1,4 +1,4 @@
-// The query rows that share one KV head, over one tile of tokens; for paged_attention_cpu.cpp.
+// The query rows that share one KV head, over one tile of tokens; for item_walk.h.
 #pragma once
 
 #include <type_traits>

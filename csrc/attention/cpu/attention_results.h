@@ -1,4 +1,4 @@
-// Results of attention: partial, merged, final; for paged_attention_cpu.cpp.
+// Results of attention: partial, merged, final; for item_walk.h.
 #pragma once
 
 #include "attention/paged_attention.h"

@@ -1,4 +1,4 @@
-// Dot products of keys with query rows, for paged_attention_cpu.cpp.
+// Dot products of keys with query rows, for item_walk.h.
 //
 // 16 bytes of the key cache, a chunk, belong to one token, and the next 16 to the next token, so a vector holds the
 // same chunk of NUM_LANES tokens, one a 128-bit lane. It is multiplied with that chunk of a query row, repeated in

@@ -1,4 +1,4 @@
-// Many query rows that share one KV head, over a tile of tokens; for paged_attention_cpu.cpp.
+// Many query rows that share one KV head, over a tile of tokens; for item_walk.h.
 //
 // attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time, keys of
 // VEC_SIZE tokens or as many elements of the values, are converted for all rows, and what is left is a product of

@@ -1,4 +1,4 @@
-// Fetches what the walk of paged_attention_cpu.cpp comes to next, while it is at work on what came before.
+// Fetches what the walk of item_walk.h comes to next, while it is at work on what came before.
 #pragma once
 
 #include "attention/cpu/tile.h"

@@ -1,4 +1,4 @@
-// Where the tokens of a tile lie in the paged cache, and how they are fetched ahead, for paged_attention_cpu.cpp.
+// Where the tokens of a tile lie in the paged cache, for item_walk.h.
 #pragma once
 
 #include "attention/paged_attention.h"

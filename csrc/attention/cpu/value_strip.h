@@ -1,4 +1,4 @@
-// Weighted sums of values, for paged_attention_cpu.cpp.
+// Weighted sums of values, for item_walk.h.
 //
 // A row of the value cache holds one element of the consecutive tokens of a block. A strip is what is loaded at once:
 // SIZE values, of one element, or, where a block has fewer tokens, of several. Its values are multiplied with weights
