@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "server.http.logs": {"server.http.request_context"},
     "server.http.request_context": set(),
     "server.http.errors": set(),
-    "server.http.config": {"config"},
+    "server.http.config": {"config", "options"},
     # the app: OpenAI's API
     "server.openai": set(),
     "server.openai.app": {"server.openai.completions", "server.openai.chat_completions", "server.openai.tokenization"}
@@ -68,7 +68,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.engine": {"engine", "cli.options"},
     "cli.info": {"execution.cache_memory"},
     "cli.parser": {"cli.options"},
-    "cli.options": {"engine_args"},
+    "cli.options": {"engine_args", "server.http.config"},
     "llm": {"engine", "text.chat_template"},
     "engine": {"engine_args", "engine_setup", "requests.inputs"},
     "engine_setup": {"execution.cache_memory"},
@@ -152,7 +152,8 @@ ARROWS: dict[str, set[str]] = {
     "text.stop_strings": set(),
     "text.tokenizer": {"loading.directory"},
     # plain data that users hold and any room may read
-    "engine_args": {"config"},
+    "engine_args": {"config", "options"},
+    "options": set(),
     "outputs": {"errors"},
     "sampling_params": {"structured_output"},
     "structured_output": {"config"},
@@ -169,7 +170,7 @@ def room(name: str) -> set[str]:
 
 
 # What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
-PLAIN_DATA = {"errors", "config", "sampling_params", "structured_output", "outputs"}
+PLAIN_DATA = {"errors", "config", "options", "sampling_params", "structured_output", "outputs"}
 DOORS = room("cli") | room("server")
 DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
 WALLS: dict[str, set[str]] = {

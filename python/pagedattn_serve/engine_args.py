@@ -6,13 +6,14 @@ a table of them: all three are made from `EngineArgs`.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.options import options_of
 
 if TYPE_CHECKING:
     import torch  # only for a type: the command line's help needs no torch
@@ -29,12 +30,6 @@ class EngineConfigs(NamedTuple):
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
-
-
-class Option(NamedTuple):
-    type: Any
-    default: Any
-    help: str
 
 
 @dataclass(frozen=True)
@@ -162,11 +157,7 @@ class EngineArgs:
         return config_type(**{name: value for name, value in vars(self).items() if name in names} | others)
 
 
-OPTIONS = {
-    each.name: Option(each.type.__origin__, each.default, each.type.__metadata__[0])  # type: ignore[union-attr]
-    for each in fields(EngineArgs)
-}
-EngineArgs.__doc__ = "\n\n    ".join([f"{EngineArgs.__doc__}", *(f"{name}: {OPTIONS[name].help}." for name in OPTIONS)])
+OPTIONS = options_of(EngineArgs)
 
 
 def takes_options(

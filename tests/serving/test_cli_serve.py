@@ -11,8 +11,9 @@ from test_cli import HIDDEN, run_without
 import pagedattn_serve.cli.serve
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 from pagedattn_serve.cli import main
+from pagedattn_serve.cli.options import SERVER_OPTIONS
 from pagedattn_serve.cli.parser import make_parser
-from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.config import OPTIONS, ServerConfig
 
 SERVER = ["fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn"]
 
@@ -41,6 +42,11 @@ def test_the_defaults_are_those_of_the_config(served: list[ServerConfig]) -> Non
     assert make_parser().parse_args(["serve"]).port == ServerConfig().port
 
 
+def test_every_option_of_the_server_has_a_flag_but_one_and_is_explained() -> None:
+    assert {*SERVER_OPTIONS, "read_timeout"} == set(OPTIONS)
+    assert all(f"\n    {name}: {option.help}." in f"{ServerConfig.__doc__}" for name, option in OPTIONS.items())
+
+
 def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }} ü", encoding="utf-8")
@@ -57,11 +63,11 @@ def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
         api_keys=("a", "b"),
         served_model_name="name-7b",
         max_waiting=7,
-        max_body_bytes=1 << 20,
+        max_body_size=1 << 20,
         request_timeout=8.5,
         shutdown_timeout=0,
         chat_template="{{ messages }} ü",
-        salt_by_key=True,
+        prefix_cache_per_key=True,
         log_format="json",
         log_level="debug",
     )
@@ -147,9 +153,9 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
         (["--api-key", ""], "api_keys: expected a text for key 1 of 1, got an empty one"),
         (["--allowed-hosts", "a:80"], "allowed_hosts: expected names or addresses without scheme and port, or *, got"),
         (["--allowed-hosts", "a,,b"], "allowed_hosts: expected names or addresses without scheme and port, or *, got"),
-        (["--prefix-cache-per-key"], "salt_by_key: expected False without API keys"),
+        (["--prefix-cache-per-key"], "prefix_cache_per_key: expected False without API keys"),
         (["--max-waiting", "0"], "max_waiting: expected an int >= 1, got 0"),
-        (["--max-body-size", "0"], "max_body_bytes: expected an int >= 1, got 0"),
+        (["--max-body-size", "0"], "max_body_size: expected an int >= 1, got 0"),
         (["--request-timeout", "0"], "request_timeout: expected a number of seconds > 0, got 0.0"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout: expected a finite number, got nan"),
         (["--log-format", "xml"], "log_format: expected text or json, got 'xml'"),

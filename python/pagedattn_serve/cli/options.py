@@ -1,12 +1,14 @@
-"""Options that commands share: which model, and how its engine is set up. `EngineArgs` says what they mean."""
+"""From the options of a dataclass to the command line. `EngineArgs` and `ServerConfig` say what the options mean."""
 
 import argparse
 import re
 from typing import get_args
 
+from pagedattn_serve import engine_args
 from pagedattn_serve.config import DEMO_MODEL
-from pagedattn_serve.engine_args import OPTIONS
+from pagedattn_serve.server.http import config as server_config
 
+OPTIONS = engine_args.OPTIONS | server_config.OPTIONS
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 # Names of values in the help; those of other options are N for numbers, and the option's own name.
 METAVARS = {
@@ -20,6 +22,15 @@ METAVARS = {
     "kv_scales": "FILE",
     "speculation": "METHOD",
     "quantization": "FORM",
+    "allowed_hosts": "HOSTS",
+    "api_keys": "KEY",
+    "served_model_name": "NAME",
+    "chat_template": "FILE",
+    "max_body_size": "SIZE",
+    "request_timeout": "SECONDS",
+    "shutdown_timeout": "SECONDS",
+    "log_format": "FORMAT",
+    "log_level": "LEVEL",
 }
 MODEL = ("dtype", "quantization")
 PLACE = ("tokenizer", "device")
@@ -31,6 +42,12 @@ CACHE_SIZE = ("kv_cache_memory", "num_blocks")
 CACHE = ("block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching", "kv_cache_dtype", "kv_scales")
 # The options of EngineArgs that `add_model`, `add_place` and `add_engine` add.
 ENGINE_OPTIONS = ("model", *MODEL, *PLACE, *SCHEDULING, *CACHE_SIZE, *CACHE)
+
+SERVER = ("host", "port", "allowed_hosts", "api_keys", "prefix_cache_per_key", "served_model_name", "chat_template")
+LIMITS = ("max_waiting", "max_body_size", "request_timeout", "shutdown_timeout")
+LOG = ("log_format", "log_level")
+# The options of ServerConfig that `add_server` adds.
+SERVER_OPTIONS = (*SERVER, *LIMITS, *LOG)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -56,22 +73,35 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_options(cache, CACHE)
 
 
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The server's options, in groups of their own; `cli.serve` makes a ServerConfig of them."""
+    add_options(parser.add_argument_group("server"), SERVER)
+    add_options(parser.add_argument_group("limits"), LIMITS)
+    add_options(parser.add_argument_group("log, on standard error; it has no prompts, outputs or keys"), LOG)
+    parser.set_defaults(api_keys=None, served_model_name=None)  # the environment and the model say them
+
+
 def add_options(group: argparse._ActionsContainer, names: tuple[str, ...]) -> None:
-    """Options of EngineArgs, by name."""
+    """Options of EngineArgs and ServerConfig, by name."""
     for name in names:
         option = OPTIONS[name]
-        help = option.help.replace("%", "%%")
+        flag, help = f"--{name.replace('_', '-')}", option.help.replace("%", "%%")
         if name == "enable_prefix_caching":
             group.add_argument("--no-prefix-caching", dest=name, action="store_false", help=f"do not {help}")
-            continue
-        kind = next((kind for kind in (int, float) if kind in (option.type, *get_args(option.type))), str)
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=size if name == "kv_cache_memory" else kind,
-            default=option.default,
-            metavar=METAVARS.get(name, "N" if kind is int else None),
-            help=help if option.default is None else f"{help} (default: {option.default})",
-        )
+        elif option.type is bool:
+            group.add_argument(flag, action="store_true", help=help)
+        elif name == "api_keys":
+            group.add_argument("--api-key", dest=name, action="append", metavar=METAVARS[name], help=help)
+        else:
+            kind = next((kind for kind in (int, float) if kind in (option.type, *get_args(option.type))), str)
+            says_default = option.default is None or "(default: " in help
+            group.add_argument(
+                flag,
+                type=CONVERTERS.get(name, kind),
+                default=option.default,
+                metavar=METAVARS.get(name, "N" if kind is int else None),
+                help=help if says_default else f"{help} (default: {option.default})",
+            )
 
 
 def size(text: str) -> int:
@@ -81,3 +111,10 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected bytes, or a number of KiB, MiB, GiB or TiB, got {text!r}")
     number, unit = match.groups()
     return int(float(number) * UNITS[unit]) if "." in number else int(number) * UNITS[unit]
+
+
+def parts(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+CONVERTERS = {"kv_cache_memory": size, "max_body_size": size, "allowed_hosts": parts}

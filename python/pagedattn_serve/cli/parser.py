@@ -3,7 +3,7 @@
 import argparse
 from importlib.metadata import version
 
-from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, size
+from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, add_server
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,75 +65,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_place(parser)
-
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="name or address to listen on (default: %(default)s, this machine alone)"
-    )
-    server.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="0 takes any that is free (default: %(default)s)"
-    )
-    server.add_argument(
-        "--allowed-hosts",
-        metavar="HOSTS",
-        help="names and addresses, with commas between them, by which requests may call the server in their header "
-        "Host, beside localhost and --host; * is any (default: no others, but any if other machines can connect)",
-    )
-    server.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="asked of clients; may be repeated, any one will do. Other users of this machine can see it here, so "
-        "rather set PAGEDATTN_API_KEY, to one or several with commas between them (default: none is asked for)",
-    )
-    server.add_argument(
-        "--prefix-cache-per-key",
-        action="store_true",
-        help="let prompts share cached blocks with those of the same API key alone, so that no client can tell by "
-        "the time what another one asked",
-    )
-    server.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: the last part of MODEL)"
-    )
-    server.add_argument("--chat-template", metavar="FILE", help="Jinja, in place of the tokenizer's own")
-
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-waiting",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="requests that wait for the engine; more are refused, status 429 (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-body-size",
-        type=size,
-        default=16 << 20,
-        metavar="SIZE",
-        help="of a request; a longer one is refused, status 413 (default: 16MiB)",
-    )
-    limits.add_argument(
-        "--request-timeout",
-        type=float,
-        default=3600,
-        metavar="SECONDS",
-        help="for a request with its whole answer, which else ends in an error (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="for requests in flight to end after SIGTERM or Ctrl-C, before they are aborted; a second signal waits "
-        "for nothing (default: %(default)s)",
-    )
-
-    log = parser.add_argument_group("log, on standard error; it has no prompts, outputs or keys")
-    log.add_argument("--log-format", default="text", metavar="FORMAT", help="text or json (default: %(default)s)")
-    log.add_argument(
-        "--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error (default: %(default)s)"
-    )
-
+    add_server(parser)
     add_engine(parser)
 
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from pagedattn_serve.cli.engine import make_engine
+from pagedattn_serve.cli.options import SERVER_OPTIONS
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
@@ -20,21 +21,13 @@ def serve(args: argparse.Namespace) -> int:
 
     Raises ValueError, TypeError and OSError for what is wrong with the options, and what `LLMEngine` does.
     """
-    config = ServerConfig(
-        host=args.host,
-        port=args.port,
-        allowed_hosts=None if args.allowed_hosts is None else tuple(args.allowed_hosts.split(",")),
-        api_keys=tuple(keys_in_environment() if args.api_key is None else args.api_key),
-        served_model_name=Path(args.model).name if args.served_model_name is None else args.served_model_name,
-        max_waiting=args.max_waiting,
-        max_body_bytes=args.max_body_size,
-        request_timeout=args.request_timeout,
-        shutdown_timeout=args.shutdown_timeout,
-        chat_template=None if args.chat_template is None else read_text("chat-template", args.chat_template),
-        salt_by_key=args.prefix_cache_per_key,
-        log_format=args.log_format,
-        log_level=args.log_level,
-    )
+    options = {name: getattr(args, name) for name in SERVER_OPTIONS}
+    options["api_keys"] = tuple(keys_in_environment() if args.api_keys is None else args.api_keys)
+    if args.served_model_name is None:
+        options["served_model_name"] = Path(args.model).name
+    if args.chat_template is not None:
+        options["chat_template"] = read_text("chat-template", args.chat_template)
+    config = ServerConfig(**options)
     # By default SIGTERM ends a process, but not the first process of a container.
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:

@@ -1,11 +1,13 @@
-"""The options of the server, checked once, at construction. The options of the engine are not among them."""
+"""The options of the server, each said once, and checked. The options of the engine are not among them."""
 
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.options import options_of
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -14,47 +16,53 @@ ANY_HOST = "*"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Defaults are those of `pagedattn serve`.
+    """The options of a server, checked. Raises ValueError or TypeError; never with the text of a key."""
 
-    host: name or address to listen on. port: 0 takes any free port.
-    allowed_hosts: names and addresses that requests may have in their header Host, beside `host` and the names of this
-        machine's loopback. "*" allows all. None allows all, unless the server listens to loopback addresses alone.
-    api_keys: a request has to bring one of these keys. If there are none, no key is asked for.
-    served_model_name: what clients call the model.
-    max_waiting: most requests that wait for the engine; more are refused with status 429.
-    max_body_bytes: most bytes of a request's body; a longer body is refused with status 413.
-    read_timeout: seconds in which the headers of a request have to come, and then its body. A client that leaves its
-        answer lying has to take some of it within as many seconds.
-    request_timeout: most seconds from the headers of a request to the end of its answer.
-    shutdown_timeout: seconds that requests in flight have to end, once the server is told to stop.
-    chat_template: the text of a template, in place of the tokenizer's.
-    salt_by_key: whether prompts share cached blocks only with prompts that came with the same key.
-
-    Raises ValueError or TypeError; never with the text of a key.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    allowed_hosts: tuple[str, ...] | None = None
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    served_model_name: str = "demo_model"
-    max_waiting: int = 1024
-    max_body_bytes: int = 16 << 20
-    read_timeout: float = 60.0
-    request_timeout: float = 3600.0
-    shutdown_timeout: float = 30.0
-    chat_template: str | None = None
-    salt_by_key: bool = False
-    log_format: str = "text"
-    log_level: str = "info"
+    host: Annotated[str, "name or address to listen on (default: 127.0.0.1, this machine alone)"] = "127.0.0.1"
+    port: Annotated[int, "0 takes any that is free"] = 8000
+    allowed_hosts: Annotated[
+        tuple[str, ...] | None,
+        "names and addresses, with commas between them, by which requests may call the server in their header Host, "
+        "beside localhost and --host; * is any (default: no others, but any if other machines can connect)",
+    ] = None
+    api_keys: Annotated[
+        tuple[str, ...],
+        "asked of clients; may be repeated, any one will do. Other users of this machine can see it here, so rather "
+        "set PAGEDATTN_API_KEY, to one or several with commas between them (default: none is asked for)",
+    ] = field(default=(), repr=False)
+    prefix_cache_per_key: Annotated[
+        bool,
+        "let prompts share cached blocks with those of the same API key alone, so that no client can tell by the time "
+        "what another one asked",
+    ] = False
+    served_model_name: Annotated[str, "what clients call the model (default: the last part of MODEL)"] = "demo_model"
+    chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own"] = None
+    max_waiting: Annotated[int, "requests that wait for the engine; more are refused, status 429"] = 1024
+    max_body_size: Annotated[int, "of a request; a longer one is refused, status 413 (default: 16MiB)"] = 16 << 20
+    read_timeout: Annotated[
+        float,
+        "seconds in which the headers of a request have to come, and then its body; a client that leaves its answer "
+        "lying has to take some of it within as many seconds",
+    ] = 60
+    request_timeout: Annotated[
+        float,
+        "for a request with its whole answer, which else ends in an error",
+    ] = 3600
+    shutdown_timeout: Annotated[
+        float,
+        "for requests in flight to end after SIGTERM or Ctrl-C, before they are aborted; a second signal waits for "
+        "nothing",
+    ] = 30
+    log_format: Annotated[str, "text or json"] = "text"
+    log_level: Annotated[str, "debug, info, warning or error"] = "info"
 
     def __post_init__(self) -> None:
         check_not_empty("host", self.host)
         check_int("port", self.port, 0, 65535)
         check_not_empty("served_model_name", self.served_model_name)
         check_int("max_waiting", self.max_waiting, 1)
-        check_int("max_body_bytes", self.max_body_bytes, 1)
-        check_bool("salt_by_key", self.salt_by_key)
+        check_int("max_body_size", self.max_body_size, 1)
+        check_bool("prefix_cache_per_key", self.prefix_cache_per_key)
         for name in ("read_timeout", "request_timeout", "shutdown_timeout"):
             check_float(name, getattr(self, name))
         for name in ("read_timeout", "request_timeout"):
@@ -65,11 +73,14 @@ class ServerConfig:
         for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
             if getattr(self, name) not in choices:
                 raise ArgumentError(name, f"{' or '.join(choices)}", repr(getattr(self, name)))
-        if self.salt_by_key and not self.api_keys:
-            raise ArgumentError("salt_by_key", "False without API keys, by which prompts would be told apart")
+        if self.prefix_cache_per_key and not self.api_keys:
+            raise ArgumentError("prefix_cache_per_key", "False without API keys, by which prompts would be told apart")
         check_api_keys(self.api_keys)
         if self.allowed_hosts is not None:
             check_hosts(self.allowed_hosts)
+
+
+OPTIONS = options_of(ServerConfig)
 
 
 def check_not_empty(name: str, value: object) -> None:

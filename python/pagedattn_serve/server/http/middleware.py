@@ -52,7 +52,7 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
     key that does not reveal the key; "" without a key.
     """
     app.add_middleware(HeadAsGet)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.read_timeout)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_size, seconds=config.read_timeout)
     app.add_middleware(KeyCheck, keys=config.api_keys)
     if config.allowed_hosts is not None and ANY_HOST not in config.allowed_hosts:
         app.add_middleware(HostCheck, names=(config.host, *config.allowed_hosts))

@@ -205,7 +205,7 @@ def start_facts(engine: LLMEngine, config: ServerConfig, sockets: list[socket.so
         "device": engine.model_runner.device,
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache": f"{stats.num_blocks:,} blocks ({stats.num_blocks * block_size:,} tokens)",
-        "limits": f"{engine.max_model_len:,} tokens and {config.max_body_bytes:,} bytes a request; "
+        "limits": f"{engine.max_model_len:,} tokens and {config.max_body_size:,} bytes a request; "
         f"{scheduler_config.max_num_seqs:,} running, {config.max_waiting:,} waiting",
         "API key": f"asked for, any of {len(config.api_keys)}" if config.api_keys else "not asked for",
         "URL": f"http://{host}:{port_of(sockets[0])}",

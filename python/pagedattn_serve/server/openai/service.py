@@ -136,7 +136,7 @@ class Service:
 
     def _salt(self, key_id: str, own: str) -> str:
         """Prompts share cached blocks with those of the same salt alone: the request's own, within its key's."""
-        if not self.config.salt_by_key:
+        if not self.config.prefix_cache_per_key:
             return own
         return f"{key_id}:{own}"
 

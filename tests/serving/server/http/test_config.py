@@ -10,7 +10,7 @@ from pagedattn_serve.server.http.config import ServerConfig
 
 def test_the_defaults_listen_to_this_machine_alone() -> None:
     config = ServerConfig()
-    assert (config.host, config.port, config.api_keys, config.salt_by_key) == ("127.0.0.1", 8000, (), False)
+    assert (config.host, config.port, config.api_keys, config.prefix_cache_per_key) == ("127.0.0.1", 8000, (), False)
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,18 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ("port", "80", TypeError, "port: expected an int, got '80' of type str"),
         ("served_model_name", None, TypeError, "served_model_name: expected a string, got NoneType"),
         ("max_waiting", 0, ValueError, "max_waiting: expected an int >= 1, got 0"),
-        ("max_body_bytes", 0, ValueError, "max_body_bytes: expected an int >= 1, got 0"),
+        ("max_body_size", 0, ValueError, "max_body_size: expected an int >= 1, got 0"),
         ("read_timeout", 0, ValueError, "read_timeout: expected a number of seconds > 0, got 0"),
         ("request_timeout", math.inf, ValueError, "request_timeout: expected a finite number, got inf"),
         ("shutdown_timeout", -1, ValueError, "shutdown_timeout: expected a number of seconds >= 0, got -1"),
         ("log_format", "xml", ValueError, "log_format: expected text or json, got 'xml'"),
         ("log_level", "all", ValueError, "log_level: expected debug or info or warning or error, got 'all'"),
-        ("salt_by_key", True, ValueError, "salt_by_key: expected False without API keys, by which prompts would be"),
+        (
+            "prefix_cache_per_key",
+            True,
+            ValueError,
+            "prefix_cache_per_key: expected False without API keys, by which",
+        ),
         ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings"),
         ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings"),
     ],

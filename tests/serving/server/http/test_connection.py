@@ -247,7 +247,7 @@ def test_who_sends_too_much_sees_why(chunked: bool) -> None:
                 response += received
         assert response.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in response
 
-    with_server(client, read_timeout=20, max_body_bytes=1_000_000)
+    with_server(client, read_timeout=20, max_body_size=1_000_000)
 
 
 def test_a_body_that_stops_coming() -> None:

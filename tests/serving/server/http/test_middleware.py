@@ -208,14 +208,14 @@ async def chunks_of(*parts: bytes) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize("body", [b"", b"x" * 1000, lambda: chunks_of(b"x" * 500, b"", b"x" * 500)])
 def test_a_body_up_to_the_limit_arrives(body: bytes | Callable[[], AsyncIterator[bytes]]) -> None:
     content = body if isinstance(body, bytes) else body()
-    response = request(make_app(max_body_bytes=1000), "/v1/echo", "POST", content=content)
+    response = request(make_app(max_body_size=1000), "/v1/echo", "POST", content=content)
     assert response.status_code == 200 and response.content == (b"x" * 1000 if body else b"")
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_beyond_the_limit(is_chunked: bool) -> None:
     content = chunks_of(b"x" * 500, b"x" * 501) if is_chunked else b"x" * 1001
-    response = request(make_app(max_body_bytes=1000), "/v1/echo", "POST", content=content)
+    response = request(make_app(max_body_size=1000), "/v1/echo", "POST", content=content)
     message = assert_error(response, 413, "request_too_large")
     assert message == "body: expected at most 1000 bytes, got " + ("more" if is_chunked else "1001")
 
@@ -396,7 +396,7 @@ def test_what_is_polled_is_not_logged_unless_it_fails(caplog: pytest.LogCaptureF
         request(make_app(), "/health")
         request(make_app(), "/metrics")
         assert access_lines(caplog) == []
-        request(make_app(max_body_bytes=1), "/health", "POST", content=b"long")
+        request(make_app(max_body_size=1), "/health", "POST", content=b"long")
     assert [line["status"] for line in access_lines(caplog)] == [413]
 
 

@@ -115,7 +115,7 @@ def test_head_of_what_cannot_be_got(client: Any) -> None:
 
 
 def test_what_every_server_asks_for_is_on(speaker_path: str, serve: Any) -> None:
-    with serve(LLMEngine(speaker_path), api_keys=("secret",), max_body_bytes=1000) as client:
+    with serve(LLMEngine(speaker_path), api_keys=("secret",), max_body_size=1000) as client:
         assert client.error("/v1/completions", prompt=BEGINNING)[0] == 401
         assert client.http.get("/health").status_code == client.http.get("/metrics").status_code == 200
         client.http.headers["Authorization"] = "Bearer secret"

@@ -240,8 +240,8 @@ def test_a_full_queue(demo_engine: LLMEngine) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("salt_by_key", [False, True])
-def test_who_shares_cached_blocks(demo_engine: LLMEngine, serve: Any, salt_by_key: bool) -> None:
+@pytest.mark.parametrize("prefix_cache_per_key", [False, True])
+def test_who_shares_cached_blocks(demo_engine: LLMEngine, serve: Any, prefix_cache_per_key: bool) -> None:
     """Those of one key, if that is asked for, and within it those of one cache_salt."""
     prompt = list(range(100, 140))  # two full blocks, and more
     keys = ("first", "second")
@@ -252,9 +252,9 @@ def test_who_shares_cached_blocks(demo_engine: LLMEngine, serve: Any, salt_by_ke
         client.answer("/v1/completions", prompt=prompt, max_tokens=1, **fields)
         return demo_engine.stats().num_found_tokens - before
 
-    with serve(demo_engine, api_keys=keys, salt_by_key=salt_by_key) as client:
-        salt = {"cache_salt": f"salt {salt_by_key}"}  # the engine is shared with other tests
+    with serve(demo_engine, api_keys=keys, prefix_cache_per_key=prefix_cache_per_key) as client:
+        salt = {"cache_salt": f"salt {prefix_cache_per_key}"}  # the engine is shared with other tests
         num_found(client, "first", **salt)
         assert num_found(client, "first", **salt) == 32
-        assert num_found(client, "second", **salt) == (0 if salt_by_key else 32)
-        assert num_found(client, "first", cache_salt=f"other {salt_by_key}") == 0
+        assert num_found(client, "second", **salt) == (0 if prefix_cache_per_key else 32)
+        assert num_found(client, "first", cache_salt=f"other {prefix_cache_per_key}") == 0
