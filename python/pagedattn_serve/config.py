@@ -87,7 +87,7 @@ def check_dtype(dtype: object) -> str:
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
     if name not in ("auto", *FP8_DTYPES):
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", name or "an empty text")
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", str(name) or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:
