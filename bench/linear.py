@@ -82,7 +82,9 @@ def make_int4(group_size: int, in_features: int, out_features: int, dtype: torch
     codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
     scales = torch.rand(out_features, in_features // group_size, dtype=torch.float16)
     packed = ops.pack_linear_weight_int4(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
-    return Layer(packed, lambda rows: ops.linear_int4(rows, packed, group_size, out_features, scales.dtype), {})
+    return Layer(
+        packed, lambda rows: ops.linear_int4(rows, packed, group_size, out_features, scale_dtype=scales.dtype), {}
+    )
 
 
 FORMATS = {

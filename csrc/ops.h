@@ -71,7 +71,7 @@ void gelu_quick(Tensor& out, const Tensor& input);
 Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t out_features,
                      const std::optional<Tensor>& bias);
 Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t group_size, int64_t out_features,
-                   torch::headeronly::ScalarType scale_dtype, const std::optional<Tensor>& bias);
+                   const std::optional<Tensor>& bias, std::optional<torch::headeronly::ScalarType> scale_dtype);
 Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
                    const std::optional<Tensor>& bias);
 

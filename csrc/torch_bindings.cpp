@@ -67,9 +67,8 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // linear, on the CPU alone
   m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
   m.def(
-      "linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, ScalarType scale_dtype, "
-      "Tensor? bias=None) -> "
-      "Tensor");
+      "linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, "
+      "ScalarType? scale_dtype=None) -> Tensor");
   m.def("linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor");
 #endif
 }

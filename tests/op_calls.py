@@ -29,7 +29,7 @@ gelu_tanh_and_mul(Tensor(a!) out, Tensor input) -> ()
 gelu_new(Tensor(a!) out, Tensor input) -> ()
 gelu_fast(Tensor(a!) out, Tensor input) -> ()
 gelu_quick(Tensor(a!) out, Tensor input) -> ()
-linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, ScalarType scale_dtype, Tensor? bias=None) -> Tensor
+linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, ScalarType? scale_dtype=None) -> Tensor
 linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
@@ -138,8 +138,8 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "packed_weight": packed_int4_weight(),
             "group_size": 32,
             "out_features": 20,
-            "scale_dtype": torch.float32,
             "bias": normal(20),
+            "scale_dtype": torch.float32,
         },
         "linear_int8": {
             "input": normal(n, 14),

@@ -63,7 +63,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
 }
 
 Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t group_size, int64_t out_features,
-                   ScalarType scale_dtype, const std::optional<Tensor>& bias) {
+                   const std::optional<Tensor>& bias, std::optional<ScalarType> scale_dtype) {
   const Door door("linear_int4", input);
   LinearInt4Params params{};
   set_input(door, params, input);
@@ -77,9 +77,10 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   const int64_t num_panels = num_panels_of(out_features);
   door.dtype("packed_weight", packed_weight, ScalarType::Byte);
   door.rank("packed_weight", packed_weight, 3);
-  const bool is_half = scale_dtype == ScalarType::Half;
-  door.check(is_half || scale_dtype == ScalarType::Float || scale_dtype == ScalarType::BFloat16, "scale_dtype",
-             "expected float32, float16 or bfloat16, got ", scale_dtype);
+  const ScalarType packed_scales = scale_dtype.value_or(ScalarType::Float);
+  const bool is_half = packed_scales == ScalarType::Half;
+  door.check(is_half || packed_scales == ScalarType::Float || packed_scales == ScalarType::BFloat16, "scale_dtype",
+             "expected float32, float16 or bfloat16, got ", packed_scales);
   params.scale_dtype = is_half ? DType::FLOAT16 : DType::FLOAT32;  // bf16 scales are stored in fp32
   const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
   door.shape("packed_weight", packed_weight, {num_panels, params.num_groups, group_bytes});

@@ -193,7 +193,7 @@ def test_int4(num_rows, num_groups, group_size, out_features, dtype, scale_dtype
     layer = make_int4_layer(in_features, out_features, group_size, scale_dtype, seed)
     bias = torch.randn(out_features, generator=torch.Generator().manual_seed(seed)) if with_bias else None
     rows = with_row_gap(make_rows(num_rows, in_features, dtype, seed), gap)
-    out = ops.linear_int4(rows, ops.pack_linear_weight_int4(*layer), group_size, out_features, scale_dtype, bias)
+    out = ops.linear_int4(rows, ops.pack_linear_weight_int4(*layer), group_size, out_features, bias, scale_dtype)
     assert out.dtype == dtype
     assert_close_to_reference(out, reference.linear_int4(rows, *layer, bias))
 
@@ -201,9 +201,11 @@ def test_int4(num_rows, num_groups, group_size, out_features, dtype, scale_dtype
 def test_int4_takes_any_leading_dimensions():
     packed = ops.pack_linear_weight_int4(*make_int4_layer(64, 33, 64))
     rows = make_rows(6, 64, torch.float32)
-    expected = ops.linear_int4(rows, packed, 64, 33, torch.float16)
-    assert_same_bits(ops.linear_int4(rows[0], packed, 64, 33, torch.float16), expected[0])
-    assert_same_bits(ops.linear_int4(rows.view(2, 3, 64), packed, 64, 33, torch.float16), expected.view(2, 3, 33))
+    expected = ops.linear_int4(rows, packed, 64, 33, scale_dtype=torch.float16)
+    assert_same_bits(ops.linear_int4(rows[0], packed, 64, 33, scale_dtype=torch.float16), expected[0])
+    assert_same_bits(
+        ops.linear_int4(rows.view(2, 3, 64), packed, 64, 33, scale_dtype=torch.float16), expected.view(2, 3, 33)
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 8, 15])
@@ -213,7 +215,7 @@ def test_int4_of_the_largest_products(code, zero):
     rows = torch.full((5, 256), 127.0)
     codes = torch.full((20, 256), code, dtype=torch.uint8)
     zeros = torch.full((20, 2), zero, dtype=torch.uint8)
-    out = ops.linear_int4(rows, ops.pack_linear_weight_int4(codes, torch.ones(20, 2), zeros), 128, 20, torch.float32)
+    out = ops.linear_int4(rows, ops.pack_linear_weight_int4(codes, torch.ones(20, 2), zeros), 128, 20)
     assert (out == 127 * 256 * (code - zero)).all()
 
 
@@ -225,7 +227,7 @@ def test_int4_scales_are_exact():
         scales = torch.exp2(torch.rand(40, 1, generator=generator) * 20 - 15).to(dtype)
         row = torch.zeros(1, 32)
         row[0, 7] = 127
-        out = ops.linear_int4(row, ops.pack_linear_weight_int4(codes, scales, zeros), 32, 40, dtype)
+        out = ops.linear_int4(row, ops.pack_linear_weight_int4(codes, scales, zeros), 32, 40, scale_dtype=dtype)
         assert_same_bits(out, 127 * scales.float().T)
 
 
@@ -233,9 +235,9 @@ def test_int4_scales_are_exact():
 def test_int4_row_that_is_not_finite(bad):
     packed = ops.pack_linear_weight_int4(*make_int4_layer(96, 20, 32))
     rows = make_rows(9, 96, torch.float32)
-    expected = ops.linear_int4(rows, packed, 32, 20, torch.float16)
+    expected = ops.linear_int4(rows, packed, 32, 20, scale_dtype=torch.float16)
     rows[4, 50] = bad
-    out, others = ops.linear_int4(rows, packed, 32, 20, torch.float16), torch.arange(9) != 4
+    out, others = ops.linear_int4(rows, packed, 32, 20, scale_dtype=torch.float16), torch.arange(9) != 4
     assert out[4].isnan().all()
     assert_same_bits(out[others], expected[others])
 
@@ -243,7 +245,9 @@ def test_int4_row_that_is_not_finite(bad):
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, torch.float16), (128, torch.float32)])
 def test_int4_rows_are_independent(several_threads, group_size, scale_dtype):
     packed = ops.pack_linear_weight_int4(*make_int4_layer(1152, 70, group_size, scale_dtype))
-    assert_rows_are_independent(lambda rows: ops.linear_int4(rows, packed, group_size, 70, scale_dtype), 1152)
+    assert_rows_are_independent(
+        lambda rows: ops.linear_int4(rows, packed, group_size, 70, scale_dtype=scale_dtype), 1152
+    )
 
 
 # ---- wrong arguments -----------------------------------------------------------------------------------------------
@@ -302,10 +306,10 @@ def test_pack_int8_rejects(wrong, error):
         ("group_size", 48, ValueError),
         ("out_features", -1, ValueError),
         ("packed_weight|out_features", 33, ValueError),
-        ("scale_dtype", torch.float64, ValueError),
         ("packed_weight|scale_dtype", torch.float16, ValueError),
         ("bias", torch.zeros(20, dtype=torch.float16), TypeError),
         ("bias", torch.zeros(19), ValueError),
+        ("scale_dtype", torch.float64, ValueError),
     ],
 )
 def test_linear_int4_rejects(argument, wrong, error):

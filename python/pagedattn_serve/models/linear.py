@@ -68,7 +68,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return ops.linear_int4(
-            hidden, self.packed_weight, self.group_size, self.out_features, self.scale_dtype, self.bias
+            hidden, self.packed_weight, self.group_size, self.out_features, self.bias, self.scale_dtype
         )
 
 

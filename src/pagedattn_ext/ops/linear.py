@@ -167,8 +167,8 @@ def linear_int4(
     packed_weight: Tensor,
     group_size: int,
     out_features: int,
-    scale_dtype: torch.dtype,
     bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """input @ ((codes - zeros) * scales).T + bias, of rows rounded to 8 bits and weights of 4 bits.
 
@@ -181,13 +181,13 @@ def linear_int4(
         packed_weight: from `pack_linear_weight_int4`.
         group_size: elements that share a scale of the weight, as it was packed.
         out_features: of the weight, as it was packed.
-        scale_dtype: of the scales that the weight was packed with.
         bias: fp32 [out_features].
+        scale_dtype: of the scales that the weight was packed with; None: fp32.
 
     Returns:
         [..., out_features], of the input's dtype.
     """
-    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, scale_dtype, bias)
+    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias, scale_dtype)
 
 
 @torch.library.register_fake("pagedattn_ext::linear_int4")
@@ -196,8 +196,8 @@ def _(
     packed_weight: Tensor,
     group_size: int,
     out_features: int,
-    scale_dtype: torch.dtype,
     bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> Tensor:
     check_one_device("linear_int4", input, packed_weight, bias)
     return _empty_out(input, out_features)
