@@ -1,4 +1,4 @@
-"""Scales for an fp8 cache: of the largest keys and values that a model has on a few prompts."""
+"""Scales for an fp8 cache, from the largest keys and values that a model has on a few prompts."""
 
 from collections.abc import Iterator, Sequence
 from os import PathLike
@@ -30,9 +30,9 @@ def calibrate_kv_scales(
     """(k_scale, v_scale) of each layer, as `kv_scales` of `LLM` and a JSON file take them.
 
     Runs the prompts, as `LLM.generate` takes them, with a cache in the model's dtype. The largest key and value of each
-    layer become the largest numbers of `kv_cache_dtype`. What is larger later on is cut off there.
+    layer become the largest numbers of `kv_cache_dtype`. A larger key or value is cut off in the fp8 cache.
 
-    Raises ValueError without prompts, and for keys or values that are not finite; else as `LLM` and its `generate`.
+    Raises ValueError without prompts, and for keys or values that are not finite; else as `LLM` and `LLM.generate`.
     """
     fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
     if fp8 == torch.float32:
@@ -68,9 +68,9 @@ def check_prompt(engine: LLMEngine, prompt: Prompt) -> list[int]:
 
 
 def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:
-    """A sequence through the model in chunks, in the first blocks of a cache that nobody else uses.
+    """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses.
 
-    Yields the logits of all its tokens, [num_tokens of the chunk, vocab_size]; without `logits`, none of them.
+    Yields the logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows.
     """
     for begin in range(0, len(token_ids), chunk_size):
         positions = torch.arange(begin, min(begin + chunk_size, len(token_ids)), device=runner.device)

@@ -100,7 +100,7 @@ class LLMEngine:
         return cls(**vars(engine_args))
 
     def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
-        """The rest of the construction, when the parts are made: all that the engine itself holds."""
+        """The rest of the construction: what the engine itself holds."""
         self.model_runner = model_runner
         self.scheduler = scheduler
         self.inputs = inputs
@@ -119,33 +119,32 @@ class LLMEngine:
         return self.scheduler.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a request that brings none: what generation_config.json in the model's directory says, and for the
-        rest `SamplingParams()`.
+        """The sampling parameters of a request that brings none. The model's generation_config.json gives them;
+        `SamplingParams()` gives the rest.
 
-        What they cannot say holds for requests without parameters as well: a max_length, which counts the prompt too
-        (max_tokens is None here), bad_words_ids and suppress_tokens.
+        Such a request also obeys what generation_config.json says and `SamplingParams` cannot: max_length (prompt and
+        output together; max_tokens is then None), bad_words_ids and suppress_tokens.
         """
         return self.inputs.defaults.params
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, as a prompt of it would have them; any thread may call it, at any time.
+        """The token ids that a prompt of this text has. Any thread may call this at any time.
 
-        Raises ValueError if the model's directory has no tokenizer or UTF-8 cannot write the text, TypeError if it is
-        none.
+        Raises ValueError without a tokenizer or for a text that UTF-8 cannot write, TypeError for anything but a text.
         """
         return self.inputs.tokenize(text, add_special_tokens)
 
     def detokenize(self, token_ids: Any) -> str:
-        """The text of token ids, special tokens among them; any thread may call it, at any time.
+        """The text of token ids, special tokens included. Any thread may call this at any time.
 
-        token_ids: in any of the forms of a prompt's. Raises ValueError if the model's directory has no tokenizer or
-        there is no such token, TypeError if they are no ints.
+        token_ids: in any form that a prompt's token ids may have. Raises ValueError if the model's directory has no
+        tokenizer or there is no such token, TypeError if the ids are no ints.
         """
         return self.inputs.detokenize(token_ids)
 
     @property
     def is_tokenizing(self) -> bool:
-        """Whether some thread is in the tokenizer, so that `tokenize` and `detokenize` would wait for it."""
+        """Whether a thread is in the tokenizer. Then `tokenize` and `detokenize` wait for that thread."""
         return self.inputs.is_busy
 
     def has_unfinished_requests(self) -> bool:
@@ -165,17 +164,17 @@ class LLMEngine:
     ) -> None:
         """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
 
-        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}, or
-            one dict with both, where the ids count and the text is what the output shows.
-        arrival_time: as `time.monotonic()` gives it; default now. It enters the metrics, not the order of service.
-        priority: with the scheduling policy "priority", the lower the earlier it is served. So that nobody waits for
-            ever, a request is passed by no more than the next 10,000 that come for each level that they are better.
-        cache_salt: cached blocks are shared only between requests of the same one, so that nobody can tell by the time
-            that a prompt takes whether users with another have sent it.
+        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}; or
+            one dict with both: the model runs the ids, and the output shows the text.
+        arrival_time: a time of `time.monotonic()`; default now. The metrics use it, the order of service does not.
+        priority: with the scheduling policy "priority", a lower number is served earlier. So that nobody waits for
+            ever, a number lower by k passes only the requests that came at most k * 10,000 requests before.
+        cache_salt: only requests with the same salt share cached blocks. So the time that a prompt takes tells nobody
+            whether users with another salt have sent the same prompt.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
-        not in the vocabulary, the request id is taken, or the structured_output is not one that can be held to;
-        ImportError for structured_output without llguidance. Requests that were queued before go on.
+        not in the vocabulary, the request id is taken, or no output can be held to the structured_output; ImportError
+        for structured_output without llguidance. Requests that were queued before go on.
         """
         self.queue_request(
             self.inputs.make_request(
@@ -185,10 +184,9 @@ class LLMEngine:
 
     @interruptible
     def queue_request(self, request: Request) -> None:
-        """The second half of `add_request`: put what `inputs.make_request` made where its turn is. The first half takes
-        its time with a long prompt.
+        """The second half of `add_request`. The first half is `inputs.make_request`, which takes long for long prompts.
 
-        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` finds no place for it.
+        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` refuses the request.
         """
         group = request.group
         self.scheduler.add(group)
@@ -197,14 +195,14 @@ class LLMEngine:
 
     @interruptible
     def register_prefix(self, prefix: Prompt) -> int:
-        """Keep the blocks of a prefix that many prompts begin with, once one of them has computed these.
+        """Keep the blocks of a prefix that many prompts begin with, once a prompt has computed these blocks.
 
-        prefix: in any of the forms of a prompt. Returns how many of its tokens lie in full blocks, which are what is
-        kept; 0 if it is shorter than a block. Prompts share those that they begin with as token ids, if they have no
-        cache_salt: where the text of the prefix ends within what a prompt has as one token, these end earlier.
+        prefix: in any form that a prompt may have. Only full blocks are kept. Returns how many tokens of the prefix lie
+        in full blocks. A prompt without cache_salt shares the blocks whose token ids it begins with. Fewer blocks are
+        shared if the text of the prefix ends within a token of the prompt.
 
-        Raises ValueError or TypeError, with nothing kept, if enable_prefix_caching is False, it is not a prompt that
-        could be served, or registered prefixes would leave too little of the cache for a sequence of max_model_len.
+        Raises ValueError or TypeError, with nothing kept, if enable_prefix_caching is False, the prefix is no prompt to
+        serve, or the registered prefixes would leave too little of the cache for a sequence of max_model_len.
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
@@ -215,10 +213,10 @@ class LLMEngine:
 
     @interruptible
     def step(self) -> list[RequestOutput]:
-        """Run one batch; returns an output of each request that got tokens or ended. A request whose `output_kind` asks
-        for its last output alone has none before it ends. Empty while prompts are computed.
+        """Run one batch. Returns an output of each request that ended, and without FINAL_ONLY of each that got tokens.
 
-        If it raises an `Exception` of the model or of a tokenizer, `fail_batch` says what becomes of the requests.
+        The list may be empty while prompts are computed. After an `Exception` of the model or of a tokenizer,
+        `fail_batch` says what becomes of the requests.
         """
         started = time.monotonic()
         if self._batch is None:
@@ -240,10 +238,10 @@ class LLMEngine:
         return outputs
 
     def fail_batch(self, error: str) -> list[RequestOutput]:
-        """After a step that raised: end the requests of its batch with `error`; returns what they have.
+        """After a step that raised: end the requests of its batch with `error`; returns their last outputs.
 
-        The others wait and are computed anew, as the cache may hold anything. If the step raised before it had a batch,
-        no request is to blame and none ends.
+        All other requests wait and are computed anew, because the cache may hold anything. If the step raised before
+        there was a batch, no request is to blame and none ends.
         """
         batch, self._is_broken = self._batch, True  # until all is in order again
         request_ids = set()
@@ -270,9 +268,9 @@ class LLMEngine:
     def abort_request(
         self, request_id: str | list[str] | tuple[str, ...] | set[str]
     ) -> RequestOutput | list[RequestOutput] | None:
-        """End a request at once; returns what it had so far, or None if it is unknown or finished already.
+        """End a request at once; returns its last output, or None if the request is unknown or finished already.
 
-        Of several ids, ends each of them; returns a list for those that were unfinished.
+        Of several ids, ends each request; returns a list with the last outputs of the requests that were unfinished.
         """
         if isinstance(request_id, list | tuple | set):
             ended = [self.abort_request(each) for each in request_id]
@@ -324,7 +322,7 @@ class LLMEngine:
         )
 
     def cache_map(self) -> CacheMap:
-        """Which request holds which block of the cache, and which requests there are: `stats` drawn as a map."""
+        """All unfinished requests, and which of them holds which block of the cache."""
         self._settle()
         scheduler, manager = self.scheduler, self.scheduler.block_manager
         groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
@@ -341,7 +339,7 @@ class LLMEngine:
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
         requests: list[Request] = []
-        ends: list[int] = []  # of their rows, which follow each other
+        ends: list[int] = []  # where the rows of each request end
         drafts_of: dict[Request, tuple[int, ...]] = {}
         num_rows = 0
         last = None
@@ -397,26 +395,26 @@ class LLMEngine:
                 del self._requests[output.request_id]
 
     def _add_tokens(self, request: Request, tokens: list[SampledToken], has_drafts: bool) -> int:
-        """Returns how many were added. Where that fails, the request ends, and the others go on."""
+        """Returns how many tokens were added. If the request fails, it ends, and all other requests go on."""
         try:
             if has_drafts:
                 return request.add_verified(tokens, self.scheduler)
             return request.add_tokens(tokens, self.scheduler)
-        except Exception as error:  # of its logits, or whatever a tokenizer raises
+        except Exception as error:  # about the logits, or whatever a tokenizer raises
             text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
-            has_trace = not isinstance(error, FloatingPointError | BadArgument)  # whose traces show nothing
+            has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing
             logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
             request.fail(text, self.scheduler)
             return 0
 
     def _settle(self) -> None:
-        """After a call that was interrupted: begin anew. An interrupt in here leaves that to the next call."""
+        """Begin anew after a call that was interrupted. If an interrupt comes here, the next call begins anew."""
         if self._is_broken:
             self._restart({})
             self._is_broken = False
 
     def _restart(self, requests: dict[str, Request]) -> None:
-        """These requests wait, without blocks, whatever state things are in; all others are forgotten."""
+        """Let these requests wait without blocks, whatever state things are in, and forget all other requests."""
         self._requests = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
@@ -424,10 +422,10 @@ class LLMEngine:
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:
-    """How many of a sequence's rows count: the first, and one after each draft as far as the drafts are what was drawn.
+    """How many rows of a sequence count: the first row, and the next row for as long as the drafts are what was drawn.
 
-    Then a token was drawn from the model's distribution after the true tokens, as if there had been no drafts (and with
-    its own random numbers, so that a seed gives the same ones). A row with an error is left for the next step.
+    The tokens of these rows are drawn after true tokens, as if there were no drafts; each row has its own random
+    numbers, so that a seed gives the same tokens. A row with an error is left for the next step.
     """
     for i, row in enumerate(rows):
         if row in sampled.errors:

@@ -38,13 +38,13 @@ class EngineArgs:
 
     model: Annotated[
         str | PathLike[str],
-        "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), ~ is the home; or the "
-        "name of a repository that lies in Hugging Face's cache",
+        "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), where ~ is the home; or "
+        "the name of a repository in Hugging Face's cache",
     ]
     tokenizer: Annotated[str | PathLike[str] | None, "a directory with another tokenizer than the model's"] = None
     dtype: Annotated[
         "str | torch.dtype",
-        "auto (the checkpoint's), float32 or float, float16 or half, bfloat16; in Python torch's, too",
+        "auto (the checkpoint's dtype), float32 or float, float16 or half, bfloat16; in Python also a torch.dtype",
     ] = "auto"
     device: Annotated[
         str,
@@ -53,25 +53,25 @@ class EngineArgs:
     block_size: Annotated[int, "tokens per cache block, a power of two from 8 to 256"] = 16
     kv_cache_memory: Annotated[
         int | None,
-        "bytes for the cache, but no more is taken than max_num_seqs sequences of max_model_len tokens could use. "
-        "Default: 1 GiB on the CPU, on CUDA what gpu_memory_utilization leaves",
+        "bytes for the cache; the cache takes no more than max_num_seqs sequences of max_model_len tokens could use. "
+        "Default: 1 GiB on the CPU; on CUDA the memory that gpu_memory_utilization leaves",
     ] = None
     num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory"] = None
     max_num_seqs: Annotated[int, "most sequences running at once"] = 256
     max_num_batched_tokens: Annotated[
         int,
-        "most tokens run through the model in one step. A longer prompt runs in chunks, which are small beside other "
-        "requests, so that these go on and newcomers start",
+        "most tokens that run through the model in one step. A longer prompt runs in chunks. Beside other requests the "
+        "chunks are small, so that the other requests go on and new requests start",
     ] = 2560
     max_model_len: Annotated[
         int | None,
-        "most tokens of a sequence, prompt and output together. Default: the model's, or what the whole cache holds "
-        "if that is less",
+        "most tokens of a sequence, prompt and output together. Default: the model's limit, or what the whole "
+        "cache holds if that is less",
     ] = None
     swap_space: Annotated[
         float,
-        "GiB of host memory for the blocks of requests that are swapped out. No more is taken than for as many "
-        "blocks as the cache has",
+        "GiB of host memory for the blocks of requests that are swapped out; at most for as many blocks as the cache "
+        "has",
     ] = 4
     gpu_memory_utilization: Annotated[
         float,
@@ -79,69 +79,70 @@ class EngineArgs:
     ] = 0.9
     seed: Annotated[
         int | None,
-        "of the random numbers for requests without a seed of their own; None takes an arbitrary one",
+        "seed of the random numbers for requests without a seed of their own; None takes an arbitrary seed",
     ] = 0
-    tensor_parallel_size: Annotated[int, "1, as one device is all that is used yet"] = 1
+    tensor_parallel_size: Annotated[int, "1, because the engine uses one device"] = 1
     enforce_eager: Annotated[
         bool,
         "no CPU graphs (`pagedattn_ext.CPUGraph`). Without this option the model's steps of one token for each of up "
-        "to 8 sequences run as graphs, and a profiler does not see their ops. On CUDA nothing is captured either way",
+        "to 8 sequences run as graphs, and a profiler does not see their ops. On CUDA there are no graphs",
     ] = False
-    trust_remote_code: Annotated[bool, "False, as a checkpoint's own code is never run"] = False
+    trust_remote_code: Annotated[bool, "False, because the code of a checkpoint is never run"] = False
     preemption_mode: Annotated[
         str,
-        "what becomes of the blocks of a request that makes room for others: recompute drops them and computes them "
-        "again later, swap moves them to host memory while swap_space lasts, auto swaps where a request has several "
-        "sequences",
+        "what becomes of the blocks of a request that makes room for another request: recompute drops the blocks and "
+        "computes them again later; swap moves the blocks to host memory while swap_space lasts; auto swaps if the "
+        "request has several sequences",
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool,
-        "let a prompt that begins as others did take their blocks instead of computing them",
+        "let a prompt that begins like an earlier prompt take its blocks instead of computing them",
     ] = True
-    scheduling_policy: Annotated[str, "fcfs, first come first served, or priority"] = "fcfs"
+    scheduling_policy: Annotated[str, "fcfs (first come, first served) or priority"] = "fcfs"
     kv_cache_dtype: Annotated[
         str,
-        "auto (the model's), or fp8 = fp8_e4m3, or fp8_e5m2: half the cache of 16 bits",
+        "auto (the model's dtype), fp8 = fp8_e4m3, or fp8_e5m2; fp8 takes half the memory of 16 bits",
     ] = "auto"
     kv_scales: Annotated[
         GivenScales | None,
-        "what keys and values are divided by in an fp8 cache: a pair (k_scale, v_scale), a list of one for each "
-        "layer, as `calibrate_kv_scales` gives it, or a JSON file with either. Default: the checkpoint's, else 1",
+        "numbers that divide the keys and values in an fp8 cache: a pair (k_scale, v_scale), a list with a pair for "
+        "each layer (from `calibrate_kv_scales`), or a JSON file with either. Default: the checkpoint's, else 1",
     ] = None
     speculation: Annotated[
         str | None,
-        "ngram guesses that a sequence that repeats its last few tokens goes on as it did before, and lets the model "
-        "verify the guesses in one step: the same tokens, in fewer steps where text recurs. Default: no guesses",
+        "ngram finds where the last few tokens of a sequence stood before, and guesses that the same tokens follow. "
+        "The model verifies the guesses in one step: the tokens stay the same, and recurring text takes fewer steps. "
+        "Default: no guesses",
     ] = None
     num_speculative_tokens: Annotated[int, "most tokens guessed for a sequence in a step"] = 5
     quantization: Annotated[
         str | None,
-        "int8 or int4 quantizes the weights of linear layers when they are loaded, on the CPU alone. Default: the "
-        "weights are as in the checkpoint, which may come quantized",
+        "int8 or int4 quantizes the weights of linear layers when they are loaded, only on the CPU. Default: the "
+        "weights as the checkpoint has them, quantized or not",
     ] = None
     max_beam_width: Annotated[
         int,
-        "widest beam of a request (`SamplingParams.use_beam_search`). What a step does for a beam grows with the "
-        "square of its width, and other requests wait for it",
+        "widest beam of a request (`SamplingParams.use_beam_search`). The work of a step for a beam grows with "
+        "the square of its width, and other requests wait for the step",
     ] = 32
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ArgumentError("kv_cache_memory", "None beside num_blocks, which says the same")
-        self.create_engine_configs()  # whose own checks are all the others
+        self.create_engine_configs()  # the configs check all other options
 
     def create_engine_configs(self) -> EngineConfigs:
-        """What each part of the engine is to know, as far as the options say.
+        """The options by the part of the engine that they are for.
 
-        A max_model_len and num_blocks that are not given are UNBOUNDED: `engine_setup` puts in their place what the
-        model and the memory allow.
+        A max_model_len or num_blocks that is not given is UNBOUNDED until `engine_setup` puts in what model and memory
+        allow.
         """
         return EngineConfigs(
             self._config(ModelConfig),
             self._config(
                 CacheConfig,
                 num_blocks=UNBOUNDED if self.num_blocks is None else self.num_blocks,
-                kv_scales=None,  # what is given may be a file: `choose_kv_scales` reads it
+                kv_scales=None,  # the option may be a file: `choose_kv_scales` reads it
             ),
             self._config(ParallelConfig),
             self._config(
@@ -163,10 +164,7 @@ OPTIONS = options_of(EngineArgs)
 def takes_options(
     args_type: Callable[Options, EngineArgs],
 ) -> Callable[[Callable[[Self, EngineArgs], None]], Callable[Concatenate[Self, Options], None]]:
-    """For a constructor of `EngineArgs`: it takes the options themselves, with their types, and is given an EngineArgs.
-
-    Callers, type checkers and `inspect.signature` see one argument for each option.
-    """
+    """Let the constructor take the options instead: callers, type checkers and `inspect.signature` see each of them."""
 
     def decorate(init: Callable[[Self, EngineArgs], None]) -> Callable[Concatenate[Self, Options], None]:
         @wraps(init)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """ "cpu", "cuda" or "cuda:N" for a name of `ModelConfig`. ValueError if there is no such device."""
+    """The device, "cpu", "cuda" or "cuda:N", for a name of `ModelConfig`. Raises ValueError if there is none."""
     has_cuda = bool(pagedattn_ext.build_info()["cuda_arches"]) and torch.cuda.is_available()
     if name == "auto":
         return "cuda" if has_cuda else "cpu"
@@ -35,7 +35,7 @@ def choose_device(name: str) -> str:
 
 
 def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
-    """With the max_model_len that is asked for, which is the model's at most, or else with the model's."""
+    """Check a max_model_len that is given: the model has a largest one. Fill in the model's if none is given."""
     if config.max_model_len == UNBOUNDED:
         return replace(config, max_model_len=model.max_model_len)
     check_int("max_model_len", config.max_model_len, 2, model.max_model_len)
@@ -45,8 +45,7 @@ def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """With the num_blocks that are asked for, or those of kv_cache_memory, or else of the device's default; and with
-    the blocks of the pool on the host.
+    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks.
 
     Raises ValueError if there is no room for a block.
     """
@@ -68,7 +67,7 @@ def limit_to_memory(
 
 
 def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:
-    """max_model_len cut to what the whole cache holds: a longer sequence could never end."""
+    """Cut max_model_len to what the whole cache holds: a longer sequence could never end."""
     num_slots = cache_config.num_blocks * cache_config.block_size
     if config.max_model_len <= num_slots:
         return config
@@ -77,7 +76,7 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
 
 
 def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> MemoryError:
-    """What to raise where the cache could not be allocated."""
+    """The error for a cache that could not be allocated."""
     num_blocks, block_size = cache_config.num_blocks, cache_config.block_size
     num_bytes = num_blocks * block_bytes_of(model, block_size, cache_config.kv_cache_dtype)
     return MemoryError(

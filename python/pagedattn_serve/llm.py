@@ -31,12 +31,11 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` takes where it is given none: the engine's, `LLMEngine.get_default_sampling_params`."""
+        """The sampling parameters of a prompt that brings none: `LLMEngine.get_default_sampling_params`."""
         return self.llm_engine.get_default_sampling_params()
 
     def register_prefix(self, prefix: Prompt) -> int:
-        """Compute a prefix that many prompts begin with, and keep it; `LLMEngine.register_prefix`, whose result and
-        errors these are."""
+        """Compute and keep a prefix that many prompts begin with. Returns and raises as `LLMEngine.register_prefix`."""
         num_tokens = self.llm_engine.register_prefix(prefix)
         self.generate(prefix, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
         return num_tokens
@@ -51,22 +50,21 @@ class LLM:
         """Generate for all prompts together, batched continuously.
 
         Args:
-            prompts: one prompt or a list of them, each in any of the forms that `LLMEngine.add_request` takes: a text,
-                token ids, a dict with either. A list of ints is one prompt. Or else prompt_token_ids.
-            sampling_params: one for all, or one a prompt; default `get_default_sampling_params()`. Whatever output_kind
-                says, each prompt has one output.
-            prompt_token_ids: one list of token ids a prompt, or that of a single one.
+            prompts: one prompt or a list of prompts, each in a form that `LLMEngine.add_request` takes: a text, token
+                ids, or a dict with either. A list of ints is one prompt.
+            sampling_params: one for all prompts, or a list with one for each; default `get_default_sampling_params()`.
+                Each prompt has one RequestOutput, whatever output_kind says.
+            prompt_token_ids: instead of prompts, a list of token ids for each prompt, or one such list.
             use_tqdm: show progress on standard error.
 
-        Returns:
-            The finished requests, in the order of the prompts; one that could not go on says why in `error`.
+        Returns the finished requests, in the order of the prompts. `error` says why a request could not go on.
 
-        Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`); it
-        names the prompt, by its place in the list.
+        Raises ValueError or TypeError, before anything is generated, if a request is not valid (`add_request`). The
+        error names the prompt by its place in the list.
         """
         requests = list_prompts(prompts, prompt_token_ids)
         params = one_each(sampling_params, len(requests))
-        self._abort_all()  # where an interrupt did not let the last call do it
+        self._abort_all()  # an interrupt may have kept the last call from it
         outputs: dict[str, RequestOutput] = {}
         try:
             for i, (prompt, param) in enumerate(zip(requests, params, strict=True)):
@@ -74,7 +72,7 @@ class LLM:
             own = set(self._request_ids)
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
                 while len(outputs) < len(requests):
-                    stepped = self.llm_engine.step()  # somebody else's requests may be in the engine as well
+                    stepped = self.llm_engine.step()  # the engine may hold requests of other callers, too
                     finished = [output for output in stepped if output.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
@@ -93,17 +91,16 @@ class LLM:
         """Generate the answer to a conversation, or to each of a list of them, batched as `generate` does.
 
         Args:
-            messages: dicts with a role and a content, in order; or a list of such lists.
-            sampling_params: one for all, or one a conversation; default `get_default_sampling_params()`.
+            messages: one conversation, a list of dicts with a role and a content; or a list of conversations.
+            sampling_params: one for all, or a list with one for each; default `get_default_sampling_params()`.
             use_tqdm: show progress on standard error.
-            chat_template: Jinja, or the path of a file of it, instead of the tokenizer's own template.
+            chat_template: a Jinja template, or the path of its file, instead of the tokenizer's own template.
             add_generation_prompt: whether the prompt ends where the assistant's answer begins.
 
-        Returns:
-            What `generate` does; `prompt` is the text that the template made.
+        Returns what `generate` returns; `prompt` is the text that the template made.
 
-        Raises ValueError or TypeError, before anything is generated, as `render_chat` and `generate` do; for a list of
-        conversations it names the one, by its place.
+        Raises ValueError or TypeError, before anything is generated, as `render_chat` and `generate` do. The error
+        names the conversation by its place in the list.
         """
         if not isinstance(messages, list | tuple):
             raise ArgumentTypeError("messages", "a list of messages", type(messages).__name__)
@@ -123,20 +120,20 @@ class LLM:
 
     def _chat_prompt(self, messages: Any, template: str | None, add_generation_prompt: bool) -> Prompt:
         text = render_chat(self.get_tokenizer(), messages, template, add_generation_prompt)
-        # The template has written what special tokens a prompt begins with.
+        # The template has written the special tokens that a prompt begins with.
         token_ids = self.llm_engine.tokenize(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _add(self, place: str, prompt: Prompt, param: SamplingParams | None) -> None:
         request_id = f"llm-{self._num_requests}"
         self._num_requests += 1
-        self._request_ids.append(request_id)  # first, so that no request is in the engine without
+        self._request_ids.append(request_id)  # first: the engine may hold no request that is not listed
         try:
             request = self.llm_engine.inputs.make_request(request_id, prompt, param)
             request.output_kind = RequestOutputKind.FINAL_ONLY
             self.llm_engine.queue_request(request)
         except (TypeError, ValueError) as error:
-            self._request_ids.pop()  # if the id is taken, that request is somebody else's
+            self._request_ids.pop()  # if the id is taken, the request of that id has another caller
             raise with_place(error, place) from None
 
     def _abort_all(self) -> None:

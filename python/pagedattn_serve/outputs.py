@@ -1,4 +1,4 @@
-"""What the engine gives back. Lists are the caller's own, who may write to them. The rest is read-only."""
+"""What the engine gives back. The lists belong to the caller, who may write to them. All else is read-only."""
 
 import struct
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
@@ -17,11 +17,9 @@ class Logprob(NamedTuple):
 
 
 class PackedLogprobs(Mapping[int, Logprob]):
-    """The logprobs of one place by token id, read-only, in a tenth of the memory of a dict.
+    """The logprobs of one place by token id, read-only: packed, logprobs as fp32, in a tenth of the memory of a dict.
 
-    The numbers are packed, logprobs as fp32.
-
-    texts: those of the tokens, perhaps among others; None: the tokens have no texts.
+    texts: the texts of these tokens, and perhaps of more tokens; None if tokens have no texts.
     """
 
     __slots__ = ("_numbers", "texts")
@@ -56,7 +54,7 @@ class PackedLogprobs(Mapping[int, Logprob]):
         return repr(self._unpack())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: with the texts of these tokens alone."""
+        """A copy or a pickle takes the texts of its own tokens alone."""
         texts = None if self.texts is None else {token_id: self.texts[token_id] for token_id in self}
         return type(self), (self._unpack(), texts)
 
@@ -77,16 +75,16 @@ def _format_of(num_entries: int) -> str:
 class CompletionOutput:
     """One output of a request: so far, or with `RequestOutputKind.DELTA` what is new of it.
 
-    index: its place among the outputs of the request.
-    text: never taken back; while unfinished, the end that may be the start of a stop string is held back. It has
-        neither the stop string nor the token that ended it.
-    token_ids: with the token that ended it, if one did.
+    index: the place of this output among the outputs of the request.
+    text: without the stop string or the token that ended the output. No text is ever taken back: while the output is
+        unfinished, an end of the text that may begin a stop string is held back.
+    token_ids: the token that ended the output is among them.
     cumulative_logprob: sum of the logprobs of all tokens so far.
-    logprobs: for each token its own logprob and those of the most likely ones, by token id; None if not asked for.
-    finish_reason: "stop" (end-of-sequence or stop token, stop string), "length", "abort", "error" (which
-        `RequestOutput.error` tells); None while unfinished.
-    stop_reason: the stop string or the id of the stop token that ended it; None for an end-of-sequence token, and where
-        finish_reason is not "stop".
+    logprobs: for each token, the logprobs of that token and of the most likely ones by token id; None if not asked for.
+    finish_reason: "stop" (an end-of-sequence token, a stop token or a stop string), "length", "abort", or "error"
+        (`RequestOutput.error` says why); None while unfinished.
+    stop_reason: the stop string, or the id of the stop token, that ended the output; None for an end-of-sequence token
+        and for every other finish_reason.
     """
 
     index: int
@@ -98,7 +96,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def add(self, delta: "CompletionOutput") -> None:
-        """Make this what it and the delta after it say together."""
+        """Add the next delta to what this output says."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.cumulative_logprob = delta.cumulative_logprob
@@ -121,15 +119,15 @@ class RequestMetrics:
 class RequestOutput:
     """One request and its outputs: so far, or with `RequestOutputKind.DELTA` what is new of them.
 
-    prompt: None if it came as token ids alone.
+    prompt: the text; None if the prompt came as token ids alone.
     prompt_token_ids: one list for all outputs of the request.
-    outputs: as many as SamplingParams.n. Where best_of is more, and with beam search, the best ones, by cumulative
-        logprob or by the search's score. With `RequestOutputKind.DELTA` those that have something new.
-    error: why the request could not go on, where finish_reason is "error": NaN or infinity among the logits, or text
-        that the tokenizer failed to decode, or what its parameters say of the logits, or `LLMEngine.fail_batch`.
+    outputs: as many as `SamplingParams.n`: with a higher best_of, the ones of highest cumulative logprob; with beam
+        search, the ones of best score. With `RequestOutputKind.DELTA`, only the outputs that have something new.
+    error: why the request could not go on, if finish_reason is "error": NaN or infinity among the logits, a text that
+        the tokenizer failed to decode, parameters that failed on the logits, or `LLMEngine.fail_batch`.
     argument_error: the error as it was raised, if an argument of the request is to blame.
-    prompt_logprobs: for each token of the prompt its logprob and those of the most likely ones, None for the first, as
-        far as it is computed; None if not asked for, and with `RequestOutputKind.DELTA` in all outputs but the first.
+    prompt_logprobs: for each token of the prompt that is computed, the logprobs of that token and of the most likely
+        tokens; None for the first token. Not a list but None if not asked for, or if an earlier delta had the list.
     """
 
     request_id: str
@@ -143,7 +141,7 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
     def add(self, delta: "RequestOutput") -> None:
-        """Make this what it and the delta after it say together. The first delta has all outputs of the request."""
+        """Add the next delta to what this output says. The first delta has all outputs of the request."""
         so_far = {completion.index: completion for completion in self.outputs}
         for completion in delta.outputs:
             so_far[completion.index].add(completion)
@@ -153,17 +151,17 @@ class RequestOutput:
 
 @dataclass(slots=True, frozen=True)
 class EngineStats:
-    """The engine between two steps. Requests are counted, but for num_running_sequences.
+    """The engine between two steps. num_waiting, num_running and num_swapped count requests.
 
-    num_used_blocks: that sequences hold; one that several share counts once.
-    num_blocks_without_sharing: as many as they would hold if none were shared.
-    num_cached_blocks: that no sequence holds, but whose tokens a prompt can still find.
-    num_used_host_blocks: of num_host_blocks, those of swapped-out requests.
-    num_used_slots: tokens whose keys and values are in used blocks; their other slots are waste.
-    num_recomputes, num_swaps: preemptions, by what became of the blocks.
-    num_looked_up_tokens: of prompts, when they were let in; num_found_tokens: those of them that were in the cache.
-    step_seconds: what the num_steps took in all; execute_seconds: of that, model and sampler with their inputs.
-    num_proposed_tokens: guessed by speculation; num_accepted_tokens: those that saved a step.
+    num_used_blocks: blocks that sequences hold; a shared block counts once.
+    num_blocks_without_sharing: how many blocks the sequences would hold if they shared none.
+    num_cached_blocks: blocks that no sequence holds, but whose tokens a prompt can still find.
+    num_used_host_blocks: how many of the num_host_blocks belong to swapped-out requests.
+    num_used_slots: tokens whose keys and values are in used blocks; the other slots of these blocks are waste.
+    num_recomputes, num_swaps: preemptions that dropped the blocks, and that swapped the blocks out.
+    num_looked_up_tokens: tokens of the prompts that were let in; num_found_tokens: how many of these the cache had.
+    step_seconds: the time of all steps; execute_seconds: the part of it that model and sampler took, inputs included.
+    num_proposed_tokens: tokens that speculation guessed; num_accepted_tokens: guesses that saved a step.
     """
 
     num_waiting: int
@@ -198,8 +196,8 @@ class EngineStats:
 class RequestState(NamedTuple):
     """An unfinished request between two steps.
 
-    state: "waiting" (for its turn, or its blocks), "running", or "swapped" out to host memory.
-    num_output_tokens: of its unfinished sequences together.
+    state: "waiting" (for its turn or its blocks), "running", or "swapped" (its blocks are in host memory).
+    num_output_tokens: the output tokens of all unfinished sequences.
     """
 
     request_id: str
@@ -212,11 +210,11 @@ class RequestState(NamedTuple):
 class CacheMap:
     """Who holds which block, between two steps.
 
-    blocks: of each block of the cache its state: "used" by one sequence, "shared" by several, "cached" (no sequence
-        holds it, but a prompt can still find its tokens) or "free".
-    owners: of each block the index in `requests` of one that holds it; -1 if none does.
-    host_blocks, host_owners: the same of each block of the pool in host memory, "swapped" or "free".
-    requests: those that run, then those that are swapped out, then those that wait, each in the order of their turns.
+    blocks: the state of each block of the cache: "used" by one sequence, "shared" by several, "cached" (no sequence
+        holds the block, but a prompt can still find its tokens) or "free".
+    owners: for each block the index in `requests` of a request that holds the block; -1 if none does.
+    host_blocks, host_owners: the same for the blocks in host memory, which are "swapped" or "free".
+    requests: the running requests, then the swapped-out ones, then the waiting ones, each in the order of their turns.
     """
 
     blocks: tuple[str, ...]

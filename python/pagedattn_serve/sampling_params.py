@@ -11,9 +11,9 @@ from pagedattn_serve.config import check_bool, check_float, check_int
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.structured_output import StructuredOutput
 
-MAX_LOGPROBS = 20  # of a token; what OpenAI's API and vLLM's default allow
-_MAX_PENALTY = 2  # presence and frequency, either way; OpenAI's limit, as is the next
-_MAX_BIAS = 100
+MAX_LOGPROBS = 20  # of a token; the limit of OpenAI's API and vLLM's default
+_MAX_PENALTY = 2  # of presence and frequency penalty, either sign; OpenAI's limit
+_MAX_BIAS = 100  # of logit_bias, either sign; OpenAI's limit
 # Beyond these, logits in fp32 could overflow, or become zeros.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 _MAX_TEMPERATURE = 1e9
@@ -23,8 +23,8 @@ class RequestOutputKind(Enum):
     """What the outputs of a request hold. Names and meanings are vLLM's.
 
     CUMULATIVE: each output has all that there is so far.
-    DELTA: each output has the text, token_ids and logprobs that are new since the one before. prompt_logprobs come with
-        the first one alone.
+    DELTA: each output has the text, token_ids and logprobs that are new since the output before. The first output alone
+        has prompt_logprobs.
     FINAL_ONLY: there is one output, when the request is finished.
     """
 
@@ -37,52 +37,50 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Sampling and stopping of one request. A wrong type raises TypeError, a wrong value ValueError.
 
-    Names and meanings are vLLM's. What changes the logits is applied in this order: logits_processors; the masks
+    Names and meanings are vLLM's. Parameters change the logits in this order: logits_processors; the masks
     allowed_token_ids, bad_words, min_tokens and structured_output; logit_bias; repetition, frequency and presence
-    penalty; temperature; min_p, top_k, top_p. Logprobs that are reported, and their sum, are the model's own: of the
-    logits before all this.
+    penalty; temperature; min_p, top_k, top_p. Reported logprobs and their sum are of the logits before all changes.
 
-    temperature: divides the logits; 0 is greedy; at most 1e9, with which all tokens are as likely.
+    temperature: divides the logits; 0 is greedy; at most 1e9, where all tokens are equally likely.
     top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; in (0, 1].
     top_k: keep the k most likely tokens; -1 or 0 keeps all.
-    seed: of this request's own random generator; None draws from the engine's.
-    max_tokens: most tokens to generate; None is up to the model's length.
-    stop: a text or several that end the output; kept as a tuple of non-empty strings.
+    seed: seed of a random generator for this request; None uses the engine's generator.
+    max_tokens: most tokens to generate; None leaves it to the model's length.
+    stop: a text or several texts that end the output; kept as a tuple of non-empty strings.
     ignore_eos: go on past the end-of-sequence token.
     min_p: keep the tokens whose probability is at least this share of the most likely one's; in [0, 1].
     stop_token_ids: token ids that end the output, whatever ignore_eos says; kept as a tuple.
-    logprobs: how many of the most likely tokens to report at each position, beside the sampled one, with their log
-        probabilities; at most MAX_LOGPROBS. 0 reports the sampled one alone, None nothing.
+    logprobs: how many of the most likely tokens to report at each position with their log probabilities, at most
+        MAX_LOGPROBS. The sampled token is reported, too. None reports nothing.
     n: how many outputs to return.
-    best_of: how many to generate, of which the n with the highest cumulative_logprob are returned, or with
-        use_beam_search the width of the beam; None is n.
-    use_beam_search: search for the most likely outputs instead of drawing them, with temperature 0 and nothing that
-        restricts a draw.
+    best_of: how many outputs to generate: the n of highest cumulative_logprob are returned. With use_beam_search, the
+        width of the beam. None is n.
+    use_beam_search: search for the most likely outputs instead of drawing tokens. temperature must be 0, and top_p,
+        top_k and min_p must leave all tokens.
     length_penalty: of beam search, which ranks by cumulative logprob / length ** length_penalty.
-    early_stopping: of beam search: True ends it when best_of outputs are finished, False when no better one is likely,
-        "never" when no better one is possible (Hugging Face's three).
-    presence_penalty: is subtracted from the logits of the tokens in the output so far; in [-2, 2] (OpenAI's, as is the
-        next).
-    frequency_penalty: is subtracted as many times as the token is in the output so far; in [-2, 2].
-    repetition_penalty: divides the positive logits of the tokens in the prompt or the output so far, and multiplies the
-        negative ones; in [0.001, 1000] (CTRL's, Hugging Face's).
+    early_stopping: True ends beam search when best_of outputs are finished, False when a better output is unlikely,
+        "never" when a better output is impossible (as in Hugging Face).
+    presence_penalty: subtracted from the logit of each token in the output so far; in [-2, 2], as OpenAI's.
+    frequency_penalty: the same for each time that the token is in the output so far; in [-2, 2], as OpenAI's.
+    repetition_penalty: divides the positive logits of the tokens in the prompt or the output so far, and multiplies
+        their negative logits; in [0.001, 1000], as CTRL's.
     include_stop_str_in_output: leave the stop string at the end of the text.
-    min_tokens: no end-of-sequence and no stop token before this many tokens; neither do stop strings end the output.
+    min_tokens: before this many tokens, no end-of-sequence or stop token comes, and no stop string ends the output.
     prompt_logprobs: as logprobs, at each position of the prompt but the first.
-    logit_bias: what to add to the logits by token id; a dict with ints or, as in JSON, their digits as keys, and values
-        in [-100, 100]; kept as a tuple of pairs.
-    bad_words: texts whose last token is never generated after those before it; kept as a tuple.
+    logit_bias: numbers in [-100, 100] to add to the logits, a dict by token id; a key may be an int or, as in JSON, its
+        digits. Kept as a tuple of pairs.
+    bad_words: texts that cannot come: the last token is never generated after the tokens before it. Kept as a tuple.
     skip_special_tokens: leave special tokens out of the text.
-    allowed_token_ids: the only ones that can come; None is all, otherwise kept as a tuple.
-    logits_processors: callables f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits) that take
-        fp32 logits [vocab_size], which they may write to, and return the new ones; kept as a tuple.
+    allowed_token_ids: the only token ids that can come, kept as a tuple; None allows all.
+    logits_processors: callables f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits). They take
+        fp32 logits [vocab_size], may write to them, and return the new logits. Kept as a tuple.
     detokenize: whether the output has a text.
-    output_kind: what each RequestOutput holds, a RequestOutputKind. Where best_of is above n, and with use_beam_search,
-        which outputs there are is known at the end: such a request has one RequestOutput, as with FINAL_ONLY.
-    structured_output: a form that the output has: only tokens that it allows can come, and at its end only an
-        end-of-sequence token. What else ends an output may cut it short. Not with use_beam_search or ignore_eos.
-    changes_logits: whether anything here but structured_output changes the logits before the temperature; not an
-        argument.
+    output_kind: what each RequestOutput holds. With best_of above n, or use_beam_search, only the end tells which
+        outputs there are: such a request has one RequestOutput, as with FINAL_ONLY.
+    structured_output: a form that the output follows: only tokens that the form allows can come, and at the end of the
+        form only an end-of-sequence token. Whatever else ends the output may cut the form short. Not with
+        use_beam_search or ignore_eos.
+    changes_logits: not an argument: whether anything but structured_output changes the logits before the temperature.
     """
 
     temperature: float = 1.0
@@ -254,8 +252,7 @@ class SamplingParams:
         return self.num_sequences
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises ValueError if logit_bias or allowed_token_ids name a token that the model does not have, or more than
-        it has."""
+        """Raises ValueError if logit_bias or allowed_token_ids name tokens that the model lacks, or too many."""
         num_allowed = len(self.allowed_token_ids or ())
         if num_allowed > vocab_size:
             raise ArgumentError("allowed_token_ids", f"at most {vocab_size} token ids, the vocabulary", num_allowed)
@@ -275,10 +272,10 @@ class SamplingParams:
 
 @dataclass(slots=True, frozen=True)
 class TokenRules:
-    """What the parameters of a request say in texts, or leave to the model, as token ids; made once a request.
+    """The token ids that the parameters of a request give as texts, or leave to the model.
 
-    end_token_ids: the end-of-sequence tokens, unless ignore_eos, and the stop tokens: kept out until min_tokens.
-    bad_words: sequences of token ids whose last one is kept out where those before it end the sequence so far.
+    end_token_ids: the end-of-sequence tokens, unless ignore_eos, and the stop tokens: none comes before min_tokens.
+    bad_words: sequences of token ids. The last id of a sequence cannot come after the ids before it.
     """
 
     end_token_ids: tuple[int, ...] = ()
@@ -298,11 +295,11 @@ NO_RULES = TokenRules()
 
 
 def takes_prompt(processor: Callable[..., Any]) -> bool:
-    """Whether a logits processor is of the form f(prompt_token_ids, output_token_ids, logits), or else of the form
-    f(output_token_ids, logits). Raises TypeError if it is of neither."""
+    """Whether a logits processor takes (prompt_token_ids, output_token_ids, logits) rather than (output_token_ids,
+    logits). Raises TypeError if it takes neither."""
     try:
         signature = inspect.signature(processor)
-    except ValueError:  # as of some that are written in C
+    except ValueError:  # some callables that are written in C have none
         raise ArgumentTypeError("logits_processors", "a callable with a signature", repr(processor)) from None
     for num_arguments in (2, 3):
         try:
@@ -337,7 +334,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     token_ids = _items(name, value, "token ids")
-    if set(map(type, token_ids)) <= {int} and min(token_ids, default=0) >= 0:  # in a tenth of the time
+    if set(map(type, token_ids)) <= {int} and min(token_ids, default=0) >= 0:  # the usual case, in a tenth of the time
         return token_ids
     for token_id in token_ids:
         check_int(name, token_id, 0)

@@ -8,7 +8,7 @@ from typing import Any
 from pagedattn_serve.config import check_bool, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
-# Of a schema, a regex, a grammar, or all choices together: limits the time to compile it, and the depth of recursion.
+# Of a schema, a regex, a grammar, or all choices together. Bounds the time to compile and the depth of recursion.
 MAX_CHARACTERS = 100_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -17,16 +17,16 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 class StructuredOutput:
     """A form that the output must have; exactly one of the first five is given.
 
-    A wrong type raises TypeError, a wrong value ValueError. What the text of a schema, regex or grammar says is read by
-    `add_request`, which raises ValueError if it is wrong or more than llguidance can hold an output to.
+    A wrong type raises TypeError, a wrong value ValueError. `add_request` reads schema, regex or grammar, and raises
+    ValueError if the text is wrong or llguidance cannot hold an output to it.
 
-    json: a JSON schema, as a dict or a string; kept as a string. Properties come in its order.
+    json: a JSON schema, as a dict or a string; kept as a string. Properties come in the order of the schema.
     json_object: any JSON object.
     regex: a regular expression (Rust's, without look-around) that the whole output matches.
     choice: the output is one of these texts; kept as a tuple of non-empty strings.
     grammar: a context-free grammar in llguidance's variant of Lark.
-    whitespace_pattern: of json and json_object: a regular expression of what may stand between two parts, "" for
-        nothing. Default: any white space, which a weak model may write without end.
+    whitespace_pattern: for json and json_object, a regular expression for the space between two parts; "" allows none.
+        Default: any white space. A weak model may then write white space without end.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -70,7 +70,7 @@ class StructuredOutput:
 
 
 def _schema(schema: object) -> str:
-    """As text, which is the user's own where it came as such. Whether it is a schema, llguidance says."""
+    """The schema as text; a text stays as it is. llguidance decides later whether the text is a schema."""
     if not isinstance(schema, str | Mapping):
         raise ArgumentTypeError("json", "a JSON schema as a dict or a string", type(schema).__name__)
     if isinstance(schema, str):
