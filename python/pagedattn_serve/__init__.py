@@ -33,28 +33,22 @@ if TYPE_CHECKING:
     __version__: str
 
 _PUBLIC = {
-    "DEMO_MODEL": "config",
-    "ArgumentError": "errors",
-    "ArgumentTypeError": "errors",
-    "LLM": "llm",
-    "AsyncLLMEngine": "async_engine",
-    "CacheMap": "outputs",
-    "CompletionOutput": "outputs",
-    "EngineBusyError": "async_engine",
-    "EngineDeadError": "async_engine",
-    "EngineArgs": "engine_args",
-    "EngineStats": "outputs",
-    "LLMEngine": "engine",
-    "Logprob": "outputs",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "RequestState": "outputs",
-    "SamplingParams": "sampling_params",
-    "StructuredOutput": "structured_output",
-    "calibrate_kv_scales": "calibration",
+    "async_engine": ("AsyncLLMEngine", "EngineBusyError", "EngineDeadError"),
+    "calibration": ("calibrate_kv_scales",),
+    "config": ("DEMO_MODEL",),
+    "engine": ("LLMEngine",),
+    "engine_args": ("EngineArgs",),
+    "errors": ("ArgumentError", "ArgumentTypeError"),
+    "llm": ("LLM",),
+    "outputs": (
+        *("CacheMap", "CompletionOutput", "EngineStats", "Logprob"),
+        *("RequestMetrics", "RequestOutput", "RequestState"),
+    ),
+    "sampling_params": ("RequestOutputKind", "SamplingParams"),
+    "structured_output": ("StructuredOutput",),
 }
-__all__ = [*_PUBLIC, "__version__"]
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = [*_MODULE_OF, "__version__"]
 
 # What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
 _EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
@@ -73,9 +67,9 @@ def __getattr__(name: str) -> object:
     """Public names, imported on first use: the scheduling side works where torch is not installed."""
     if name == "__version__":
         return import_module("pagedattn_ext").__version__
-    if name not in _PUBLIC:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _PUBLIC[name]
+    module = _MODULE_OF[name]
     if module in _NEED_EXTRA:
         require_extra()
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -40,8 +40,11 @@ def check_int(name: str, value: object, minimum: int, maximum: int | None = None
         raise ArgumentError(name, f"an int {expected}", value)
 
 
-def check_float(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite."""
+def check_float(
+    name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf, *, but: float | None = None
+) -> None:
+    """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite and lies
+    in [minimum, maximum]. but: one of the two, if the range is without it."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ArgumentTypeError(name, "a number", f"{value!r} of type {type(value).__name__}")
     try:
@@ -50,6 +53,11 @@ def check_float(name: str, value: object) -> None:
         is_finite = False
     if not is_finite:
         raise ArgumentError(name, "a finite number", value)
+    if not minimum <= value <= maximum or value == but:
+        begin, end = "(" if but == minimum else "[", ")" if but == maximum else "]"
+        inside = f"in {begin}{minimum:g}, {maximum:g}{end}"
+        above = f"> {minimum:g}" if but == minimum else f">= {minimum:g}"
+        raise ArgumentError(name, f"a number {above if maximum == math.inf else inside}", value)
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -135,18 +143,9 @@ class ParallelConfig:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one scheduler.
+    """Limits of one scheduler. The fields are those of `EngineArgs`; policy is its scheduling_policy.
 
-    max_model_len: most tokens a sequence may hold, prompt and output together; at least 2, one of each.
-    max_num_seqs: most sequences running at once.
-    max_num_batched_tokens: most tokens run through the model in one step, over all sequences. A longer prompt is a long
-        one (`Scheduler`).
-    policy: "fcfs", first come first served, or "priority", by priority and then by arrival.
-    preemption_mode: what becomes of the blocks of a request that makes room: "recompute" drops them, "swap" moves them
-        to host memory as long as there is room, "auto" swaps where a request has several sequences.
-    speculation: "ngram", what followed the last time that a sequence said the same is verified in one step; or None.
-    num_speculative_tokens: of a sequence and step, at most.
-    max_beam_width: widest beam of a request; each step sorts more than the square of its width.
+    max_model_len is at least 2: a token of the prompt and one of the output.
     """
 
     max_model_len: int
@@ -174,14 +173,10 @@ class SchedulerConfig:
 class CacheConfig:
     """Size of the paged key-value cache, in blocks, and what bounds the size where num_blocks is UNBOUNDED.
 
-    num_blocks: physical blocks in the pool.
-    block_size: tokens per block; a power of two from 8 to 256.
+    The fields are those of `EngineArgs`, but for three:
+
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
-    kv_cache_memory, gpu_memory_utilization, swap_space: those of `EngineArgs`, from which the two numbers of blocks are
-        chosen.
-    enable_prefix_caching: whether blocks are found by their tokens.
-    kv_cache_dtype: "auto" (the model's), "fp8" or "fp8_e4m3", "fp8_e5m2".
     kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
     """
 
@@ -204,14 +199,8 @@ class CacheConfig:
         check_int("num_host_blocks", self.num_host_blocks, 0)
         if self.kv_cache_memory is not None:
             check_int("kv_cache_memory", self.kv_cache_memory, 1)
-        check_float("gpu_memory_utilization", self.gpu_memory_utilization)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ArgumentError("gpu_memory_utilization", "a share in (0, 1]", self.gpu_memory_utilization)
-        check_float("swap_space", self.swap_space)
-        if self.swap_space < 0:
-            raise ArgumentError("swap_space", "a number >= 0", self.swap_space)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, but=0)
+        check_float("swap_space", self.swap_space, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_kv_cache_dtype(self.kv_cache_dtype)
-        check_float("watermark", self.watermark)
-        if not 0 <= self.watermark < 1:
-            raise ArgumentError("watermark", "a share in [0, 1)", self.watermark)
+        check_float("watermark", self.watermark, 0, 1, but=1)

@@ -115,12 +115,8 @@ class SamplingParams:
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_float("temperature", self.temperature)
-        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise ArgumentError("temperature", f"a number in [0, {_MAX_TEMPERATURE:g}]", self.temperature)
-        check_float("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError("top_p", "a number in (0, 1]", self.top_p)
+        check_float("temperature", self.temperature, 0, _MAX_TEMPERATURE)
+        check_float("top_p", self.top_p, 0, 1, but=0)
         check_int("top_k", self.top_k, -1)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
@@ -128,24 +124,13 @@ class SamplingParams:
             check_int("max_tokens", self.max_tokens, 1)
         self._keep("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         check_bool("ignore_eos", self.ignore_eos)
-        check_float("min_p", self.min_p)
-        if not 0 <= self.min_p <= 1:
-            raise ArgumentError("min_p", "a number in [0, 1]", self.min_p)
+        check_float("min_p", self.min_p, 0, 1)
         self._keep("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            check_float(name, penalty)
-            if not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
-                raise ArgumentError(name, f"a number in [-{_MAX_PENALTY}, {_MAX_PENALTY}]", penalty)
-        check_float("repetition_penalty", self.repetition_penalty)
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise ArgumentError(
-                "repetition_penalty",
-                f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
-                self.repetition_penalty,
-            )
+        check_float("presence_penalty", self.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+        check_float("frequency_penalty", self.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+        check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -354,9 +339,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
                 raise ArgumentError("logit_bias", "token ids", repr(token_id))
             token_id = int(token_id)
         check_int("logit_bias", token_id, 0)
-        check_float("logit_bias", bias)
-        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            raise ArgumentError("logit_bias", f"numbers in [-{_MAX_BIAS}, {_MAX_BIAS}]", bias)
+        check_float("logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
         if token_id in pairs:
             raise ArgumentError("logit_bias", "each token id once", f"{token_id} twice")
         pairs[token_id] = bias

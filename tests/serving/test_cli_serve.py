@@ -156,7 +156,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
         (["--prefix-cache-per-key"], "prefix_cache_per_key: expected False without API keys"),
         (["--max-waiting", "0"], "max_waiting: expected an int >= 1, got 0"),
         (["--max-body-size", "0"], "max_body_size: expected an int >= 1, got 0"),
-        (["--request-timeout", "0"], "request_timeout: expected a number of seconds > 0, got 0.0"),
+        (["--request-timeout", "0"], "request_timeout: expected a number > 0, got 0.0"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout: expected a finite number, got nan"),
         (["--log-format", "xml"], "log_format: expected text or json, got 'xml'"),
         (["--log-level", "all"], "log_level: expected debug or info or warning or error, got 'all'"),

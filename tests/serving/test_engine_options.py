@@ -228,7 +228,7 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         (dict(swap_space=math.inf), ValueError, "swap_space: expected a finite number, got inf"),
         (dict(swap_space="4"), TypeError, "swap_space: expected a number, got '4'"),
         (dict(swap_space=None), TypeError, "swap_space: expected a number, got None"),
-        (dict(gpu_memory_utilization=0), ValueError, r"gpu_memory_utilization: expected a share in \(0, 1\], got 0"),
+        (dict(gpu_memory_utilization=0), ValueError, r"gpu_memory_utilization: expected a number in \(0, 1\], got 0"),
         (dict(gpu_memory_utilization=1.01), ValueError, r"gpu_memory_utilization: .* \(0, 1\], got 1.01"),
         (dict(gpu_memory_utilization=90), ValueError, r"gpu_memory_utilization: .* \(0, 1\], got 90"),
         (dict(gpu_memory_utilization=-0.9), ValueError, r"gpu_memory_utilization: .* \(0, 1\], got -0.9"),

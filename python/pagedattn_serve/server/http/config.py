@@ -63,13 +63,9 @@ class ServerConfig:
         check_int("max_waiting", self.max_waiting, 1)
         check_int("max_body_size", self.max_body_size, 1)
         check_bool("prefix_cache_per_key", self.prefix_cache_per_key)
-        for name in ("read_timeout", "request_timeout", "shutdown_timeout"):
-            check_float(name, getattr(self, name))
-        for name in ("read_timeout", "request_timeout"):
-            if getattr(self, name) <= 0:
-                raise ArgumentError(name, "a number of seconds > 0", getattr(self, name))
-        if self.shutdown_timeout < 0:
-            raise ArgumentError("shutdown_timeout", "a number of seconds >= 0", self.shutdown_timeout)
+        check_float("read_timeout", self.read_timeout, 0, but=0)
+        check_float("request_timeout", self.request_timeout, 0, but=0)
+        check_float("shutdown_timeout", self.shutdown_timeout, 0)
         for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
             if getattr(self, name) not in choices:
                 raise ArgumentError(name, f"{' or '.join(choices)}", repr(getattr(self, name)))

@@ -22,9 +22,9 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ("served_model_name", None, TypeError, "served_model_name: expected a string, got NoneType"),
         ("max_waiting", 0, ValueError, "max_waiting: expected an int >= 1, got 0"),
         ("max_body_size", 0, ValueError, "max_body_size: expected an int >= 1, got 0"),
-        ("read_timeout", 0, ValueError, "read_timeout: expected a number of seconds > 0, got 0"),
+        ("read_timeout", 0, ValueError, "read_timeout: expected a number > 0, got 0"),
         ("request_timeout", math.inf, ValueError, "request_timeout: expected a finite number, got inf"),
-        ("shutdown_timeout", -1, ValueError, "shutdown_timeout: expected a number of seconds >= 0, got -1"),
+        ("shutdown_timeout", -1, ValueError, "shutdown_timeout: expected a number >= 0, got -1"),
         ("log_format", "xml", ValueError, "log_format: expected text or json, got 'xml'"),
         ("log_level", "all", ValueError, "log_level: expected debug or info or warning or error, got 'all'"),
         (
