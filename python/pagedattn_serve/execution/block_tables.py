@@ -8,8 +8,7 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
 class BlockTables:
-    """A row for each running sequence. Rows of sequences that no longer run are taken back when one is needed,
-    or when they are the most."""
+    """A row for each running sequence. Other sequences lose their rows when no row is free or most rows are theirs."""
 
     def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
         self._array = np.zeros((max_num_seqs, max_num_blocks_per_seq), dtype=np.int32)
@@ -18,13 +17,13 @@ class BlockTables:
         self._written: list[list[int] | None] = [None] * max_num_seqs  # the table that a row was written from
 
     def update(self, scheduled: list[ScheduledSequence]) -> npt.NDArray[np.int32]:
-        """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's own blocks lies anything."""
-        if len(self._row_of) > 2 * len(scheduled):  # those that have ended keep all that they said in memory
+        """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's blocks, values are arbitrary."""
+        if len(self._row_of) > 2 * len(scheduled):  # rows of ended sequences keep the sequences in memory
             self._take_back()
         rows = np.array([self._row(each) for each in scheduled], dtype=np.int64)
         tables = [each.block_table for each in scheduled]
         lengths = np.array([len(table) for table in tables], dtype=np.int64)
-        # The one entry that changes while a sequence holds its blocks: a new one, or a copy of a shared one.
+        # Only this entry changes while a sequence holds its blocks: a new block, or the copy of a shared block.
         self._array[rows, lengths - 1] = np.array([table[-1] for table in tables], dtype=np.int32)
         return self._array[rows, : lengths.max()]
 

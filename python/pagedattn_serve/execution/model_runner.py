@@ -46,16 +46,16 @@ class ModelRunner:
         max_num_blocks_per_seq = -(-scheduler_config.max_model_len // self.block_size)
         self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks_per_seq)
         self.sampler = Sampler(seed, device)
-        # Only of families that have no step of Python which depends on what is in a tensor.
+        # A graph needs a model whose Python code does not depend on the content of a tensor.
         has_graphs = device == "cpu" and isinstance(model, NativeCausalLM) and not enforce_eager
         self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, max_num_blocks_per_seq) if has_graphs else None
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """Copy the blocks of the batch, and run its sequences: the tokens that they sample, in order.
+        """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.
 
-        Of a sequence with drafts, that after its last token, then that after each draft as if those before were right.
-        Of sequences whose prompt is asked about, the logprobs of the prompt's tokens after the rows of this batch.
+        A sequence with drafts samples a token after its last token, and one after each draft as if the drafts so far
+        were right. For a sequence with prompt_logprobs, the result has those of the tokens after the prompt's rows.
         """
         for copy, blocks in (
             (self.cache_engine.swap_out, batch.blocks_to_swap_out),
@@ -64,7 +64,7 @@ class ModelRunner:
         ):
             if blocks:
                 copy(blocks)
-                blocks.clear()  # if the model fails, it has written to some of them when the batch comes again
+                blocks.clear()  # if the model fails and the batch comes again, the blocks have changed
         if not batch.sequences:
             return SamplerOutput()
         token_ids, positions, metadata = self.prepare_inputs(batch)
@@ -82,7 +82,7 @@ class ModelRunner:
         return output
 
     def run_model(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The logits of the rows that sample, until the next call: as a CPU graph if the batch is for one."""
+        """The logits of the rows that sample, valid until the next call. A CPU graph runs if one fits the batch."""
         logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata)
         if logits is None:
             logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
@@ -94,7 +94,7 @@ class ModelRunner:
         for scheduled in batch.sequences:
             sequence, num_new_tokens = scheduled.sequence, scheduled.num_new_tokens
             if num_new_tokens == 1 and scheduled.num_samples and sequence.output_token_ids:
-                token_ids.append(sequence.output_token_ids[-1])  # as of most, and for a fifth of the time
+                token_ids.append(sequence.output_token_ids[-1])  # the usual case, in a fifth of the time
             else:
                 begin = sequence.num_computed_tokens
                 token_ids += sequence.tokens(begin, begin + num_new_tokens)
@@ -108,7 +108,7 @@ class ModelRunner:
         num_samples = _integers([scheduled.num_samples for scheduled in batch.sequences])
         num_rows = num_samples + num_drafts
         rows = np.repeat(query_start_loc[1:].astype(np.int64) - 1, num_rows)
-        if num_drafts.any():  # the rows of a sequence with drafts are its last ones; there is one sample in each
+        if num_drafts.any():  # a sequence with drafts samples from its last rows, once from each
             from_end = np.repeat(np.cumsum(num_rows), num_rows) - np.arange(len(rows)) - 1
             rows -= np.minimum(from_end, np.repeat(num_drafts, num_rows))
         prompt_rows = [np.arange(*positions) + (query_start_loc[i] - begins[i]) for i, positions in _reported(batch)]
@@ -132,12 +132,12 @@ class ModelRunner:
 
 
 def _integers(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64)  # in three quarters of the time that finding out the type takes
+    return np.array(values, dtype=np.int64)  # a given type saves a quarter of the time
 
 
 def sampling_rows(batch: ScheduledBatch) -> list[SamplingState]:
-    """What decides the tokens that are drawn where sequences end: of several tokens there, one state for each fork;
-    then, after each draft, one as if the drafts so far were output."""
+    """The state for each token to draw: at the end of a sequence, one state for each fork; then one for each draft, as
+    if the drafts so far were output."""
     rows: list[SamplingState] = []
     for scheduled in batch.sequences:
         state: SamplingState = scheduled.sequence.sampling
@@ -145,7 +145,7 @@ def sampling_rows(batch: ScheduledBatch) -> list[SamplingState]:
             rows.append(state)
             if scheduled.num_samples == 1 and not scheduled.draft_token_ids:
                 continue
-        # All with the sequence's own matcher: the rows of a sequence follow each other.
+        # All share the matcher of the sequence, because the rows of a sequence follow each other.
         rows += [replace(state, index=index) for index in range(1, scheduled.num_samples)]
         for i in range(1, len(scheduled.draft_token_ids) + 1):
             rows.append(replace(state, output_token_ids=[*state.output_token_ids, *scheduled.draft_token_ids[:i]]))
@@ -153,8 +153,8 @@ def sampling_rows(batch: ScheduledBatch) -> list[SamplingState]:
 
 
 def _reported(batch: ScheduledBatch) -> list[tuple[int, tuple[int, int]]]:
-    """The sequences of the batch, by index, that have rows whose logits prompt_logprobs asks for, and the positions
-    [begin, end) of these rows: none that was looked at before a preemption, and not that of the prompt's last token."""
+    """The sequences, by index in the batch, with rows that prompt_logprobs asks for, and the positions [begin, end) of
+    these rows. The prompt's last position, and positions that were looked at before a preemption, are left out."""
     found = []
     for i, scheduled in enumerate(batch.sequences):
         sequence = scheduled.sequence

@@ -1,10 +1,9 @@
 """From logits to token ids, for a whole batch at once.
 
-Work is done only for the rows that ask for it: random numbers where a token is drawn, a search for the most likely
-tokens where top_k or top_p leaves some out, ranks where logprobs are reported; what changes logits before that is in
-logits_processors.py and token_masks.py. No row's result depends on the logits or parameters of another, not in the last
-bit either. The host waits for the device at the end; before that only where top_k or top_p may keep more than
-_NUM_CANDIDATES tokens.
+A row costs only what it asks for: random numbers if a token is drawn, a search for the most likely tokens if
+top_k or top_p leaves some out, ranks if logprobs are reported. logits_processors.py and token_masks.py change logits
+before that. No bit of a row's result depends on another row. The host waits for the device at the end; before the end
+only if top_k or top_p may keep more than _NUM_CANDIDATES tokens.
 """
 
 import math
@@ -21,29 +20,29 @@ from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
-_STEP_OF_INDEX = 0xD1B54A32D192ED03  # another odd number of as few patterns: spreads the sequences of a request
+_STEP_OF_INDEX = 0xD1B54A32D192ED03  # another odd number: spreads the sequences of a request
 _SMALLEST = torch.finfo(torch.float32).tiny
-# How many of the most likely tokens top_k and top_p look at first. Of 32,000, these are found in a fifteenth of the
-# time that sorting takes, and the top_p of a trained model seldom needs more.
+# How many of the most likely tokens top_k and top_p look at first. Finding these among 32,000 tokens takes a fifteenth
+# of the time of sorting, and for a trained model top_p seldom needs more.
 _NUM_CANDIDATES = 256
-_CACHED_BYTES = 2**20  # of the log-softmax of rows that sample at a time on a CPU
-_PROMPT_BYTES = 4 * 2**20  # of the log-softmax of a prompt's rows at a time
+_CACHED_BYTES = 2**20  # of log-softmax at a time on a CPU, so that it stays in the cache
+_PROMPT_BYTES = 4 * 2**20  # of log-softmax of a prompt at a time
 
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """One token a row, and how likely the model found it: the fp32 log-softmax of the logits as they came.
+    """One token for each row, and its logprob: the fp32 log-softmax of the logits before they are changed.
 
     logprobs: NaN for a row with no token to choose: its logits are no numbers, or `errors` says why.
-    top_logprobs: for a row with `params.logprobs`, the sampled token and that many most likely ones by token id, most
-        likely first; those of probability 0 are left out, equally likely ones share a rank. None for other rows. With
-        num_candidates, all candidates instead of the sampled token.
-    candidates: for a row with num_candidates, so many of the most likely tokens with their log probabilities, most
-        likely first, those of probability 0 left out: of the fp32 log-softmax that is then changed as params and rules
-        say, as in Hugging Face's beam search. None for other rows. Of such a row, the token is of no meaning.
-    errors: of rows, by index, whose parameters leave no token, or whose logits_processors or structured output failed.
-    prompt_logprobs: of sequences whose prompt is asked about, by their place in the batch: the position of a token of
-        the prompt, and for each token from there on the entries as in `top_logprobs`.
+    top_logprobs: for a row with `params.logprobs`, the sampled token (with num_candidates, all candidates) and as many
+        most likely tokens, by token id, most likely first. Tokens of probability 0 are left out. Equally likely tokens
+        share a rank. None for other rows.
+    candidates: for a row with num_candidates, that many most likely tokens with their log probabilities, most likely
+        first, without tokens of probability 0. params and rules change the fp32 log-softmax of such a row, as in
+        Hugging Face's beam search, and its token id means nothing. None for other rows.
+    errors: by row: its parameters leave no token, or its logits_processors or structured output failed.
+    prompt_logprobs: for a sequence with prompt_logprobs, by its place in the batch: the position of a token of the
+        prompt, and entries as in `top_logprobs` for each token from there on.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -64,9 +63,9 @@ class Sampler:
         self._token_masks: TokenMasks | None = None  # made for the first row of structured output
 
     def sample(self, logits: Tensor, rows: list[SamplingState]) -> SamplerOutput:
-        """logits: [num_rows, vocab_size], on the sampler's device. Those of rows with penalties, biases or masks may be
-        changed in place. Ties go to the lower token id where greedy."""
-        # Once: on a CPU, argmax and log_softmax of half precision take four times as long.
+        """logits: [num_rows, vocab_size], on the sampler's device; rows with penalties, biases or masks may be changed
+        in place. A greedy row takes the lowest of equally likely token ids."""
+        # fp32 once: argmax and log_softmax of half precision take four times as long on a CPU.
         logits = logits.float().contiguous()
         output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
         searching, changed, structured, reporting = [], [], [], []
@@ -119,9 +118,9 @@ class Sampler:
         return output
 
     def prompt_logprobs(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[dict[int, Logprob]]:
-        """Of tokens of a prompt, what `SamplerOutput.top_logprobs` is of sampled ones.
+        """Entries as in `SamplerOutput.top_logprobs` for tokens of a prompt.
 
-        logits: [num_tokens, vocab_size], each row from the token before.
+        logits: [num_tokens, vocab_size]; each row is the model's output for the token before.
         """
         entries: list[dict[int, Logprob]] = []
         num_rows = max(_PROMPT_BYTES // (4 * logits.shape[1]), 1)
@@ -149,11 +148,11 @@ class Sampler:
         # Relative to the largest, which stays 0 however small the temperature is.
         relative = logits - logits.amax(dim=-1, keepdim=True)
         probabilities = restrict(relative.div_(temperatures[:, None]), params).softmax(dim=-1)
-        # argmax(p / e) with e ~ Exp(1) draws a token with probability p: the exponential race, as Gumbel-max is.
+        # argmax(p / e) with e ~ Exp(1) draws a token with probability p (the exponential race).
         return _argmax(probabilities.div_(self._exponential_noise(rows, logits)))
 
     def _exponential_noise(self, rows: list[SamplingState], logits: Tensor) -> Tensor:
-        """fp32 [num_rows, vocab_size], positive and finite: Tensor.exponential_ takes five times as long on a CPU."""
+        """fp32 [num_rows, vocab_size], positive and finite, in a fifth of the time of Tensor.exponential_ on a CPU."""
         bits = torch.empty_like(logits, dtype=torch.int32)
         if any(row.sampling_params.seed is None for row in rows):
             bits.random_(generator=self._generator)
@@ -164,13 +163,13 @@ class Sampler:
                 mixed = (row.sampling_params.seed * _GOLDEN_RATIO + place) % 2**64
                 seed = mixed ^ (mixed >> 32)  # the generator looks at the low half
                 bits[i].random_(generator=self._request_generator.manual_seed(seed))
-        # u = (bits + 1/2) / 2^31 in float32, which has the finest steps where they decide: the smallest noise wins. The
-        # last factor keeps u below 1 where the sum rounds up to 2^31. An e of 0 or infinity could draw the impossible.
+        # u = (bits + 1/2) / 2^31 in float32. Its steps are finest near 0, and the smallest noise wins. The last factor
+        # keeps u below 1 if the sum rounds up to 2^31. An e of 0 or infinity could draw a token of probability 0.
         return bits.float().add_(0.5).mul_(-(2**-31) * (1 - 2**-24)).log1p_().neg_()
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """Of each row of fp32 [num_rows, num_columns], contiguous: int64 [num_rows], the first of several."""
+    """The first of the largest in each row of contiguous fp32 [num_rows, num_columns]: int64 [num_rows]."""
     if values.device.type == "cpu":  # there numpy takes a third to an eighth of torch's time
         return torch.from_numpy(values.numpy().argmax(axis=1))
     return values.argmax(dim=-1)
@@ -180,7 +179,6 @@ def _logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """The log-softmax of one token a row, fp32 [num_rows, 1]. token_ids: int64 [num_rows, 1]."""
     if logits.device.type != "cpu" or logits.numel() * logits.element_size() <= _CACHED_BYTES:
         return logits.log_softmax(dim=-1).gather(1, token_ids)
-    # A few rows at a time, so that those of all tokens stay in the cache.
     num_rows = max(_CACHED_BYTES // (logits.element_size() * logits.shape[1]), 1)
     space = torch.empty_like(logits[:num_rows])
     chosen = torch.empty_like(token_ids, dtype=logits.dtype)
@@ -194,8 +192,8 @@ def _logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 def restrict(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Logits [num_rows, vocab_size] with -inf for the tokens that min_p, then top_k, then top_p leave out.
 
-    In vLLM's order: each sees the probabilities of what the one before it left. Of equally likely tokens at the limit,
-    those with the lower ids stay.
+    The order is vLLM's. Each of the three sees the probabilities of the tokens that are left. Of equally likely tokens
+    at a limit, the lower ids stay.
     """
     vocab_size, device = logits.shape[1], logits.device
     if any(p.min_p > 0 for p in params):
@@ -223,9 +221,9 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int,
     # top_p is a share of what top_k leaves.
     of_top_k = cumulative.gather(1, top_k.clamp(max=num_candidates)[:, None] - 1)[:, 0]
     threshold = top_p * torch.where(top_k <= num_candidates, of_top_k, 1.0)
-    # A token stays while the more likely ones do not reach the threshold; the most likely always does.
+    # A token stays if the more likely tokens do not reach the threshold. The most likely token always stays.
     num_kept = (cumulative < threshold[:, None]).sum(dim=-1).add_(1).minimum(top_k).clamp_(max=num_candidates)[:, None]
-    # From the last one that stays back to the whole row, so that ties do not depend on the order topk gives them.
+    # Compare the whole row with the last token that stays, so that ties do not depend on the order of topk.
     last = candidates.gather(1, num_kept - 1)
     num_tied = num_kept - (candidates > last).sum(dim=-1, keepdim=True)
     tied = logits == last
@@ -242,7 +240,7 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int,
 
 def _find_candidates(logprobs: Tensor, rows: list[SamplingState], searching: list[int], output: SamplerOutput) -> None:
     """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
-    for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by it
+    for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by the count
         indices = [i for i in searching if rows[i].num_candidates == count]
         some = [rows[i] for i in indices]
         own = logprobs.index_select(0, _to_device(indices, torch.int64, logprobs.device))
@@ -269,7 +267,7 @@ def _changed(rows: list[SamplingState]) -> list[int]:
 
 
 def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """Of some tokens of each row, ids, ranks and bits of their logprobs; ids and such bits of the most likely ones.
+    """Ids, ranks and logprobs (as bits) of some tokens of each row; ids and logprobs of the most likely tokens.
 
     logprobs: fp32 [num_rows, vocab_size]; token_ids: int64 [num_rows, num_tokens].
     Returns int32 [num_rows, 3 * num_tokens + 2 * num_top].
@@ -282,7 +280,7 @@ def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 
 
 def _reports(ranked: Tensor, num_tokens: int, counts: list[int]) -> list[dict[int, Logprob]]:
-    """`SamplerOutput.top_logprobs` of rows from what `_rank` gives; counts: how many most likely ones of each."""
+    """`SamplerOutput.top_logprobs` from the result of `_rank`. counts: how many of the most likely, for each row."""
     num_top = (ranked.shape[1] - 3 * num_tokens) // 2
     of_given = [num_tokens] * 3
     ids, ranks, logprobs, top_ids, top = ranked.cpu().split_with_sizes([*of_given, num_top, num_top], dim=1)

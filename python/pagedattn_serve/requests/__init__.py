@@ -1,1 +1,1 @@
-"""A request from what a caller says to what it is told: checked, queued, its outputs as they come."""
+"""A request, from the arguments of its caller to the outputs that the caller gets."""

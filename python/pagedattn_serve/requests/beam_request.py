@@ -10,7 +10,7 @@ from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
 class BeamRequest(Request):
-    """Its completions are the running beams, best first; when it is finished, those that the search has chosen.
+    """Its completions are the running beams, best first. Once it is finished, they are what the search has chosen.
 
     Raises ValueError for a length_penalty that is too large for the length.
     """
@@ -29,9 +29,9 @@ class BeamRequest(Request):
         group.sequences[0].sampling.num_candidates = self._search.num_candidates
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
-        """The candidates for each running beam: the search says which go on, with which tokens, and which have ended.
+        """Take the candidates for each running beam. The search says which beams go on with which tokens.
 
-        Returns how many beams these were for. Raises FloatingPointError for logits that are no numbers, ValueError if
+        Returns the number of beams that ran. Raises FloatingPointError for logits that are no numbers, ValueError if
         no token is left to choose.
         """
         self._decode_prompt()
@@ -79,7 +79,7 @@ class BeamRequest(Request):
         return trial.add_token((token_id, 0.0, None, None)) is SequenceStatus.FINISHED_STOPPED
 
     def _continue(self, continuations: tuple[Continuation, ...], scheduler: Scheduler) -> list[Completion]:
-        """The beams that go on, before their tokens: the first continuation of a beam takes it, others a fork of it."""
+        """The beams that go on, without their new tokens. A beam's second continuation takes a fork of the beam."""
         running: list[Completion] = []
         taken: set[int] = set()
         for continuation in continuations:
@@ -93,7 +93,7 @@ class BeamRequest(Request):
     def _extend(self, completion: Completion, continuation: Continuation, token: SampledToken) -> SequenceStatus | None:
         _, _, top_logprobs, _ = token
         logprobs = None
-        if top_logprobs is not None:  # the most likely ones that were asked for, then all candidates
+        if top_logprobs is not None:  # the most likely tokens, as many as were asked for, then all candidates
             num_top = self._rules.params.logprobs
             logprobs = dict(list(top_logprobs.items())[:num_top])
             logprobs.setdefault(continuation.token_id, top_logprobs[continuation.token_id])

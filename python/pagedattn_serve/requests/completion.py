@@ -10,8 +10,7 @@ from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from pagedattn_serve.text.stop_strings import StopState, StopStrings
 
-# A token, its log probability, the most likely ones in its place if they are asked for, and for beam search all that
-# might come there.
+# A token, its log probability, the most likely tokens at its place if asked for, and with beam search the candidates.
 SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, float]] | None]
 
 
@@ -19,11 +18,8 @@ SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, floa
 class OutputRules:
     """What is the same for all outputs of a request.
 
-    tokenizer: None where there is none, or no text is asked for.
-    eos_token_ids: those that end an output; none if they are ignored.
-    max_tokens: most tokens of an output.
-    stop_strings: None if there are none.
-    token_texts: the tokenizer's; None as that is.
+    tokenizer, token_texts: None if there is no tokenizer, or no text is asked for.
+    eos_token_ids: the end-of-sequence tokens that end an output; none with ignore_eos.
     """
 
     params: SamplingParams
@@ -38,9 +34,8 @@ class OutputRules:
 class Completion:
     """The tokens of a sequence, as they come, and their text.
 
-    is_told: whether a delta has told the end of it.
-    cumulative_logprob: sum over the output tokens.
-    logprobs: of each output token and the most likely ones in its place, if the request asks for them.
+    is_told: whether a delta has told the end of this output.
+    logprobs: for each output token, the logprobs of the token and of the most likely tokens, if asked for.
     """
 
     __slots__ = (
@@ -70,11 +65,11 @@ class Completion:
             self._detokenizer = IncrementalDetokenizer(
                 rules.tokenizer, sequence.prompt_token_ids, skip_special_tokens=rules.params.skip_special_tokens
             )
-        self._num_searched = 0  # characters of the text in which no stop string is looked for any more
-        self._stop_state: StopState | None = None  # after these; None for none, or without stop strings
+        self._num_searched = 0  # characters of the text, searched for stop strings
+        self._stop_state: StopState | None = None  # after these characters; None if there are no stop strings
 
     def fork(self, sequence: Sequence) -> Self:
-        """The same output so far, of a fork of the sequence."""
+        """A completion with the same output so far, for a fork of the sequence."""
         other = type(self)(sequence, self._rules)
         other.cumulative_logprob, other.logprobs = self.cumulative_logprob, list(self.logprobs)
         if self._detokenizer is not None:
@@ -83,7 +78,7 @@ class Completion:
         return other
 
     def require_number(self, logprob: float) -> None:
-        """Raises FloatingPointError if the logits were no numbers, which their log-softmax shows."""
+        """Raises FloatingPointError for a log-softmax of NaN: then the logits were no numbers."""
         if math.isnan(logprob):
             raise FloatingPointError(
                 f"logits: expected numbers, got NaN or infinity for output token {len(self.sequence.output_token_ids)}"
@@ -91,12 +86,12 @@ class Completion:
             )
 
     def add_token(self, token: SampledToken) -> SequenceStatus | None:
-        """Append a token and its text; returns the status that the token ends the output with, if it does.
+        """Append a token and its text. Returns the finished status if the token ends the output.
 
         Raises what `require_number` and the tokenizer raise.
         """
         token_id, logprob, top_logprobs, _ = token
-        if logprob != logprob:  # NaN, asked for without a call
+        if logprob != logprob:  # NaN; the comparison saves a call
             self.require_number(logprob)
         sequence, rules = self.sequence, self._rules
         token_ids = sequence.output_token_ids
@@ -135,8 +130,8 @@ class Completion:
         return status
 
     def output(self, index: int, is_delta: bool) -> CompletionOutput:
-        """The output as it stands, or what is new of it since the last delta. Text that may be the beginning of a stop
-        string is held back until the output is done."""
+        """The output so far, or what is new since the last delta. Text that may begin a stop string is held back until
+        the output is done."""
         sequence, params = self.sequence, self._rules.params
         finish_reason = sequence.status.finish_reason
         text = "" if self._detokenizer is None else self._detokenizer.text
@@ -162,7 +157,7 @@ class Completion:
 
 
 def decode_tokens(logprobs: PackedLogprobs) -> None:
-    """Have the text of each token ready: decoded here, as whoever reads the logprobs is another thread."""
+    """Decode the text of each token now: the logprobs are read in another thread."""
     if logprobs.texts is not None:
         for token_id in logprobs:
             logprobs.texts[token_id]

@@ -22,11 +22,11 @@ from pagedattn_serve.text.tokenizer import bad_word_ids
 
 
 class InputProcessor:
-    """From what a caller says to what the engine queues, for one model and its tokenizer.
+    """Makes requests, which the engine queues, from what callers say. For one model and its tokenizer.
 
-    tokenizer: from transformers; None where the model's directory has none. max_model_len: most tokens of a sequence.
+    tokenizer: from transformers; None if the model's directory has none.
 
-    Changes no request and no queue; any thread may call it at any time.
+    Changes no request and no queue. Any thread may call its methods at any time.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class InputProcessor:
     ) -> None:
         self.defaults = defaults
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # transformers promises nothing of a tokenizer that two threads are in
+        self._lock = threading.Lock()  # transformers does not promise that a tokenizer is thread-safe
         self._vocab_size = vocab_size
         self._num_token_ids = max(vocab_size, 0 if tokenizer is None else len(tokenizer))
         self._max_model_len = max_model_len
@@ -73,10 +73,7 @@ class InputProcessor:
             return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, None if it came as token ids alone, and its token ids.
-
-        Raises ValueError or TypeError if it has none that the model knows.
-        """
+        """The text of a prompt (None if it came as token ids alone) and its token ids. Raises ValueError, TypeError."""
         if (prompt is None) == (token_ids is None):
             raise ArgumentError("prompt", "either prompt or prompt_token_ids")
         text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
@@ -98,8 +95,8 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """A request that is not queued yet. The arguments and the errors are those of `LLMEngine.add_request`, but for
-        what depends on the other requests and on the length of the prompt, which the scheduler checks."""
+        """A request that is not queued yet. Arguments and errors are those of `LLMEngine.add_request`. The scheduler
+        checks later what depends on other requests, and the length of the prompt."""
         if not isinstance(request_id, str):
             raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         params = self.defaults.params if sampling_params is None else sampling_params
@@ -128,7 +125,7 @@ class InputProcessor:
         return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
 
     def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
-        """What `params` leave to the tokenizer and the model; bad_words: more of them."""
+        """bad_words: sequences of token ids beside the bad_words of `params`."""
         if params.bad_words:
             if self._tokenizer is None:
                 raise ArgumentError("bad_words", "none, as the model's directory has no tokenizer")
@@ -148,7 +145,7 @@ class InputProcessor:
         return self._grammars.matcher(params.structured_output)
 
     def _output_rules(self, params: SamplingParams, num_prompt_tokens: int, max_length: int | None) -> OutputRules:
-        """max_length: most tokens of prompt and output, which leaves one at least; None: only those of the model."""
+        """max_length: most tokens of prompt and output, but the output may always have one; None: the model's limit."""
         max_len = self._max_model_len
         if max_length is not None:
             max_len = min(max_len, max(max_length, num_prompt_tokens + 1))
@@ -165,7 +162,7 @@ class InputProcessor:
 
 
 def sequence_rules(params: SamplingParams) -> SequenceRules:
-    """What the scheduler is told of the parameters."""
+    """The parameters that the scheduler needs."""
     return SequenceRules(
         num_sequences=params.num_sequences,
         uses_beams=params.use_beam_search,

@@ -5,13 +5,13 @@ from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
-# A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with either or both, under
-# their names. Where it has both, the ids count, and the text is what `RequestOutput.prompt` shows.
+# A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with prompt, prompt_token_ids
+# or both. With both, the model runs the ids, and `RequestOutput.prompt` shows the text.
 Prompt = Any
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt, or a list, tuple, or two-dimensional array of them, as a list of prompts."""
+    """A list of prompts from one prompt, or from a list, a tuple or a two-dimensional array of prompts."""
     prompts = without_array(prompts)
     if isinstance(prompts, str | dict):
         return [prompts]
@@ -23,8 +23,7 @@ def split_prompts(prompts: Any) -> list[Prompt]:
 
 
 def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """A prompt's text, its token ids as a new list of ints, or both. A wrong type raises TypeError, a wrong key
-    ValueError."""
+    """The text of a prompt, its token ids as a new list, or both. Raises TypeError, and ValueError for a wrong key."""
     if isinstance(prompt, dict):
         if not prompt or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(str, prompt)) or "none"
@@ -43,9 +42,9 @@ def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 
 def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
-    """Token ids as a new list of ints: of a list or tuple of any integers, or an array or tensor of one dimension.
+    """Token ids as a new list of ints, from a list or tuple of integers, or an array or tensor of one dimension.
 
-    Raises TypeError, which calls them `name`, if they are none.
+    Raises TypeError, which calls the token ids `name`.
     """
     token_ids = without_array(token_ids)
     if not isinstance(token_ids, list | tuple):
@@ -63,5 +62,5 @@ def without_array(value: Any) -> Any:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an int, or one of numpy's; a bool is not."""
+    """Whether a value is an int of Python or numpy. A bool is none."""
     return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0

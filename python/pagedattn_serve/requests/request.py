@@ -10,14 +10,14 @@ from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
-# A module finds a name sooner than an enum finds a member.
+# A module looks up a name faster than an enum looks up a member.
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class Request:
-    """One prompt and its outputs. prompt: None if it came as token ids alone.
+    """One prompt and its outputs.
 
-    output_kind: what its user is told. The user's own choice, but where the outputs are chosen at the end.
+    output_kind: the user's choice, but FINAL_ONLY if the outputs are chosen at the end.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Request:
         chooses_at_end = params.use_beam_search or params.num_sequences > params.n
         self.output_kind = FINAL_ONLY if chooses_at_end else params.output_kind
         self._prompt = prompt
-        self._prompt_token_ids = [*group.prompt_token_ids]  # the user's own, who may write to it
+        self._prompt_token_ids = [*group.prompt_token_ids]  # a list for the user, who may write to it
         self._are_prompt_logprobs_told = False  # by a delta
         self._params = params
         self._token_texts = rules.token_texts
@@ -52,7 +52,7 @@ class Request:
             self._prompt_logprobs = [None]  # of the first token
 
     def add_prompt_logprobs(self, begin: int, entries: list[dict[int, Logprob]]) -> None:
-        """Those of the prompt's next tokens, from position `begin` on."""
+        """Add the logprobs of the prompt's next tokens, from position `begin` on."""
         assert self._prompt_logprobs is not None and len(self._prompt_logprobs) == begin
         self._prompt_logprobs += map(PackedLogprobs, entries)
         [sequence] = self.group.sequences
@@ -60,9 +60,9 @@ class Request:
         sequence.prompt_logits_from = num_known - 1 if num_known < len(sequence.prompt_token_ids) else None
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
-        """One for each unfinished sequence; the first ones, of which there may be several, fork the sequences.
+        """Append a token to each unfinished sequence. If the first tokens are several, the sequence forks for them.
 
-        Returns how many were appended. Raises what `Completion.add_token` does.
+        Returns how many tokens were appended. Raises what `Completion.add_token` raises.
         """
         if self._prompt_logprobs is not None:
             self._decode_prompt()
@@ -83,9 +83,9 @@ class Request:
         self.completions = [parent, *map(parent.fork, children)]
 
     def add_verified(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
-        """One after the other to its one sequence: all but the last are drafts, or all.
+        """Append tokens to the one sequence. All tokens, or all but the last one, were its drafts.
 
-        Returns how many were appended before one ended the output. Raises what `Completion.add_token` does.
+        Returns how many tokens were appended: none after a token that ends the output. Raises as `add_tokens`.
         """
         [completion] = self.completions
         num_added = 0
@@ -99,19 +99,19 @@ class Request:
         return num_added
 
     def fail(self, error: str | BadArgument, scheduler: Scheduler) -> None:
-        """End all that is unfinished of it."""
+        """End all unfinished sequences."""
         self.error = error
         for sequence in list(self.group.sequences):
             scheduler.finish(self.group, sequence, SequenceStatus.FINISHED_ERROR)
 
     def best(self) -> list[Completion]:
-        """As many as are to be returned: in order of index where that is all of them, else the likeliest first."""
+        """The completions to return: all in order of index, or, if n is fewer, the n likeliest, likeliest first."""
         if len(self.completions) <= self._params.n:
             return self.completions
         return sorted(self.completions, key=lambda each: -each.cumulative_logprob)[: self._params.n]
 
     def output(self) -> RequestOutput:
-        """The request as it stands, or what is new of it since the last delta."""
+        """The request so far, or what is new since the last delta."""
         is_delta, error = self.output_kind is DELTA, self.error
         outputs: list[CompletionOutput] = []
         for index, completion in enumerate(self.best() if self.output_kind is FINAL_ONLY else self.completions):

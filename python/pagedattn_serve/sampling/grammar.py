@@ -12,20 +12,17 @@ from pagedattn_serve.errors import ArgumentError, ArgumentImportError
 from pagedattn_serve.structured_output import StructuredOutput
 
 _MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
-# llguidance recurses into references, one more to each few characters: on a thread's usual stack of 8 MiB, a schema of
-# 1,000 references in a row ends the process. This is room for all that MAX_CHARACTERS can say; what is not used is not
-# paged in.
+# llguidance recurses into references: on a thread's usual stack of 8 MiB, a schema of 1,000 references ends the
+# process. This stack has room for any text of MAX_CHARACTERS. Memory is taken only for the part that is used.
 _STACK_BYTES = 256 * 2**20
-_stack_size_lock = threading.Lock()  # the size for new threads is one for the process
+_stack_size_lock = threading.Lock()  # one size holds for all new threads of the process
 
 
 class TokenMatcher:
     """Where in its form one output stands.
 
-    It follows the output's tokens when it is asked for the next one, so nothing else has to tell it of preemptions or
-    drafts.
-
-    num_mask_words: int32s of a mask, a bit a token.
+    The matcher follows the output's tokens when it is asked for the next token. So nobody tells it of preemptions or
+    drafts. num_mask_words: int32 words of a mask, which has a bit for each token.
     """
 
     def __init__(self, compiled: Any, num_mask_words: int) -> None:
@@ -34,7 +31,7 @@ class TokenMatcher:
         self._state: tuple[Any, int] | None = None  # llguidance's LLMatcher, and how many tokens it has seen
 
     def fork(self) -> Self:
-        """One for another output with the same tokens so far."""
+        """A matcher for another output with the same tokens so far."""
         other = type(self)(self._compiled, self.num_mask_words)
         if self._state is not None:
             matcher, num_tokens = self._state
@@ -42,7 +39,7 @@ class TokenMatcher:
         return other
 
     def advance(self, token_ids: Sequence[int]) -> Any:
-        """llguidance's matcher after these, all tokens of the output. What is wrong then, `error_of` says."""
+        """llguidance's matcher after all tokens of the output, which are token_ids. `error_of` tells its error."""
         matcher, num_tokens = self._state or (self._compiled.deep_copy(), 0)
         if num_tokens < len(token_ids):
             matcher.consume_tokens(list(token_ids[num_tokens:]))
@@ -53,8 +50,8 @@ class TokenMatcher:
 class GrammarCompiler:
     """Compiles forms of output, each once, for one tokenizer and model.
 
-    vocab_size: of the model; it may be more than the tokenizer has, whose tokens alone are ever allowed.
-    eos_token_ids: what ends an output.
+    vocab_size: the model's, which may be larger than the tokenizer's. Only tokens of the tokenizer are ever allowed.
+    eos_token_ids: the tokens that end an output.
 
     Raises ImportError where llguidance is not installed, ValueError if it does not take the tokenizer or there is no
     end-of-sequence token.
@@ -70,15 +67,15 @@ class GrammarCompiler:
         try:
             num_tokens = max(vocab_size, *(token_id + 1 for token_id in tokenizer.get_vocab().values()))
             tokens = from_tokenizer(tokenizer, num_tokens, sorted(eos_token_ids))
-        except Exception as error:  # of any type, as the tokenizer has it
+        except Exception as error:  # a tokenizer may raise any type
             raise ArgumentError("structured_output", f"a tokenizer that llguidance can read ({error})") from None
         self._num_mask_words = -(-tokens.vocab_size // 32)
         self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, tokens))
 
     def matcher(self, form: StructuredOutput) -> TokenMatcher:
-        """At the beginning of an output of this form. Thread-safe.
+        """A matcher at the beginning of an output of this form. Thread-safe.
 
-        Raises ValueError, with the kind of the form and llguidance's message, if it cannot be held to.
+        Raises ValueError, with the kind of the form and llguidance's message, if no output can be held to the form.
         """
         return TokenMatcher(self._compile(form), self._num_mask_words)
 
@@ -108,12 +105,11 @@ def _compile(tokens: Any, form: StructuredOutput) -> Any:
 
 
 def _refusal(form: StructuredOutput, reason: object) -> ArgumentError:
-    """reason: llguidance's message."""
     return ArgumentError("structured_output", f"a form ({form.kind}) that an output can be held to", reason)
 
 
 def _grammar(form: StructuredOutput) -> str:
-    """As llguidance takes it."""
+    """The form in the language of llguidance."""
     from llguidance import LLMatcher
 
     if form.regex is not None:
@@ -121,14 +117,14 @@ def _grammar(form: StructuredOutput) -> str:
     if form.grammar is not None:
         return LLMatcher.grammar_from_lark(form.grammar)
     if form.choice is not None:
-        # As one terminal: of rules, llguidance follows 2,000 at once and no more.
+        # One terminal, because llguidance follows at most 2,000 rules at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choices)))
     options: Any = None if form.whitespace_pattern is None else {"whitespace_pattern": form.whitespace_pattern}
     return LLMatcher.grammar_from_json_schema(form.schema, overrides=options)
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:
-    """What it returns, from a thread with a stack of _STACK_BYTES."""
+    """What the function returns in a thread with a stack of _STACK_BYTES."""
     with ThreadPoolExecutor(max_workers=1) as executor:
         with _stack_size_lock:
             before = threading.stack_size()

@@ -2,20 +2,20 @@
 
 Decided anew at each step (iteration-level scheduling: Orca, Yu et al., OSDI 2022), with the preemption of
 PagedAttention (Kwon et al., SOSP 2023, section 4.5): the sequences of a request run, wait and are preempted together,
-and when blocks run out, the last group in order loses its own. They are swapped out to host memory, or dropped and
-computed again later. Prompts run in chunks that fill what the step's token budget leaves beside the decodes.
+and when blocks run out, the last group in order loses its blocks. The blocks are swapped out to host memory, or
+dropped and computed again later. Prompts run in chunks that fill what the decodes leave of the step's token budget.
 
 A long prompt, one that does not fit in a step, would stall everybody: the decodes, as its chunks make long steps, and
-newcomers, as it takes the whole budget step after step. So it gets a share (`PromptPace`): beside others few tokens,
-which make the step no more than about 2.5 times as long, and alone all that a second has room for. Others get the rest
-of the budget. These are the bounds:
-- the long prompt gets a token at least in 15 of 16 steps, but where those before it need the whole budget;
+newcomers, as it takes the whole budget step after step. So it gets a share (`PromptPace`): beside other sequences few
+tokens, with which the step takes at most about 2.5 times as long; alone, all tokens that a second has room for. Other
+sequences get the rest of the budget. These are the bounds:
+- the long prompt gets a token at least in 15 of 16 steps, unless sequences before it need the whole budget;
 - when prompts after it have run as many tokens as a step holds, it gets one chunk as if it were alone;
-- long prompts run one after the other. Those that wait for another are passed by shorter ones, and by nobody once it is
-  through.
+- long prompts run one after the other. While a long prompt waits for another, shorter prompts pass it;
+  afterwards nobody does.
 
-With speculation, guesses at a sequence's next tokens run behind its last one (Leviathan et al., ICML 2023), with what
-budget and blocks everything else has left: they take nothing from anybody.
+With speculation, guesses at a sequence's next tokens run behind its last token (Leviathan et al., ICML 2023). They get
+the budget and the blocks that are left at the end, so they take nothing from anybody.
 
 All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. Each of
 `running`, `swapped` and `waiting` is sorted by it. From this follows what keeps the rest short:
@@ -149,7 +149,7 @@ class Scheduler:
         """Record that the batch ran: the keys and values of its tokens are in the cache. Drafts do not count yet.
 
         seconds: the time that the batch took, from which follows how many tokens of long prompts run; None if unknown.
-        Raises RuntimeError if it has copies left: the blocks of somebody would hold the tokens of somebody else.
+        Raises RuntimeError if the batch has copies left: blocks of one request would hold the tokens of another.
         """
         if batch.has_copies:
             raise RuntimeError("batch: expected one that has run, got blocks that were not copied")
@@ -211,7 +211,7 @@ class Scheduler:
         return group
 
     def restart(self, groups: list[SequenceGroup]) -> None:
-        """Forget all groups but these, which wait without blocks afterwards, whatever state they are in."""
+        """Forget all groups but these. These wait without blocks afterwards, whatever state they were in."""
         for group in groups:
             for sequence in group.sequences:
                 sequence.status = SequenceStatus.WAITING
@@ -451,7 +451,7 @@ class Scheduler:
         num_left = self.config.max_model_len - sequence.num_tokens
         if rules.max_tokens is not None:
             num_left = min(num_left, rules.max_tokens - num_output)
-        return min(self.config.num_speculative_tokens, num_left - 1)  # a step gives one token beside those
+        return min(self.config.num_speculative_tokens, num_left - 1)  # a step gives one token beside the drafts
 
     def _num_places(self) -> int:
         """How many more sequences may run."""
