@@ -1,4 +1,4 @@
-"""A conversation: each line of standard input is a message, its answer is printed, and both are kept for the next one.
+"""A conversation: each line of standard input is a message, whose answer is printed. The chat grows by both.
 
 Usage: python python/examples/chat.py [MODEL] (Ctrl-D ends it)
 """
@@ -17,11 +17,11 @@ def main() -> None:
         messages.append({"role": "user", "content": line.strip()})
         try:
             [output] = llm.chat(messages, params, use_tqdm=False)
-        except ValueError as error:  # as when the conversation has become too long for the model
+        except ValueError as error:  # for example, the conversation is too long for the model
             sys.exit(str(error))
         answer = output.outputs[0].text
         messages.append({"role": "assistant", "content": answer})
-        # What was said before is in the cache: only what is new is computed.
+        # Earlier messages are in the cache: only new tokens are computed.
         num_found_before, num_found = num_found, llm.llm_engine.stats().num_found_tokens
         print(f"[{num_found - num_found_before} of {len(output.prompt_token_ids)} tokens were in the cache]")
         print(answer, flush=True)

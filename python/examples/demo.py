@@ -4,8 +4,8 @@ Usage: python python/examples/demo.py [--requests N] [--threads N]
 
 Prompts are pieces of the Python language reference (it ships with CPython), 8 to 160 tokens long; the outputs have 16
 to 128 tokens. The table compares the same requests served together, one at a time, and by Hugging Face `generate` in
-static batches padded to their longest member, all greedy and in fp32, with the same weights and threads. One thread by
-default: on a busy machine, the small matrix products of this model mostly wait for a second one.
+static batches padded to their longest member, all greedy and in fp32, with the same weights and threads. The default is
+one thread: on a busy machine, the small matrix products of this model mostly wait for a second thread.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """transformers' continuous batching on the paged ops: `use_paged_attention`, then `generate_batch`.
 
 Usage: python python/examples/generate_batch.py [MODEL]
-On the CPU with psutil installed, by which transformers sees how much memory there is.
+On a CPU, transformers needs psutil to see how much memory there is.
 """
 
 import sys

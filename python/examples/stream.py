@@ -19,7 +19,7 @@ def main() -> None:
             print(f"{output.request_id:6}{text[shown[output.request_id] :]!r}", output.outputs[0].finish_reason or "")
             shown[output.request_id] = len(text)
         num_steps += 1
-        if num_steps == 5:  # it joins the batch at the next step
+        if num_steps == 5:  # the request joins the batch at the next step
             engine.add_request("late", "The for statement", SamplingParams(temperature=0, max_tokens=10))
         if num_steps == 20:
             aborted = engine.abort_request("class")

@@ -39,16 +39,16 @@ class AsyncLLMEngine:
     """An `LLMEngine` in a thread of its own, whose requests are asynchronous iterators.
 
     Args:
-        engine: nobody else may step it or change its requests while this runs. What never changes may be read by all,
-            as tokenizer, max_model_len and get_default_sampling_params().
-        max_waiting: most requests that do not run yet; one more is refused.
-        on_death: called in the event loop when the engine has broken, which `error` tells; not after `shutdown`.
+        engine: nobody else may step it or change its requests while it runs here. Anybody may read what never changes:
+            tokenizer, max_model_len and get_default_sampling_params().
+        max_waiting: most requests that do not run yet. The engine refuses further requests.
+        on_death: called in the event loop when the engine has broken (`error` says why), but not after `shutdown`.
 
-    A step that raises ends the requests of its batch, with finish_reason "error"; the others go on. The third such step
-    in a row breaks the engine, as does KeyboardInterrupt or SystemExit in its thread: all that is unfinished raises
-    EngineDeadError.
+    A step that raises ends the requests of its batch, with finish_reason "error"; other requests go on. The third such
+    step in a row breaks the engine, as does KeyboardInterrupt or SystemExit in its thread: then all unfinished requests
+    raise EngineDeadError.
 
-    It lives once, in the event loop that `start` runs in. All of it is for that thread, but for `stats`.
+    An AsyncLLMEngine starts once. Only `stats` may be called outside of the event loop that `start` runs in.
     """
 
     def __init__(self, engine: LLMEngine, max_waiting: int = 1024, on_death: Callable[[], None] | None = None) -> None:
@@ -61,9 +61,9 @@ class AsyncLLMEngine:
         self._is_running = False
         self._is_stopping = False
         self._streams: dict[str, Stream] = {}  # of the unfinished requests
-        self._in_hand: set[Stream] = set()  # of these, the ones that the engine had not got when it was last heard of
+        self._in_hand: set[Stream] = set()  # streams whose requests the engine had not got at the last news
         self._calls: set[asyncio.Future[Any]] = set()
-        self._num_waiting = 0  # in the engine's queue, at that time
+        self._num_waiting = 0  # in the engine's queue, at the last news
         self._stats = engine.stats()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the preparing thread; None ends it
         self._engine_loop = EngineLoop(engine, partial(self._tell, self._deliver))
@@ -79,7 +79,7 @@ class AsyncLLMEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine takes requests."""
         return self._is_running and not self._is_stopping and self._loop is not None and not self._loop.is_closed()
 
     @property
@@ -88,8 +88,8 @@ class AsyncLLMEngine:
         return len(self._streams)
 
     def stats(self) -> EngineStats:
-        """The engine after the last step, or where counting takes long, a few steps before; any thread may call it, and
-        nobody waits. `call(LLMEngine.stats)` is exact."""
+        """The stats after the last step, or, if counting takes long, after an earlier step. Any thread may call this,
+        and no call waits. `call(LLMEngine.stats)` is exact."""
         return self._stats
 
     async def start(self) -> None:
@@ -106,8 +106,8 @@ class AsyncLLMEngine:
     async def shutdown(self) -> None:
         """Stop after the step that runs; may be called more than once.
 
-        Requests that the engine has end with what they had so far and finish_reason "abort"; those whose prompts are
-        still being prepared raise EngineDeadError.
+        Requests in the engine end with finish_reason "abort". Requests whose prompts are being prepared raise
+        EngineDeadError.
         """
         self._is_stopping = True
         if self._loop is None:
@@ -128,12 +128,12 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, of the kind that `SamplingParams.output_kind` says; the last one is finished.
 
-        The arguments are those of `LLMEngine.add_request`; request_id: by default one that nobody guesses. A reader
-        that is slower than the engine gets the latest output, or the sum of the deltas that it has not read. One that
-        leaves (`aclose`, a task that is cancelled) takes the request with it, before the next step.
+        The arguments are those of `LLMEngine.add_request`. The default request_id is random, so nobody can guess it. A
+        reader that is slower than the engine gets the latest output, or the sum of the deltas that it has not read. If
+        the reader leaves (`aclose`, a cancelled task), the request ends before the next step.
 
-        Raises, before the first output, TypeError or ValueError as `LLMEngine.add_request` does, EngineBusyError or
-        EngineDeadError; the latter also later on.
+        Raises TypeError, ValueError (as `LLMEngine.add_request`) and EngineBusyError before the first output, and
+        EngineDeadError at any time.
         """
         options = {"arrival_time": time.monotonic(), "priority": priority, "cache_salt": cache_salt}
         stream = self._admit(secrets.token_hex(16) if request_id is None else request_id)
@@ -148,19 +148,18 @@ class AsyncLLMEngine:
             self._leave(stream)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its last output has finish_reason "abort". One that is unknown or finished is ignored."""
+        """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.is_aborted = True  # for one that the engine has not got yet
+            stream.is_aborted = True  # for a request that the engine has not got yet
             self._engine_loop.abort(stream)
-            with suppress(EngineDeadError):  # which ends it as well
+            with suppress(EngineDeadError):  # a dead engine has ended the request, too
                 await self.call(lambda _: None)
 
     async def call(self, f: Callable[[LLMEngine], T]) -> T:
-        """What `f` returns or raises, called in the engine's thread between two steps: it may look at everything, but
-        neither step nor abort.
+        """Call `f` in the engine's thread between two steps. It may look at everything, but neither step nor abort.
 
-        Raises EngineDeadError if the engine ends before.
+        Returns or raises what `f` does. Raises EngineDeadError if the engine ends before the call.
         """
         self._check_running()
         future: asyncio.Future[tuple[T, BaseException | None]] = asyncio.get_running_loop().create_future()
@@ -231,7 +230,7 @@ class AsyncLLMEngine:
                 future.set_result((result, raised))
 
     def _finish(self, error: str | None) -> None:
-        """The engine's last word: nothing comes any more."""
+        """The engine has ended: nothing comes any more."""
         self._is_running = False
         self.error = error
         for stream in list(self._streams.values()):
@@ -243,7 +242,7 @@ class AsyncLLMEngine:
             self._on_death()
 
     def _stop_at_exit(self) -> None:
-        """For a program that ends without `shutdown`: a step that the interpreter's end cuts short ends in abort()."""
+        """For a program that ends without `shutdown`: a step that runs at the interpreter's end ends in abort()."""
         self._is_stopping = True
         self._engine_loop.stop()
         self._thread.join()
@@ -279,7 +278,7 @@ class AsyncLLMEngine:
             self._engine_loop.add(stream, request)
 
     def _tell(self, f: Callable[..., object], *args: Any) -> None:
-        """Call `f` in the event loop. If that is closed nobody is left, and the engine stops."""
+        """Call `f` in the event loop. If the event loop is closed, nobody is left, and the engine stops."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(f, *args)

@@ -16,20 +16,20 @@ from pagedattn_serve.requests.request import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row: then the fault is not in the requests
-STATS_PAUSE = 50  # times the time of counting, which with many blocks would slow down each step
+MAX_FAILED_STEPS = 3  # in a row; then the requests are not to blame
+STATS_PAUSE = 50  # in times of counting, which takes long with many blocks
 
 
 @dataclass(slots=True)
 class News:
     """What happened since the last news.
 
-    queued: streams whose requests the engine has got, or refused.
-    refused: streams whose requests it did not take, and why.
-    outputs: of streams, in their order.
+    queued: streams whose requests the engine has got or refused.
+    refused: streams whose requests the engine refused, and why.
+    outputs: streams and their outputs, in order.
     results: futures of `EngineLoop.call`, with what the function returned or raised.
-    num_waiting: requests in its queue after all that.
-    stats: then, or some steps before.
+    num_waiting: requests in the engine's queue.
+    stats: the engine's, perhaps of some steps before.
     """
 
     stats: EngineStats
@@ -45,8 +45,7 @@ class EngineLoop:
 
     publish: called in the loop's thread with the news, after each step, and before a step if somebody waits for news.
 
-    Any thread may call `add`, `abort`, `call` and `stop`. The loop does what they say, in their order, between two
-    steps.
+    Any thread may call `add`, `abort`, `call` and `stop`. The loop follows the calls in order, between two steps.
     """
 
     def __init__(self, engine: LLMEngine, publish: Callable[[News], None]) -> None:
@@ -66,7 +65,7 @@ class EngineLoop:
         self._commands.put(partial(self._add, stream, request))
 
     def abort(self, stream: Stream) -> None:
-        """End its request; a reader that is still there gets the last output."""
+        """End the request of a stream. A reader that is still there gets the last output."""
         self._commands.put(partial(self._abort, stream))
 
     def call(self, f: Callable[[LLMEngine], object], future: asyncio.Future[Any]) -> None:
@@ -80,8 +79,7 @@ class EngineLoop:
     # ---- in the loop's thread ---------------------------------------------------------------------------------------
 
     def run(self) -> str | None:
-        """Run until `stop`, or until the engine breaks. Returns what broke it, or None. Afterwards the engine has none
-        of the loop's requests any more."""
+        """Run until `stop`, or until the engine breaks; returns what broke it. All requests of the loop end."""
         error = None
         try:
             while self._take_commands():
@@ -94,12 +92,12 @@ class EngineLoop:
             if error is None:
                 self._add_outputs(outputs)
             self._send_news(with_stats=True)
-        except BaseException:  # it is broken, as was said
+        except BaseException:  # the log already says that the engine is broken
             logger.exception("requests of a broken engine were not aborted")
         return error
 
     def _take_commands(self) -> bool:
-        """Do what other threads have sent. Wait for something if there is nothing to step. Returns False to stop."""
+        """Follow the calls of other threads; wait for one if there is nothing to step. Returns False to stop."""
         while not self._is_stopping:
             is_idle = not self._engine.has_unfinished_requests()
             try:
@@ -152,7 +150,7 @@ class EngineLoop:
             return
         try:
             self._engine.queue_request(request)
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # of this request alone, whatever the error is
             self._news.refused.append((stream, error))
             return
         self._streams[stream.request_id] = stream
@@ -170,7 +168,7 @@ class EngineLoop:
             self._news.results.append((future, f(self._engine), None))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # it is for the one who called
+        except BaseException as error:  # the caller gets the error
             self._news.results.append((future, None, error))
 
     def _stop(self) -> None:
@@ -178,5 +176,4 @@ class EngineLoop:
 
 
 def describe(error: BaseException) -> str:
-    """Its kind and its text."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What one reader of `AsyncLLMEngine` waits at: a mailbox for what it has not read of its request."""
+"""A mailbox for the outputs of one request that the reader of `AsyncLLMEngine.generate` has not read."""
 
 import asyncio
 
@@ -8,11 +8,11 @@ from pagedattn_serve.outputs import RequestOutput
 class Stream:
     """The outputs of one request on their way to its reader.
 
-    A slow reader costs nothing. Of several outputs that wait for it, one is left: deltas are added up, and of other
-    outputs the latest has all that there is. All is for the event loop's thread; other threads may read the flags.
+    A slow reader costs nothing, because only one output waits for the reader: deltas are added up, and any other output
+    replaces the output before it. All is for the event loop's thread, but other threads may read the flags.
 
-    has_deltas: whether the outputs are deltas; set before there is one.
-    is_left: nobody reads any more. is_aborted: the request is to end, and its reader to be told.
+    has_deltas: whether the outputs are deltas; set before the first output.
+    is_left: nobody reads any more. is_aborted: the request is to end, and the reader gets its last output.
     """
 
     __slots__ = ("_error", "_output", "_waiter", "has_deltas", "is_aborted", "is_left", "request_id")
@@ -35,12 +35,12 @@ class Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream: once there is no more output, `get` raises the error."""
+        """End the stream: `get` gives the output that waits, then raises the error."""
         self._error = error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """What was not read, when there is something. Raises what `fail` was given."""
+        """Wait for an output that was not read. Raises the error of `fail`."""
         while self._output is None:
             if self._error is not None:
                 raise self._error

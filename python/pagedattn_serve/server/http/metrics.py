@@ -1,8 +1,8 @@
 """What Prometheus scrapes at /metrics. Names are vLLM's, with `pagedattn:` in place of `vllm:`; docs/operations.md says
 which are our own.
 
-What the engine counts is read from its last step when somebody scrapes; times of requests are observed as outputs pass
-to the clients, once a request but for the time between outputs.
+A scrape reads the counts of the engine's last step. The times of a request are observed as its outputs pass to the
+client.
 """
 
 import time
@@ -25,7 +25,7 @@ from pagedattn_serve.server.http.request_context import current_request
 
 Stats = Callable[[], EngineStats]
 
-# Seconds. From a small model on a GPU to a large one on a CPU: at most a factor 2.5 from one to the next.
+# Seconds, from a small model on a GPU to a large model on a CPU. Each bucket is at most 2.5 times the one before.
 FIRST_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920, 3600)
@@ -93,18 +93,18 @@ class ServerMetrics:
         return made.labels(self._model_name)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The page, and its content type: what a scraper asks for in its header Accept."""
+        """The page and its content type, which follows the scraper's header Accept."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[RequestOutput], None]]:
-        """In here the outputs of one request of the engine, which are deltas, are passed on; each is shown to the
-        function that this gives. At the end, the request's tokens are added to the current HTTP request's.
+        """Gives a function that is to see each output (a delta) of one request of the engine. At the end, the request's
+        tokens are added to the current HTTP request's.
 
-        Whoever passes them on raises ApiError for a request that was refused or failed, and anything else where its
-        reader has left: that counts as "abort", unless the request was finished. One that is refused before its first
-        output counts for nothing.
+        An ApiError in the context says that the request was refused or failed. Any other exception says that the reader
+        has left, which counts as "abort" unless the request was finished. A request that is refused before
+        its first output is not counted.
         """
         seen = _Seen()
         try:
@@ -154,7 +154,7 @@ class ServerMetrics:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of one request: its last output, when that was, how long its outputs are, how they ended."""
+    """What was seen of one request: its last output and when that came; lengths and ends of all outputs."""
 
     last: RequestOutput | None = None
     time: float = 0.0
@@ -163,7 +163,7 @@ class _Seen:
 
 
 class EngineCollector(Collector):
-    """What the engine counts, as it was after its last step."""
+    """The counts of the engine after its last step."""
 
     def __init__(self, stats: Stats, model_name: str) -> None:
         self._stats = stats
@@ -199,8 +199,6 @@ class EngineCollector(Collector):
 
 
 def add_metrics_route(app: Starlette, metrics: ServerMetrics) -> None:
-    """GET /metrics."""
-
     async def show(request: Request) -> Response:
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})

@@ -19,7 +19,7 @@ SAME = (
 )
 # Fields that come from the model's generation_config.json, if a request leaves them out.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# What may stand between two parts of JSON: indentation, but not so much that a weak model writes nothing else.
+# Between two parts of JSON: enough for indentation. Without a bound, a weak model may write nothing else.
 WHITE_SPACE = r"[ \t\r\n]{0,20}"
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -49,7 +49,7 @@ def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> Sampli
 def _params(
     body: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams, chosen: dict[str, Any]
 ) -> SamplingParams:
-    """From the body, and from the model's defaults for what the body leaves out. chosen: the endpoint's own fields."""
+    """Parameters from the body, or else from the model's defaults. chosen: the fields that the endpoint decides."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -59,7 +59,7 @@ def _params(
         raise ApiError(
             400, "best_of: expected at most n with stream, as the best are known at the end alone", param="best_of"
         )
-    if body.use_beam_search:  # it draws nothing, so the model's defaults for drawing do not count
+    if body.use_beam_search:  # beam search draws nothing: no defaults for drawing
         base: dict[str, Any] = {"temperature": 0}
     else:
         base = {name: getattr(defaults, name) for name in FROM_MODEL}

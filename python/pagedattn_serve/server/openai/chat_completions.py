@@ -52,7 +52,7 @@ class _Answer:
         self._logprobs = ChatLogprobsFormat(body.top_logprobs or 0) if body.logprobs else None
 
     def whole(self, output: RequestOutput) -> Response:
-        """output: with all that came."""
+        """output: the sum of the deltas."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         response: ChatCompletionResponse = {
             "id": self._job.request_id,
@@ -69,7 +69,7 @@ class _Answer:
     def opening(
         self, writer: ChunkWriter, place: int, output: RequestOutput
     ) -> tuple[list[str], list[LogprobsFormat | None]]:
-        """The first chunk of each choice, which says who speaks, and the form of the logprobs that follow."""
+        """The first chunk of each choice, which says who speaks, and the forms of the logprobs that follow."""
         indices = range(self._job.params.n)
         told = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
         return told, [self._logprobs for _ in indices]

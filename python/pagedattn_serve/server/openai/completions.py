@@ -49,7 +49,7 @@ async def create_completion(
 
 
 async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTokens]:
-    """The prompts, in whichever of the four forms they came; those that are echoed have a text."""
+    """The prompts, from any of the four forms. A prompt that is echoed has a text."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
@@ -67,9 +67,9 @@ async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTok
 
 @dataclass(slots=True, frozen=True)
 class _Beginning:
-    """What the choices of one prompt begin with: the prompt and its logprobs, if it is echoed.
+    """The beginning of the choices of one prompt: the prompt and its logprobs if the prompt is echoed.
 
-    format: that of the logprobs of what follows; None if none are asked for.
+    format: for the logprobs of the output; None if no logprobs are asked for.
     """
 
     text: str
@@ -84,10 +84,10 @@ class _Answer:
         self._body = body
         self._job = job
         self._tokenizer = service.tokenizer
-        self._shows_output = body.max_tokens != 0  # the engine makes one token at least
+        self._shows_output = body.max_tokens != 0  # with 0, too, the engine makes a token
 
     def whole(self, outputs: list[RequestOutput]) -> Response:
-        """outputs: one of each prompt, with all that came of it."""
+        """outputs: one for each prompt, the sum of its deltas."""
         num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         answer: CompletionResponse = {
             "id": self._job.request_id,
@@ -110,7 +110,7 @@ class _Answer:
     def opening(
         self, writer: ChunkWriter, place: int, output: RequestOutput
     ) -> tuple[list[str], list[LogprobsFormat | None]]:
-        """The first chunks of a prompt's choices, and the form of the logprobs that follow."""
+        """The first chunks of a prompt's choices, and the forms of the logprobs that follow."""
         beginning = self._begin(place, output)
         num_choices = self._job.params.n
         indices = range(place * num_choices, (place + 1) * num_choices)

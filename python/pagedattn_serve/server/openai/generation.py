@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class PromptTokens:
-    """One prompt. text: None if it came as token ids."""
+    """One prompt. text: None if the prompt came as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -31,9 +31,9 @@ class PromptTokens:
 class Job:
     """What one HTTP request asks of the engine.
 
-    request_id, created (seconds since 1970), model: as its answer tells them; nobody guesses the id.
+    request_id, created (seconds since 1970), model: as the answer has them. Nobody can guess the id.
     params: with deltas as outputs.
-    form_field: the field that asks for a form of the output, if one does.
+    form_field: the field that asks for a form of the output, if any.
     """
 
     request_id: str
@@ -50,20 +50,20 @@ class Job:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
-Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt, and what is new of its outputs
+Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt, and a delta of its outputs
 
 
 class JobRunner:
-    """Sends jobs through the engine, and shows the metrics what comes back."""
+    """Sends jobs through the engine, and shows the outputs to the metrics."""
 
     def __init__(self, engine: AsyncLLMEngine, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
 
     async def run(self, job: Job, take: Take) -> None:
-        """Call `take` with all outputs of each prompt, as they come; returns when the last one is finished.
+        """Call `take` with each output of each prompt, until all prompts are finished.
 
-        Raises ApiError if a prompt is refused or fails. However it ends, no request of it stays in the engine.
+        Raises ApiError if a prompt is refused or fails. In any case, no request of the job stays in the engine.
         """
         tasks = [asyncio.create_task(self._run_one(job, place, take)) for place in range(len(job.prompts))]
         try:
@@ -74,7 +74,7 @@ class JobRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def outputs(self, job: Job) -> list[RequestOutput]:
-        """All that came of each prompt. Raises as `run`."""
+        """The sum of the deltas of each prompt. Raises as `run`."""
         outputs: dict[int, RequestOutput] = {}
 
         async def take(place: int, output: RequestOutput) -> None:
@@ -110,9 +110,9 @@ class JobRunner:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises; it is cancelled, with ClientGoneError, where the client closes its connection.
+    """What `work` returns or raises. If the client closes its connection, cancels `work` and raises ClientGoneError.
 
-    receive: of a request whose body is read.
+    receive: of a request whose body has been read.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))

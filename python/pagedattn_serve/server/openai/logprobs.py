@@ -1,7 +1,4 @@
-"""Log probabilities in OpenAI's two formats, and vLLM's for those of the prompt.
-
-Both format tokens as they come: `add` takes the next ones of an output.
-"""
+"""Logprobs of outputs in OpenAI's two formats, whose `add` takes the next tokens; of prompts in vLLM's format."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -23,10 +20,10 @@ Entries = Mapping[int, Logprob]
 
 
 class CompletionLogprobsFormat:
-    """That of completions: four lists, with the place of each token in the text.
+    """The format of completions: four lists, with the place of each token in the text.
 
-    A token's place is the length of the text before it; tokens that are parts of a character all have its place.
-    num_top: how many tokens beside each sampled one were asked for.
+    The place of a token is the length of the text before it. Tokens that are parts of one character have one place.
+    num_top: how many of the most likely tokens were asked for.
     """
 
     def __init__(self, tokenizer: Any, context: list[int], skip_special_tokens: bool, num_top: int) -> None:
@@ -35,13 +32,13 @@ class CompletionLogprobsFormat:
         self._num_top = num_top
 
     def fork(self) -> Self:
-        """One that goes on from here by itself."""
+        """A format that goes on from here by itself."""
         other = copy.copy(self)
         other._detokenizer = self._detokenizer.fork()
         return other
 
     def add(self, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
-        """entries: one a token; None for the first of a prompt, which nothing predicts."""
+        """entries: one for each token; None for the first token of a prompt, which nothing predicts."""
         offsets, tokens = [], []
         logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -70,13 +67,12 @@ class CompletionLogprobsFormat:
 
 
 class ChatLogprobsFormat:
-    """That of chats: an object a token. num_top: most entries of its top_logprobs."""
+    """The format of chats: an object for each token. num_top: most entries of its top_logprobs."""
 
     def __init__(self, num_top: int) -> None:
         self._num_top = num_top
 
     def add(self, token_ids: list[int], entries: list[Entries]) -> ChatLogprobs:
-        """entries: one a token."""
         content: list[TokenLogprob] = []
         for token_id, each in zip(token_ids, entries, strict=True):
             ranked = sorted(each.values(), key=lambda entry: entry.rank)
@@ -86,7 +82,7 @@ class ChatLogprobsFormat:
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Those of a prompt and of its output."""
+    """The logprobs of a prompt and of its output in one."""
     top = None
     if first["top_logprobs"] is not None and second["top_logprobs"] is not None:
         top = first["top_logprobs"] + second["top_logprobs"]
@@ -99,7 +95,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
-    """vLLM's: by token id, of each token of the prompt and the likeliest in its place; None for the first."""
+    """In vLLM's format: for each token of the prompt but the first, it and the likeliest tokens by token id."""
     told: PromptLogprobs = []
     for token_id, entries in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True):
         if entries is None:

@@ -21,7 +21,7 @@ from pagedattn_serve.text.chat_template import render_chat
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096  # characters that take longer to tokenize than a thread to be woken
+LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
 
 
 class Service:
@@ -31,7 +31,7 @@ class Service:
         if engine.engine.tokenizer is None:
             raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
         self.engine = engine
-        self._llm = engine.engine  # what never changes of it
+        self._llm = engine.engine  # only for what never changes
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.jobs = JobRunner(engine, self.metrics)
@@ -48,30 +48,30 @@ class Service:
 
     @property
     def defaults(self) -> SamplingParams:
-        """What the model says of requests that leave it out."""
+        """The model's sampling parameters, for requests that leave them out."""
         return self._llm.get_default_sampling_params()
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError unless it is the model's; None is."""
+        """Raises ApiError unless the name is the model's, or None."""
         if name is not None and name != self.config.served_model_name:
             message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
-        """Token ids of each text; raises ApiError, which names the field, for what UTF-8 cannot write."""
+        """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write."""
         return await self._with_tokenizer(
             sum(map(len, texts)), lambda: [self._llm.tokenize(text, add_special_tokens) for text in texts], param
         )
 
     async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
-        """The text of each prompt, special tokens too; raises ApiError, which names the field, for unknown ids."""
+        """The text of each prompt, with special tokens. Raises ApiError, which names the field, for unknown ids."""
         return await self._with_tokenizer(
             sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param
         )
 
     async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """A chat as the text that its model continues; raises ApiError for what the template refuses."""
-        try:  # in a thread, as a template is a program
+        """A chat as the text that the model continues. Raises ApiError for a chat that the template refuses."""
+        try:  # in a thread: a template is a program
             return await asyncio.to_thread(
                 render_chat, self.tokenizer, messages, self.config.chat_template, add_generation_prompt
             )
@@ -79,15 +79,15 @@ class Service:
             raise ApiError(400, str(error), param="messages") from None
 
     def check_characters(self, text: str, param: str) -> None:
-        """Raises ApiError for a text that would not fit if all of its tokens were the longest one: to tokenize it could
-        take a minute, for which the tokenizer is nobody else's."""
+        """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text
+        could keep the tokenizer for a minute."""
         if len(text) > self._max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
     def job(
         self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody, request: Request
     ) -> Job:
-        """Work for the engine, under a new id, which begins with its kind."""
+        """Work for the engine, with a new id that begins with the kind."""
         return Job(
             request_id=f"{kind}-{secrets.token_hex(16)}",
             created=int(time.time()),
@@ -100,10 +100,7 @@ class Service:
         )
 
     def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:
-        """Raises ApiError if a prompt of that many tokens, and the output that was asked for, do not fit.
-
-        max_tokens: None where what fits is enough.
-        """
+        """Raises ApiError if the prompt and its output do not fit. max_tokens: None takes any output that fits."""
         if num_tokens == 0:
             raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
         num_output = max_tokens or 1
@@ -114,17 +111,16 @@ class Service:
             raise self._too_long(requested, param)
 
     def _too_long(self, requested: str, param: str) -> ApiError:
-        """In OpenAI's words, which clients look for."""
+        """The error in OpenAI's words, which clients look for."""
         text = (
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested}."
         )
         return ApiError(400, text, param=param, code="context_length_exceeded")
 
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
-        """What `work` returns. Raises ApiError, which names the field, for what it refuses.
+        """What `work` returns. Raises ApiError, which names the field, instead of its TypeError or ValueError.
 
-        It is done in a thread if it is long, or while another thread has the tokenizer, which is for one at a time: the
-        event loop does not wait for that.
+        Long work runs in a thread. So does work while another thread has the tokenizer: the event loop does not wait.
         """
         try:
             if size < LONG_TEXT and not self._llm.is_tokenizing:
@@ -135,13 +131,13 @@ class Service:
             raise ApiError(400, str(message), param=param) from None
 
     def _salt(self, key_id: str, own: str) -> str:
-        """Prompts share cached blocks with those of the same salt alone: the request's own, within its key's."""
+        """Only prompts with the same salt share cached blocks: the request's salt, within the salt of its key."""
         if not self.config.prefix_cache_per_key:
             return own
         return f"{key_id}:{own}"
 
 
 async def service_of(request: Request) -> Service:
-    """A FastAPI dependency; async, as it would else be given a thread."""
+    """A FastAPI dependency. It is async, because FastAPI runs other dependencies in threads."""
     service: Service = request.app.state.service
     return service

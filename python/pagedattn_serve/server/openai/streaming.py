@@ -1,7 +1,7 @@
 """Server-sent events: the chunks of a response, rendered by hand, and the response that sends them.
 
-A chunk a token is what a busy server spends its time on, so what is the same in all chunks of a response is rendered
-once, and the engine's outputs become text without objects in between.
+A busy server spends its time on a chunk for each token. So the part that all chunks of a response share is rendered
+once, and outputs of the engine become text without objects in between.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ SendEvents = Callable[[bytes], Awaitable[None]]
 
 
 class LogprobsFormat(Protocol):
-    """The form of one choice's logprobs, which `add` is given as they come."""
+    """The form of one choice's logprobs. `add` takes the next tokens and their logprobs."""
 
     def add(self, token_ids: list[int], entries: list[Any]) -> Any: ...
 
 
 class ChunkWriter:
-    """Renders the chunks of one response, of the kind that its field `object` says."""
+    """Renders the chunks of one response. kind: the field `object` of the chunks."""
 
     def __init__(self, job: Job, kind: str, options: StreamOptions | None) -> None:
         head = encode_json({"id": job.request_id, "object": kind, "created": job.created, "model": job.model})
@@ -49,7 +49,7 @@ class ChunkWriter:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> str:
-        """A chunk with the news of one choice. content: its text, as a rendered field."""
+        """A chunk for one choice. content: its new text, as a rendered field."""
         told = "null" if logprobs is None else encode_json(logprobs)
         end = "null"
         if finish_reason is not None:
@@ -57,24 +57,21 @@ class ChunkWriter:
         return f'{self._head}{{"index":{index},{content},"logprobs":{told},"finish_reason":{end}}}{self._tail}'
 
     def usage(self, usage: Usage) -> str:
-        """The chunk after the last of all choices."""
+        """The chunk after the chunks of all choices."""
         return self.with_usage(f"{self._head}{self._tail}", usage)
 
     def with_usage(self, chunk: str, usage: Usage) -> str:
-        """The chunk with what is used so far."""
+        """A chunk with the usage so far."""
         return f'{chunk.removesuffix(self._tail)}],"usage":{encode_json(usage)}}}\n\n'
 
 
-# From the first output of a prompt: the first chunks of its choices, and for each choice the form of its logprobs, None
-# where none are asked for. No forms: nothing more is told of the choices.
+# From the first output of a prompt: the first chunks of its choices, and for each choice the form of its logprobs, or
+# None if no logprobs are asked for. An empty list of forms: the choices have no further chunks.
 Opening = Callable[[ChunkWriter, int, RequestOutput], tuple[list[str], list[LogprobsFormat | None]]]
 
 
 class JobChunks:
-    """The events of one job, which `send_all` sends as they come.
-
-    render: a text as the JSON of a field.
-    """
+    """The events of one job. render: makes the JSON of a field from a text."""
 
     def __init__(
         self, jobs: JobRunner, job: Job, writer: ChunkWriter, opening: Opening, render: Callable[[str], str]
@@ -112,7 +109,7 @@ class JobChunks:
         return "".join(told).encode()
 
     def _news(self, index: int, completion: CompletionOutput, form: LogprobsFormat | None) -> list[str]:
-        """The chunk that tells what is new of a choice, if something is."""
+        """The chunk with the news of a choice, if there is any."""
         text, finish_reason = completion.text, completion.finish_reason
         logprobs = None
         if form is not None and completion.token_ids:
@@ -134,10 +131,10 @@ def make_usage(num_prompt_tokens: int, num_tokens: int) -> Usage:
 
 
 class EventStream(Response):
-    """Sends the events that `send_all` gives to what it is called with, then [DONE].
+    """Sends the events of `send_all`, then [DONE].
 
-    An error before the first event is raised, for a response of its own; a later one becomes the last event before
-    [DONE]. `send_all` is cancelled as soon as the client has gone.
+    An error before the first event is raised, and gets a response of its own. A later error becomes the last event
+    before [DONE]. `send_all` is cancelled as soon as the client has gone.
     """
 
     media_type = "text/event-stream"
@@ -155,7 +152,7 @@ class EventStream(Response):
 
     async def _respond(self, send: Send) -> None:
         has_begun = False
-        sending = asyncio.Lock()  # the prompts of a job have a task each
+        sending = asyncio.Lock()  # each prompt of a job has a task
 
         async def send_events(events: bytes) -> None:
             nonlocal has_begun
@@ -171,7 +168,7 @@ class EventStream(Response):
             if not has_begun:
                 raise
             await _send_end(send, error_event(error))
-        except Exception:  # a bug, which the middleware logs
+        except Exception:  # a bug; the middleware logs it
             if has_begun:
                 await _send_end(send, error_event(ApiError(500, "the server failed; its log says where")))
             raise
