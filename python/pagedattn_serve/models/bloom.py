@@ -66,7 +66,9 @@ class BloomModel(nn.Module):
         self.h = nn.ModuleList(BloomLayer(config) for _ in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
-    def forward(self, token_ids: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
         for layer, kv_cache in zip(self.h, kv_caches, strict=True):
             hidden = layer(hidden, kv_cache, metadata)
@@ -81,11 +83,6 @@ class BloomForCausalLM(NativeCausalLM):
         self.max_model_len = getattr(config, "seq_length", None) or DEFAULT_MAX_MODEL_LEN
         self.transformer = BloomModel(config)
         self.make_lm_head(config, self.transformer.word_embeddings)
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        return self.transformer(token_ids, kv_caches, metadata)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

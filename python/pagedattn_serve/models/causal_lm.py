@@ -37,7 +37,8 @@ class CausalLM(nn.Module):
 class NativeCausalLM(CausalLM):
     """A family of this package. Parameters have the names of the checkpoint, except in converted layers.
 
-    PREFIX: what all names but lm_head's begin with; checkpoints of the model without its head leave the prefix out.
+    PREFIX: what all names but lm_head's begin with: that of the module that computes all rows before the last layer,
+        [num_tokens, hidden_size]. Checkpoints of the model without its head leave the prefix out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
 
     num_kv_heads: by default as many as query heads. head_size: by default a head's share of hidden_size.
@@ -81,14 +82,9 @@ class NativeCausalLM(CausalLM):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        hidden = self.hidden_states(token_ids, positions, kv_caches, metadata)
+        trunk = self.get_submodule(self.PREFIX.removesuffix("."))
+        hidden = trunk(token_ids, positions, kv_caches, metadata)
         return self.lm_head(hidden[metadata.sampling_rows])
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        """All rows before the last layer, [num_tokens, hidden_size]."""
-        raise NotImplementedError
 
 
 def misfit(directory: Path, architecture: str, problems: list[str]) -> str:

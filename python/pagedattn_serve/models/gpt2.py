@@ -80,8 +80,3 @@ class GPT2LMHeadModel(NativeCausalLM):
         self.max_model_len = config.max_position_embeddings
         self.transformer = GPT2Model(config)
         self.make_lm_head(config, self.transformer.wte)
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        return self.transformer(token_ids, positions, kv_caches, metadata)

@@ -114,11 +114,6 @@ class LlamaForCausalLM(NativeCausalLM):
         self.model = LlamaModel(config, RotaryEmbedding(config, head_size, dtype))
         self.make_lm_head(config, self.model.embed_tokens)
 
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        return self.model(token_ids, positions, kv_caches, metadata)
-
 
 def sliding_window_of_layer(config: Any, layer_idx: int) -> int | None:
     """Tokens that the layer sees; None is all of them, as in LLaMA. `layer_types` may say which layers have windows."""

@@ -77,6 +77,9 @@ class OPTModel(nn.Module):
         super().__init__()
         self.decoder = OPTDecoder(config)
 
+    def forward(self, *args: Any) -> Tensor:
+        return self.decoder(*args)
+
 
 class OPTForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
@@ -86,11 +89,6 @@ class OPTForCausalLM(NativeCausalLM):
         self.max_model_len = config.max_position_embeddings
         self.model = OPTModel(config)
         self.make_lm_head(config, self.model.decoder.embed_tokens)
-
-    def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        return self.model.decoder(token_ids, positions, kv_caches, metadata)
 
 
 def layer_norm(config: Any) -> nn.LayerNorm:
