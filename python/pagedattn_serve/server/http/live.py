@@ -6,14 +6,11 @@ import time
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineDeadError
-from pagedattn_serve.server.http.app_state import config_of, engine_of
-from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 
 FILES = {file.name: file for file in (Path(__file__).parent / "page").iterdir()}
@@ -39,30 +36,29 @@ async def page_file(name: str) -> Response:
 
 
 @router.get("/state")
-async def state(
-    engine: Annotated[AsyncLLMEngine, Depends(engine_of)], config: Annotated[ServerConfig, Depends(config_of)]
-) -> Response:
+async def state(request: Request) -> Response:
     """What the engine is doing between two steps: its statistics, its requests, and what each block holds.
 
     blocks, host_blocks: runs [what, how many]; `what` is the index of the request that has the blocks alone, or one of
     CODES. The name of a request is made from its id, and does not reveal the id.
     """
+    engine: AsyncLLMEngine = request.app.state.engine
     try:
         stats, cache = await engine.call(lambda each: (each.stats(), each.cache_map()))
     except EngineDeadError as error:
         raise ApiError(503, str(error), code="engine_dead") from None
     requests = [
         {
-            "name": hashlib.sha256(request.request_id.encode()).hexdigest()[:6],
-            "state": request.state,
-            "num_prompt_tokens": request.num_prompt_tokens,
-            "num_output_tokens": request.num_output_tokens,
+            "name": hashlib.sha256(each.request_id.encode()).hexdigest()[:6],
+            "state": each.state,
+            "num_prompt_tokens": each.num_prompt_tokens,
+            "num_output_tokens": each.num_output_tokens,
         }
-        for request in cache.requests
+        for each in cache.requests
     ]
     return JSONResponse(
         {
-            "model": config.served_model_name,
+            "model": request.app.state.config.served_model_name,
             "device": engine.engine.model_runner.device,
             "block_size": engine.engine.model_runner.block_size,
             "time": time.monotonic(),

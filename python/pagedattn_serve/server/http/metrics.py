@@ -171,14 +171,11 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for name, text, value in GAUGES:
-            gauge = GaugeMetricFamily(f"pagedattn:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value(stats))
-            yield gauge
-        for name, text, value in COUNTERS:
-            counter = CounterMetricFamily(f"pagedattn:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model_name], value(stats))
-            yield counter
+        for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text, value in table:
+                metric = family(f"pagedattn:{name}", text, labels=["model_name"])
+                metric.add_metric([self._model_name], value(stats))
+                yield metric
         preemptions = CounterMetricFamily(
             "pagedattn:num_preemptions", "Times that a request lost its blocks.", labels=["model_name", "kind"]
         )

@@ -46,11 +46,7 @@ LINGER_SECONDS = 2.0
 
 
 def add_middleware(app: Starlette, config: ServerConfig) -> None:
-    """Add all of it, in its order. It sets `pagedattn.request_id` and `pagedattn.key_id` in each scope, for the app.
-
-    request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it. key_id: a name of the API
-    key that does not reveal the key; "" without a key.
-    """
+    """Add all of it, in its order. The app finds what it says of a request in `current_request`."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_size, seconds=config.read_timeout)
     app.add_middleware(KeyCheck, keys=config.api_keys)
@@ -75,7 +71,6 @@ class RequestLog:
             return await self.app(scope, receive, send)
         context = RequestContext(secrets.token_hex(16))
         current_request.set(context)  # each request has a task of its own
-        scope["pagedattn.request_id"] = context.request_id
         request_id_header = (b"x-request-id", context.request_id.encode())
         started = time.monotonic()
         status = 499  # as proxies say of a client that left before there was an answer
@@ -207,14 +202,12 @@ class KeyCheck:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["pagedattn.key_id"] = ""
         if scope["type"] != "lifespan" and self._digests:
             digest = presented_digest(scope["headers"])
             number = self._number_of(digest)
             if number is not None:
-                scope["pagedattn.key_id"] = digest.hex()
                 if context := current_request.get():
-                    context.key_number = number
+                    context.key_number, context.key_id = number, digest.hex()
             elif scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 headers = {"www-authenticate": "Bearer"}
                 text = "Incorrect API key provided: expected one of this server's as Authorization: Bearer KEY"

@@ -10,11 +10,13 @@ class RequestContext:
 
     request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it.
     key_number: the request's key, as its place among the server's API keys, from 1; None without a key.
+    key_id: a name of the key that does not reveal the key; "" without a key.
     num_prompt_tokens, num_output_tokens: tokens of its requests to the engine, of those that have ended.
     """
 
     request_id: str
     key_number: int | None = None
+    key_id: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 

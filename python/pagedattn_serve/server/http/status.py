@@ -1,14 +1,13 @@
 """Whether the server works, and which version it is: /health, /version."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 import pagedattn_ext
 from pagedattn_serve.async_engine import AsyncLLMEngine
-from pagedattn_serve.server.http.app_state import engine_of
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 
 router = APIRouter()
@@ -23,8 +22,9 @@ class VersionResponse(TypedDict):
 
 
 @router.get("/health", response_model=HealthResponse)
-async def health(engine: Annotated[AsyncLLMEngine, Depends(engine_of)]) -> Response:
+async def health(request: Request) -> Response:
     """Whether the engine runs: status 503 if not."""
+    engine: AsyncLLMEngine = request.app.state.engine
     if not engine.is_running:
         raise ApiError(503, engine.error or "the engine does not run", code="engine_dead")
     response: HealthResponse = {"status": "ok"}

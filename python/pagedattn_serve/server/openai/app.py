@@ -5,7 +5,6 @@ from fastapi import FastAPI
 import pagedattn_ext
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.server.http import live, status
-from pagedattn_serve.server.http.app_state import set_app_state
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.metrics import add_metrics_route
 from pagedattn_serve.server.http.middleware import add_middleware
@@ -42,7 +41,7 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
             **{code: {"model": ErrorResponse, "description": text} for code, text in STATUSES.items()},
         },
     )
-    set_app_state(app, engine, config)
+    app.state.engine, app.state.config = engine, config
     app.state.service = service = Service(engine, config)
     for module in (completions, chat_completions, models, tokenization, status, live):
         app.include_router(module.router)

@@ -32,7 +32,7 @@ async def create_chat_completion(
     service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template has them
     service.check_room(len(token_ids), params.max_tokens, "messages")
-    job = service.job("chatcmpl", [PromptTokens(text, token_ids)], params, body, request)
+    job = service.job("chatcmpl", [PromptTokens(text, token_ids)], params, body)
     answer = _Answer(body, job)
     if body.stream:
         writer = ChunkWriter(job, "chat.completion.chunk", body.stream_options)

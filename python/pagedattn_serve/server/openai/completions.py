@@ -37,7 +37,7 @@ async def create_completion(
     prompts = await _tokenize(body, service)
     for prompt in prompts:
         service.check_room(len(prompt.token_ids), body.max_tokens, "prompt")
-    job = service.job("cmpl", prompts, params, body, request)
+    job = service.job("cmpl", prompts, params, body)
     answer = _Answer(body, job, service)
     if body.stream:
         writer = ChunkWriter(job, "text_completion", body.stream_options)

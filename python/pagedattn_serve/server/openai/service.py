@@ -14,6 +14,7 @@ from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import ServerMetrics
+from pagedattn_serve.server.http.request_context import current_request
 from pagedattn_serve.server.openai.body_params import form_field
 from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
 from pagedattn_serve.server.openai.request_bodies import SamplingBody
@@ -84,9 +85,7 @@ class Service:
         if len(text) > self._max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
-    def job(
-        self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody, request: Request
-    ) -> Job:
+    def job(self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody) -> Job:
         """Work for the engine, with a new id that begins with the kind."""
         return Job(
             request_id=f"{kind}-{secrets.token_hex(16)}",
@@ -95,7 +94,7 @@ class Service:
             prompts=prompts,
             params=params,
             priority=body.priority or 0,
-            cache_salt=self._salt(request.scope.get("pagedattn.key_id", ""), body.cache_salt or ""),
+            cache_salt=self._salt(body.cache_salt or ""),
             form_field=form_field(body),
         )
 
@@ -130,11 +129,10 @@ class Service:
             message = error.renamed(param) if isinstance(error, BadArgument) else f"{param}: {error}"
             raise ApiError(400, str(message), param=param) from None
 
-    def _salt(self, key_id: str, own: str) -> str:
+    def _salt(self, own: str) -> str:
         """Only prompts with the same salt share cached blocks: the request's salt, within the salt of its key."""
-        if not self.config.prefix_cache_per_key:
-            return own
-        return f"{key_id}:{own}"
+        context = current_request.get()
+        return f"{context.key_id}:{own}" if context and self.config.prefix_cache_per_key else own
 
 
 async def service_of(request: Request) -> Service:

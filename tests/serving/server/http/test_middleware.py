@@ -26,8 +26,9 @@ async def echo(request: Request) -> Response:
 
 
 async def who(request: Request) -> Response:
-    scope = request.scope
-    return PlainTextResponse(f"{scope['pagedattn.key_id']} {scope['pagedattn.request_id']}")
+    context = current_request.get()
+    assert context is not None
+    return PlainTextResponse(f"{context.key_id} {context.request_id}")
 
 
 async def fail(request: Request) -> Response:
