@@ -12,6 +12,8 @@ from pagedattn_serve.errors import with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos")
+
 
 def generate(args: argparse.Namespace) -> int:
     """Run all prompts together. Returns the exit status.
@@ -20,14 +22,7 @@ def generate(args: argparse.Namespace) -> int:
     """
     prompts, errors = (args.prompt, {}) if args.prompt else read_prompts(args.prompts_file)
     params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
+        **{name: getattr(args, name) for name in SAMPLING},
         output_kind=RequestOutputKind.FINAL_ONLY if args.json else RequestOutputKind.DELTA,
     )
     engine = make_engine(args)
