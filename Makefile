@@ -28,21 +28,25 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
 	touch $@
 
+# Without the flags of make, ninja does not look for the job server of make, which it cannot use.
+BUILD_EXT := MAKEFLAGS= $(BIN)/python setup.py --quiet build_ext --inplace
+CMAKE_BUILD := MAKEFLAGS= $(BIN)/cmake --build
+
 # After the first time, only what changed.
 build: .venv/dev
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(BUILD_EXT)
 
 # The best instruction set of this machine alone, and no CUDA: a bare clone needs no more to show what it does. The build
 # directory is that of `make build`, and once that has compiled everything, everything stays up to date here as well.
 native: export CMAKE_ARGS := $(shell grep -qs PAGEDATTN_CPU_CAPABILITIES:STRING=all build/cmake-*/CMakeCache.txt || \
   echo -DPAGEDATTN_CPU_CAPABILITIES=native -DPAGEDATTN_CUDA=OFF) $(CMAKE_ARGS)
 native: .venv/ready
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(BUILD_EXT)
 
 # CUDA kernels compiled as C++, for tests on a machine without a GPU.
 CMAKE_DIR = build/cmake-$(shell $(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")
 simt: build
-	$(BIN)/cmake --build $(CMAKE_DIR) --parallel $(JOBS) --target simt
+	$(CMAKE_BUILD) $(CMAKE_DIR) --parallel $(JOBS) --target simt
 
 demo: native
 	$(BIN)/python python/examples/demo.py
@@ -143,7 +147,7 @@ sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF \
 	  "-DPAGEDATTN_CPU_CAPABILITIES=default;native"
-	$(BIN)/cmake --build $(SANITIZED) --parallel $(JOBS) --target all simt
+	$(CMAKE_BUILD) $(SANITIZED) --parallel $(JOBS) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
 sanitize-cpu: sanitize-build
