@@ -68,10 +68,8 @@ def check_prompt(engine: LLMEngine, prompt: Prompt) -> list[int]:
 
 
 def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:
-    """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses.
-
-    Yields the logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows.
-    """
+    """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses. Yields the
+    logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows."""
     for begin in range(0, len(token_ids), chunk_size):
         positions = torch.arange(begin, min(begin + chunk_size, len(token_ids)), device=runner.device)
         num_tokens = len(positions)

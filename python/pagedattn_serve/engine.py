@@ -100,7 +100,6 @@ class LLMEngine:
         return cls(**vars(engine_args))
 
     def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
-        """The rest of the construction: what the engine itself holds."""
         self.model_runner = model_runner
         self.scheduler = scheduler
         self.inputs = inputs
@@ -185,9 +184,7 @@ class LLMEngine:
     @interruptible
     def queue_request(self, request: Request) -> None:
         """The second half of `add_request`. The first half is `inputs.make_request`, which takes long for long prompts.
-
-        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` refuses the request.
-        """
+        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` refuses the request."""
         group = request.group
         self.scheduler.add(group)
         self._requests[group.request_id] = request

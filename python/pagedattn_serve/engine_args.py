@@ -132,11 +132,8 @@ class EngineArgs:
         self.create_engine_configs()  # the configs check all other options
 
     def create_engine_configs(self) -> EngineConfigs:
-        """The options by the part of the engine that they are for.
-
-        A max_model_len or num_blocks that is not given is UNBOUNDED until `engine_setup` puts in what model and memory
-        allow.
-        """
+        """The options by the part of the engine that they are for. A max_model_len or num_blocks that is not given is
+        UNBOUNDED until `engine_setup` puts in what model and memory allow."""
         return EngineConfigs(
             self._config(ModelConfig),
             self._config(

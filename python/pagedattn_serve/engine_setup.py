@@ -45,10 +45,8 @@ def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks.
-
-    Raises ValueError if there is no room for a block.
-    """
+    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks. Raises
+    ValueError if there is no room for a block."""
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     num_blocks = cache_config.num_blocks
     if num_blocks == UNBOUNDED:

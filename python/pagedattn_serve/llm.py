@@ -15,10 +15,7 @@ from pagedattn_serve.text.chat_template import Message, load_chat_template, rend
 
 
 class LLM:
-    """A model with its engine, `llm_engine`. The arguments are those of `EngineArgs`.
-
-    Raises as `LLMEngine` does.
-    """
+    """A model with its engine, `llm_engine`. The arguments are those of `EngineArgs`. Raises as `LLMEngine` does."""
 
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
@@ -92,8 +89,7 @@ class LLM:
 
         Args:
             messages: one conversation, a list of dicts with a role and a content; or a list of conversations.
-            sampling_params: one for all, or a list with one for each; default `get_default_sampling_params()`.
-            use_tqdm: show progress on standard error.
+            sampling_params, use_tqdm: as in `generate`.
             chat_template: a Jinja template, or the path of its file, instead of the tokenizer's own template.
             add_generation_prompt: whether the prompt ends where the assistant's answer begins.
 

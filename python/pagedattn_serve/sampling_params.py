@@ -208,21 +208,19 @@ class SamplingParams:
         """Whether the most likely token is taken, with no randomness."""
         return self.temperature == 0
 
+    # Three of the fields, with the types that they have after construction:
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` with the type it has after construction; empty if there is none."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids` with the type it has after construction; empty if there is none."""
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
 
     @property
     def bad_word_strings(self) -> tuple[str, ...]:
-        """`bad_words` with the type it has after construction; empty if there are none."""
         assert isinstance(self.bad_words, tuple)
         return self.bad_words
 

@@ -158,9 +158,7 @@ class AsyncLLMEngine:
 
     async def call(self, f: Callable[[LLMEngine], T]) -> T:
         """Call `f` in the engine's thread between two steps. It may look at everything, but neither step nor abort.
-
-        Returns or raises what `f` does. Raises EngineDeadError if the engine ends before the call.
-        """
+        Returns or raises what `f` does. Raises EngineDeadError if the engine ends before the call."""
         self._check_running()
         future: asyncio.Future[tuple[T, BaseException | None]] = asyncio.get_running_loop().create_future()
         self._calls.add(future)

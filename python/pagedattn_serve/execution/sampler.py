@@ -118,10 +118,8 @@ class Sampler:
         return output
 
     def prompt_logprobs(self, logits: Tensor, token_ids: list[int], num_top: int) -> list[dict[int, Logprob]]:
-        """Entries as in `SamplerOutput.top_logprobs` for tokens of a prompt.
-
-        logits: [num_tokens, vocab_size]; each row is the model's output for the token before.
-        """
+        """Entries as in `SamplerOutput.top_logprobs` for tokens of a prompt. logits: [num_tokens, vocab_size]; each row
+        is the model's output for the token before."""
         entries: list[dict[int, Logprob]] = []
         num_rows = max(_PROMPT_BYTES // (4 * logits.shape[1]), 1)
         for begin in range(0, len(token_ids), num_rows):

@@ -10,10 +10,7 @@ from pagedattn_serve.errors import ArgumentTypeError
 
 def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
     """The directory `path`, with "~" expanded. Or the snapshot of the repository `path` in Hugging Face's cache. Or
-    None.
-
-    The network is never asked. Raises TypeError, with the name of the argument, for what is not a path.
-    """
+    None. The network is never asked. Raises TypeError, with the name of the argument, for what is not a path."""
     if not isinstance(path, str | PathLike):
         raise ArgumentTypeError(argument, "a directory as a string or a path", type(path).__name__)
     directory = Path(path).expanduser()

@@ -110,10 +110,8 @@ def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
 
 
 def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
-    """The attention of every layer of `model`, which is on "meta" and has the text config `config`.
-
-    Raises Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers.
-    """
+    """The attention of every layer of `model`, which is on "meta" and has the text config `config`. Raises Refusal for
+    what cannot run. Raises any other exception if the model expects a mask, or numbers."""
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise Refusal(f"it has layers of type {min(unknown)}")

@@ -11,9 +11,7 @@ from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 class BeamRequest(Request):
     """Its completions are the running beams, best first. Once it is finished, they are what the search has chosen.
-
-    Raises ValueError for a length_penalty that is too large for the length.
-    """
+    Raises ValueError for a length_penalty that is too large for the length."""
 
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         super().__init__(prompt, group, rules)

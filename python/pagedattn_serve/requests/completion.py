@@ -86,10 +86,8 @@ class Completion:
             )
 
     def add_token(self, token: SampledToken) -> SequenceStatus | None:
-        """Append a token and its text. Returns the finished status if the token ends the output.
-
-        Raises what `require_number` and the tokenizer raise.
-        """
+        """Append a token and its text. Returns the finished status if the token ends the output. Raises what
+        `require_number` and the tokenizer raise."""
         token_id, logprob, top_logprobs, _ = token
         if logprob != logprob:  # NaN; the comparison saves a call
             self.require_number(logprob)

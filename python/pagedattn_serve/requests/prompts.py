@@ -42,10 +42,8 @@ def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 
 def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
-    """Token ids as a new list of ints, from a list or tuple of integers, or an array or tensor of one dimension.
-
-    Raises TypeError, which calls the token ids `name`.
-    """
+    """Token ids as a new list of ints, from a list or tuple of integers, or an array or tensor of one dimension. Raises
+    TypeError, which calls the token ids `name`."""
     token_ids = without_array(token_ids)
     if not isinstance(token_ids, list | tuple):
         raise ArgumentTypeError(name, "a list of token ids", type(token_ids).__name__)

@@ -15,10 +15,8 @@ DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class Request:
-    """One prompt and its outputs.
-
-    output_kind: the user's choice, but FINAL_ONLY if the outputs are chosen at the end.
-    """
+    """One prompt and its outputs. output_kind: the user's choice, but FINAL_ONLY if the outputs are chosen at the
+    end."""
 
     __slots__ = (
         "_are_prompt_logprobs_told",
@@ -61,9 +59,7 @@ class Request:
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """Append a token to each unfinished sequence. If the first tokens are several, the sequence forks for them.
-
-        Returns how many tokens were appended. Raises what `Completion.add_token` raises.
-        """
+        Returns how many tokens were appended. Raises what `Completion.add_token` raises."""
         if self._prompt_logprobs is not None:
             self._decode_prompt()
         if len(tokens) > len(self.completions):
@@ -83,10 +79,8 @@ class Request:
         self.completions = [parent, *map(parent.fork, children)]
 
     def add_verified(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
-        """Append tokens to the one sequence. All tokens, or all but the last one, were its drafts.
-
-        Returns how many tokens were appended: none after a token that ends the output. Raises as `add_tokens`.
-        """
+        """Append tokens to the one sequence. All tokens, or all but the last one, were its drafts. Returns how many
+        tokens were appended: none after a token that ends the output. Raises as `add_tokens`."""
         [completion] = self.completions
         num_added = 0
         status = None

@@ -73,10 +73,8 @@ class GrammarCompiler:
         self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, tokens))
 
     def matcher(self, form: StructuredOutput) -> TokenMatcher:
-        """A matcher at the beginning of an output of this form. Thread-safe.
-
-        Raises ValueError, with the kind of the form and llguidance's message, if no output can be held to the form.
-        """
+        """A matcher at the beginning of an output of this form. Thread-safe. Raises ValueError, with the kind of the
+        form and llguidance's message, if no output can be held to the form."""
         return TokenMatcher(self._compile(form), self._num_mask_words)
 
 
@@ -109,7 +107,6 @@ def _refusal(form: StructuredOutput, reason: object) -> ArgumentError:
 
 
 def _grammar(form: StructuredOutput) -> str:
-    """The form in the language of llguidance."""
     from llguidance import LLMatcher
 
     if form.regex is not None:

@@ -166,10 +166,8 @@ class BlockManager:
         return shared, block
 
     def append_drafts(self, sequence: Sequence, num_tokens: int) -> int:
-        """After `append`, make positions behind the last token writable, as far as free blocks go.
-
-        Returns how many of `num_tokens` have room. When the step is over, `trim` takes back what is not used.
-        """
+        """After `append`, make positions behind the last token writable, as far as free blocks go. Returns how many of
+        `num_tokens` have room. When the step is over, `trim` takes back what is not used."""
         table = self.block_table(sequence)
         num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
         num_new = min(num_missing, self._allocator.num_free_blocks)
@@ -188,10 +186,8 @@ class BlockManager:
         return self._num_to_append(sequences, [self.block_table(each) for each in sequences], self._allocator)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which holds the same tokens as `parent`, share all its blocks.
-
-        Raises ValueError if the parent holds no blocks, the child holds some already, or they differ in length.
-        """
+        """Let `child`, which holds the same tokens as `parent`, share all its blocks. Raises ValueError if the parent
+        holds no blocks, the child holds some already, or they differ in length."""
         table = list(self.block_table(parent))
         self._require_unknown(child)
         if child.num_tokens != parent.num_tokens:
@@ -202,9 +198,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
-
-        ValueError if it holds none.
-        """
+        ValueError if it holds none."""
         if sequence in self._host_tables:
             for block in self._host_tables.pop(sequence):
                 self._host_allocator.free(block)

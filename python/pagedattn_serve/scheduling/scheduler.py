@@ -127,10 +127,8 @@ class Scheduler:
         insort(self.waiting, group, key=_order)
 
     def schedule(self) -> ScheduledBatch:
-        """Choose what runs next. Preempts, swaps in and admits as needed.
-
-        The batch is empty only if nothing is unfinished, or if all groups that are left are `outgrown`.
-        """
+        """Choose what runs next. Preempts, swaps in and admits as needed. The batch is empty only if nothing is
+        unfinished, or if all groups that are left are `outgrown`."""
         batch = ScheduledBatch()
         if self.config.policy == "priority":
             self._make_way(batch)
@@ -184,10 +182,8 @@ class Scheduler:
         return child
 
     def finish(self, group: SequenceGroup, sequence: Sequence, status: SequenceStatus) -> None:
-        """Take a sequence out of its group, wherever that is, and free its blocks at once.
-
-        Raises ValueError if `status` is not a finished one or the sequence is not unfinished here.
-        """
+        """Take a sequence out of its group, wherever that is, and free its blocks at once. Raises ValueError if
+        `status` is not a finished one or the sequence is not unfinished here."""
         if not status.is_finished:
             raise ArgumentError("status", "a finished one", status)
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
@@ -480,7 +476,6 @@ class Scheduler:
         batch.preempted.append(group)
 
     def _move(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        """Move a group from one queue to another."""
         self._queue_of(group.sequences[0].status).remove(group)
         for sequence in group.sequences:
             sequence.status = status

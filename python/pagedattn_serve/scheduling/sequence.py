@@ -85,10 +85,8 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of prompt and output taken as one list, without building that list.
-
-        Raises ValueError if the range does not lie within the sequence.
-        """
+        """Tokens [start, end) of prompt and output taken as one list, without building that list. Raises ValueError if
+        the range does not lie within the sequence."""
         if not 0 <= start <= end <= self.num_tokens:
             raise ValueError(f"tokens: expected 0 <= start <= end <= {self.num_tokens}, got [{start}, {end})")
         num_prompt = len(self.prompt_token_ids)

@@ -11,9 +11,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
     """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
-
-    Raises FileNotFoundError if the directory `tokenizer` has none, ValueError if a tokenizer cannot be loaded.
-    """
+    Raises FileNotFoundError if the directory `tokenizer` has none, ValueError if a tokenizer cannot be loaded."""
     from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
 
     directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
@@ -31,10 +29,8 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
 
 
 def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word where a text begins with it, and where it follows a space, as in vLLM.
-
-    Most tokenizers give the two places different ids. Raises ValueError for a word without token ids.
-    """
+    """The token ids of each word where a text begins with it, and where it follows a space, as in vLLM. Most tokenizers
+    give the two places different ids. Raises ValueError for a word without token ids."""
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
         bare = word.lstrip() or word

@@ -103,8 +103,8 @@ class ServerMetrics:
         tokens are added to the current HTTP request's.
 
         An ApiError in the context says that the request was refused or failed. Any other exception says that the reader
-        has left, which counts as "abort" unless the request was finished. A request that is refused before
-        its first output is not counted.
+        has left, which counts as "abort" unless the request was finished. A request that is refused before its first
+        output is not counted.
         """
         seen = _Seen()
         try:

@@ -27,10 +27,8 @@ STATUSES = {
 
 
 def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
-    """OpenAI's API on an engine, which the caller starts and shuts down.
-
-    Raises ValueError if the model has no tokenizer.
-    """
+    """OpenAI's API on an engine, which the caller starts and shuts down. Raises ValueError if the model has no
+    tokenizer."""
     app = FastAPI(
         title="pagedattn serve",
         version=pagedattn_ext.__version__,

@@ -61,10 +61,8 @@ class JobRunner:
         self._metrics = metrics
 
     async def run(self, job: Job, take: Take) -> None:
-        """Call `take` with each output of each prompt, until all prompts are finished.
-
-        Raises ApiError if a prompt is refused or fails. In any case, no request of the job stays in the engine.
-        """
+        """Call `take` with each output of each prompt, until all prompts are finished. Raises ApiError if a prompt is
+        refused or fails. In any case, no request of the job stays in the engine."""
         tasks = [asyncio.create_task(self._run_one(job, place, take)) for place in range(len(job.prompts))]
         try:
             await asyncio.gather(*tasks)
@@ -111,9 +109,7 @@ class JobRunner:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns or raises. If the client closes its connection, cancels `work` and raises ClientGoneError.
-
-    receive: of a request whose body has been read.
-    """
+    receive: of a request whose body has been read."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:

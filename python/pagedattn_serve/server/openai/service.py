@@ -117,10 +117,8 @@ class Service:
         return ApiError(400, text, param=param, code="context_length_exceeded")
 
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
-        """What `work` returns. Raises ApiError, which names the field, instead of its TypeError or ValueError.
-
-        Long work runs in a thread. So does work while another thread has the tokenizer: the event loop does not wait.
-        """
+        """What `work` returns. Raises ApiError, which names the field, instead of its TypeError or ValueError. Long
+        work runs in a thread. So does work while another thread has the tokenizer: the event loop does not wait."""
         try:
             if size < LONG_TEXT and not self._llm.is_tokenizing:
                 return work()
