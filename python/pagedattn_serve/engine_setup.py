@@ -54,13 +54,10 @@ def limit_to_memory(
         if memory is None and device == "cpu":
             memory = DEFAULT_CPU_MEMORY
         elif memory is None:
-            share = cache_config.gpu_memory_utilization
-            memory = cuda_memory(model, scheduler_config, block_size, device, share, kv_cache_dtype)
+            memory = cuda_memory(model, scheduler_config, cache_config, device)
         at_most = num_useful_blocks(scheduler_config, block_size)
         num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
-    num_host_blocks = choose_num_host_blocks(
-        model, cache_config.swap_space, block_size, num_blocks, scheduler_config, kv_cache_dtype
-    )
+    num_host_blocks = choose_num_host_blocks(model, scheduler_config, cache_config, num_blocks)
     return replace(cache_config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 

@@ -1,6 +1,7 @@
 """How large the cache is: from bytes to blocks, and what a CUDA device has left for it."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -41,14 +42,7 @@ def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: in
     return min(memory // block_bytes, at_most)
 
 
-def choose_num_host_blocks(
-    model: CausalLM,
-    swap_space: float,
-    block_size: int,
-    num_blocks: int,
-    config: SchedulerConfig,
-    kv_cache_dtype: str = "auto",
-) -> int:
+def choose_num_host_blocks(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, num_blocks: int) -> int:
     """Blocks that fit in `swap_space` GiB, but not more than the cache has (num_blocks), nor than sequences may hold.
 
     The bound is that of the PagedAttention paper (section 4.5): no request is let in that comes after a swapped-out
@@ -56,41 +50,32 @@ def choose_num_host_blocks(
     requests that stay grow into the room and are swapped out in their turn, or better priorities keep coming. Then the
     pool is full, and the next request is computed again.
     """
-    num_host_blocks = int(swap_space * (1 << 30)) // block_bytes_of(model, block_size, kv_cache_dtype)
-    return min(num_host_blocks, num_blocks, num_held_blocks(config, block_size))
+    block_bytes = block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
+    num_host_blocks = int(cache_config.swap_space * (1 << 30)) // block_bytes
+    return min(num_host_blocks, num_blocks, num_held_blocks(config, cache_config.block_size))
 
 
-def cuda_memory(
-    model: CausalLM,
-    config: SchedulerConfig,
-    block_size: int,
-    device: str,
-    gpu_memory_utilization: float,
-    kv_cache_dtype: str = "auto",
-) -> int:
+def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, device: str) -> int:
     """Bytes that the cache may take: the share of the device, less all that the largest step takes beside the cache.
 
     The largest step is run, on a cache of its own that is gone afterwards. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats(device)
-    batch = largest_batch(config, block_size)
+    batch = largest_batch(config, cache_config.block_size)
     num_blocks = max(max(scheduled.block_table) for scheduled in batch.sequences) + 1
-    cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size, kv_cache_dtype=kv_cache_dtype)
-    runner = ModelRunner(model, config, cache_config, device, seed=0)
+    runner = ModelRunner(model, config, replace(cache_config, num_blocks=num_blocks), device, seed=0)
     runner.execute(batch)
-    own_cache = num_blocks * block_bytes_of(model, block_size, kv_cache_dtype)
+    own_cache = num_blocks * block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     needed = torch.cuda.max_memory_allocated(device) - own_cache + used_by_others
     del runner
     torch.cuda.empty_cache()
-    available = int(total * gpu_memory_utilization) - needed
+    share = cache_config.gpu_memory_utilization
+    available = int(total * share) - needed
     if available <= 0:
-        raise ArgumentError(
-            "gpu_memory_utilization",
-            f"more than {needed / total:.2f}, what the model needs without a cache",
-            gpu_memory_utilization,
-        )
+        expected = f"more than {needed / total:.2f}, what the model needs without a cache"
+        raise ArgumentError("gpu_memory_utilization", expected, share)
     return available
 
 

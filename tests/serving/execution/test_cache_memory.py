@@ -1,6 +1,7 @@
 """How large the cache is: blocks from bytes, the largest step there can be, and what that step leaves of a device."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,15 +65,19 @@ def test_useful_blocks_are_enough_and_not_one_more(max_num_seqs: int, max_model_
     assert beside_watermark(num_blocks) >= held > beside_watermark(num_blocks - 1)
 
 
+def cache(swap_space: float, kv_cache_dtype: str = "auto") -> CacheConfig:
+    return CacheConfig(num_blocks=UNBOUNDED, swap_space=swap_space, kv_cache_dtype=kv_cache_dtype)
+
+
 def test_host_blocks(llama: Checkpoint) -> None:
     model, block_bytes = build_model(llama.path), 16 * SLOT_BYTES["float32"]
     config = SchedulerConfig(max_num_seqs=3, max_model_len=33)
-    assert choose_num_host_blocks(model, 0, 16, 9, config) == 0
+    assert choose_num_host_blocks(model, config, cache(0), 9) == 0
     seven = 7.5 * block_bytes / 2**30
-    assert choose_num_host_blocks(model, seven, 16, 9, config) == 7
-    assert choose_num_host_blocks(model, seven, 16, 9, config, "fp8") == 9  # 32 bytes a head, not 80
-    assert choose_num_host_blocks(model, 4, 16, 100, config) == 3 * 3  # what three sequences hold
-    assert choose_num_host_blocks(model, 4, 16, 5, config) == 5
+    assert choose_num_host_blocks(model, config, cache(seven), 9) == 7
+    assert choose_num_host_blocks(model, config, cache(seven, "fp8"), 9) == 9  # 32 bytes a head, not 80
+    assert choose_num_host_blocks(model, config, cache(4), 100) == 3 * 3  # what three sequences hold
+    assert choose_num_host_blocks(model, config, cache(4), 5) == 5
     assert LLMEngine(llama.path, num_blocks=48).stats().num_host_blocks == 48
 
 
@@ -151,13 +156,15 @@ def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_device_leaves(made_up_device: None, model: CausalLM, block_size: int) -> None:
     of_step = 4 * 64 * SLOT_BYTES["float32"]
     for share in (0.9, 1.0, 0.41):
-        left = cuda_memory(model, CONFIG, block_size, "cpu", share)
+        cache_config = CacheConfig(num_blocks=UNBOUNDED, block_size=block_size, gpu_memory_utilization=share)
+        left = cuda_memory(model, CONFIG, cache_config, "cpu")
         assert left == int(TOTAL * share) - OF_OTHERS - (PEAK - of_step)
     of_step = 4 * 64 * 2 * 2 * 2 * 32
-    assert cuda_memory(model, CONFIG, block_size, "cpu", 1.0, "fp8") == TOTAL - OF_OTHERS - (PEAK - of_step)
+    cache_config = replace(cache_config, gpu_memory_utilization=1.0, kv_cache_dtype="fp8")
+    assert cuda_memory(model, CONFIG, cache_config, "cpu") == TOTAL - OF_OTHERS - (PEAK - of_step)
 
 
 def test_nothing_left(made_up_device: None, model: CausalLM) -> None:
     message = "gpu_memory_utilization: expected more than 0.40, what the model needs without a cache, got 0.39"
     with pytest.raises(ValueError, match=message):
-        cuda_memory(model, CONFIG, 16, "cpu", 0.39)
+        cuda_memory(model, CONFIG, CacheConfig(num_blocks=UNBOUNDED, gpu_memory_utilization=0.39), "cpu")
