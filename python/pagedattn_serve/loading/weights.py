@@ -64,8 +64,8 @@ def load_weights(
                 kind = name.removeprefix(f"{layer_name}.")
                 if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
-                elif (parts := read(checkpoint_shapes(model, name))) is not None and not problems:
-                    weight = convert(model, name, parts)
+                elif (parts := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
+                    weight = layer.from_checkpoint(kind, parts) if isinstance(layer, ConvertedLinear) else parts[0]
                     # Packed layers take weights of any dtype, so 16-bit weights keep their dtype, whatever the model's.
                     keeps_dtype = forms is not None and isinstance(layer, nn.Linear) and weight.dtype in HALF_DTYPES
                     dtype = weight.dtype if keeps_dtype else model.dtype
@@ -148,13 +148,11 @@ def checkpoint_name(model: NativeCausalLM, name: str) -> str:
     return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
 
 
-def checkpoint_shapes(model: NativeCausalLM, parameter_name: str) -> dict[str, list[int]]:
-    """Names and shapes of the checkpoint's tensors that make up a parameter, in order."""
-    layer_name, _, kind = parameter_name.rpartition(".")
-    layer = model.get_submodule(layer_name)
+def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str, list[int]]:
+    """Names and shapes of the checkpoint's tensors that make up the parameter `kind` of a layer, in order."""
     if isinstance(layer, ConvertedLinear):
         return layer.checkpoint_shapes(layer_name, kind)
-    return {parameter_name: list(model.get_parameter(parameter_name).shape)}
+    return {f"{layer_name}.{kind}": list(layer.get_parameter(kind).shape)}
 
 
 def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[str]) -> list[Tensor] | None:
@@ -171,12 +169,6 @@ def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[
             found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             problems.append(f"{name}: expected {shape}, got {found_instead}")
     return found if len(found) == len(shapes) else None
-
-
-def convert(model: NativeCausalLM, parameter_name: str, tensors: list[Tensor]) -> Tensor:
-    layer_name, _, kind = parameter_name.rpartition(".")
-    layer = model.get_submodule(layer_name)
-    return layer.from_checkpoint(kind, tensors) if isinstance(layer, ConvertedLinear) else tensors[0]
 
 
 def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
