@@ -5,12 +5,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pagedattn_serve.config import check_bool, check_float, check_int, check_text
+from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.options import options_of
 
-LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY_HOST = "*"
 
 
@@ -66,9 +64,8 @@ class ServerConfig:
         check_float("read_timeout", self.read_timeout, 0, but=0)
         check_float("request_timeout", self.request_timeout, 0, but=0)
         check_float("shutdown_timeout", self.shutdown_timeout, 0)
-        for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
-            if getattr(self, name) not in choices:
-                raise ArgumentError(name, f"{' or '.join(choices)}", repr(getattr(self, name)))
+        check_choice("log_format", self.log_format, ("text", "json"))
+        check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
         if self.prefix_cache_per_key and not self.api_keys:
             raise ArgumentError("prefix_cache_per_key", "False without API keys, by which prompts would be told apart")
         check_api_keys(self.api_keys)

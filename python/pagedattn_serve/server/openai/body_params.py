@@ -1,6 +1,7 @@
 """From the fields of a request to `SamplingParams`."""
 
 import json
+from dataclasses import fields
 from typing import Any
 
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
@@ -10,13 +11,8 @@ from pagedattn_serve.server.openai.request_bodies import ChatCompletionRequest, 
 from pagedattn_serve.structured_output import StructuredOutput
 
 OPENAI_MAX_TOKENS = 16  # OpenAI's default for completions
-# Fields that SamplingParams has under the same name.
-SAME = (
-    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
-    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
-    *("allowed_token_ids", "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
-)
+# Fields of both endpoints that SamplingParams has under the same name.
+SAME = tuple(SamplingBody.model_fields.keys() & {field.name for field in fields(SamplingParams)})
 # Fields that come from the model's generation_config.json, if a request leaves them out.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Between two parts of JSON: enough for indentation. Without a bound, a weak model may write nothing else.

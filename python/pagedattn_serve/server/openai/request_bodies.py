@@ -72,6 +72,7 @@ class SamplingBody(Body):
 
     model: str | None = None
     n: NumOutputs | None = None
+    best_of: NumOutputs | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
@@ -117,7 +118,6 @@ class SamplingBody(Body):
 class CompletionRequest(SamplingBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="16 if not given; 0 with echo alone")
-    best_of: NumOutputs | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -156,7 +156,6 @@ class ChatCompletionRequest(SamplingBody):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    best_of: NumOutputs | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None

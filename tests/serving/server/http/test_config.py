@@ -25,8 +25,8 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ("read_timeout", 0, ValueError, "read_timeout: expected a number > 0, got 0"),
         ("request_timeout", math.inf, ValueError, "request_timeout: expected a finite number, got inf"),
         ("shutdown_timeout", -1, ValueError, "shutdown_timeout: expected a number >= 0, got -1"),
-        ("log_format", "xml", ValueError, "log_format: expected text or json, got 'xml'"),
-        ("log_level", "all", ValueError, "log_level: expected debug or info or warning or error, got 'all'"),
+        ("log_format", "xml", ValueError, "log_format: expected one of text, json, got 'xml'"),
+        ("log_level", "all", ValueError, "log_level: expected one of debug, info, warning, error, got 'all'"),
         (
             "prefix_cache_per_key",
             True,
