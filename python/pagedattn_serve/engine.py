@@ -49,8 +49,8 @@ def interruptible(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[
             raise
         except BaseException as interrupt:
             engine._is_broken = True
-            # An interrupt amid `torch.inference_mode.__exit__` leaves the mode on for as long as that frame lives, and
-            # whoever keeps the traceback, as interactive shells do, keeps the frame.
+            # An interrupt amid `torch.inference_mode.__exit__` leaves the mode on for as long as the frame of that call
+            # lives. An interactive shell keeps the traceback, and with it the frame.
             traceback.clear_frames(interrupt.__traceback__)
             raise
 
@@ -89,7 +89,7 @@ class LLMEngine:
             scheduler = Scheduler(scheduler_config, cache_config)
         except HostMemoryError:
             raise
-        except (MemoryError, RuntimeError) as error:  # which of the two it is depends on the allocator
+        except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
             raise too_large(causal_lm, cache_config, error) from None
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
@@ -104,7 +104,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.inputs = inputs
         self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
-        self._batch: ScheduledBatch | None = None  # scheduled and not run to its end: the next step runs it
+        self._batch: ScheduledBatch | None = None  # scheduled but not finished: the next step runs the batch
         self._is_broken = False  # requests, queues or blocks are half changed
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -282,7 +282,7 @@ class LLMEngine:
         if request is None:
             return None
         if self._batch is not None:
-            self._restart(self._requests)  # as the batch may have the request in it
+            self._restart(self._requests)  # because the request may be in the batch
         del self._requests[request_id]
         self.scheduler.abort(request_id)
         request.metrics = replace(request.metrics, finished_time=time.monotonic())

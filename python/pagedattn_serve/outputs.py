@@ -71,7 +71,7 @@ def _format_of(num_entries: int) -> str:
     return f"{2 * num_entries}i{num_entries}f"
 
 
-@dataclass(slots=True)  # not frozen, which would take twice as long to make: one output a token
+@dataclass(slots=True)  # a frozen one takes twice as long to make, and each token makes one
 class CompletionOutput:
     """One output of a request: so far, or with `RequestOutputKind.DELTA` what is new of it.
 

@@ -14,7 +14,7 @@ from pagedattn_serve.structured_output import StructuredOutput
 MAX_LOGPROBS = 20  # of a token; the limit of OpenAI's API and vLLM's default
 _MAX_PENALTY = 2  # of presence and frequency penalty, either sign; OpenAI's limit
 _MAX_BIAS = 100  # of logit_bias, either sign; OpenAI's limit
-# Beyond these, logits in fp32 could overflow, or become zeros.
+# Beyond these limits, logits in fp32 could overflow, or become zeros.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 _MAX_TEMPERATURE = 1e9
 

@@ -17,7 +17,7 @@ from pagedattn_serve.requests.request import Request
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the requests are not to blame
-STATS_PAUSE = 50  # in times of counting, which takes long with many blocks
+STATS_PAUSE = 50  # as a multiple of the time of counting, which is long with many blocks
 
 
 @dataclass(slots=True)

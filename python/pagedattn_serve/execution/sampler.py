@@ -143,7 +143,7 @@ class Sampler:
         """As `_choose`, for rows of which none is greedy."""
         params = [row.sampling_params for row in rows]
         temperatures = _to_device([max(p.temperature, _SMALLEST) for p in params], torch.float32, logits.device)
-        # Relative to the largest, which stays 0 however small the temperature is.
+        # Relative to the largest logit, which becomes 0 and stays 0 however small the temperature is.
         relative = logits - logits.amax(dim=-1, keepdim=True)
         probabilities = restrict(relative.div_(temperatures[:, None]), params).softmax(dim=-1)
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p (the exponential race).

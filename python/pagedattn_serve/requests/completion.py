@@ -66,7 +66,7 @@ class Completion:
                 rules.tokenizer, sequence.prompt_token_ids, skip_special_tokens=rules.params.skip_special_tokens
             )
         self._num_searched = 0  # characters of the text, searched for stop strings
-        self._stop_state: StopState | None = None  # after these characters; None if there are no stop strings
+        self._stop_state: StopState | None = None  # after these characters; None at the start, or without stop strings
 
     def fork(self, sequence: Sequence) -> Self:
         """A completion with the same output so far, for a fork of the sequence."""

@@ -83,13 +83,13 @@ class Scheduler:
         self.swapped: list[SequenceGroup] = []
         self.num_recomputes = 0
         self.num_swaps = 0
-        self.num_looked_up_tokens = 0  # of prompts, when they were let in
+        self.num_looked_up_tokens = 0  # of prompts that were let in
         self.num_found_tokens = 0  # of these, how many were in the cache
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
-        self._num_passing_tokens = 0  # of prompts that ran beside a long one, since that one last ran as if alone
+        self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
         self._num_arrived = 0
         self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 

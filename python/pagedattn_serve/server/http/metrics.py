@@ -86,7 +86,7 @@ class ServerMetrics:
             registry=self._registry,
         )
         for reason in ("stop", "length", "abort", "error"):
-            self._finished.labels(model_name, reason)  # so that each is there, as 0
+            self._finished.labels(model_name, reason)  # so that each reason is shown, as 0
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(f"pagedattn:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)

@@ -30,7 +30,7 @@ async def create_chat_completion(
     params = chat_params(body, service.defaults)
     text = await service.render(body.messages, body.add_generation_prompt is not False)
     service.check_characters(text, "messages")
-    [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template has them
+    [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
     service.check_room(len(token_ids), params.max_tokens, "messages")
     job = service.job("chatcmpl", [PromptTokens(text, token_ids)], params, body)
     answer = _Answer(body, job)
