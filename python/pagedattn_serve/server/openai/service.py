@@ -29,23 +29,16 @@ class Service:
     """One model, served under one name. Raises ValueError if it has no tokenizer."""
 
     def __init__(self, engine: AsyncLLMEngine, config: ServerConfig) -> None:
-        if engine.engine.tokenizer is None:
-            raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
-        self.engine = engine
         self._llm = engine.engine  # only for what never changes
+        if (tokenizer := self._llm.tokenizer) is None:
+            raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
+        self.tokenizer: Any = tokenizer
+        self.max_model_len = self._llm.max_model_len
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.jobs = JobRunner(engine, self.metrics)
         self.created = int(time.time())
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._llm.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        return self._llm.max_model_len
 
     @property
     def defaults(self) -> SamplingParams:
