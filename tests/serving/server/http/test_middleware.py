@@ -158,7 +158,7 @@ def test_any_of_the_keys_is_right(key: str, scheme: str) -> None:
 
 def test_a_key_has_a_name_that_does_not_tell_it() -> None:
     app = make_app(api_keys=KEYS)
-    names = [request(app, "/v1/who", headers={"Authorization": f"Bearer {key}"}).text.split()[0] for key in KEYS]
+    names = [request(app, "/v1/who", headers={"Authorization": f"Bearer {key}"}).text.split(" ")[0] for key in KEYS]
     assert len(set(names)) == 2 and not any(key in name for key in KEYS for name in names)
     assert request(make_app(), "/v1/who").text.startswith(" ")  # none
 
