@@ -86,97 +86,150 @@ __attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t
   });
 }
 
-// The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side.
+// The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side. What is called a key here is a
+// vector: a chunk of the keys of NUM_LANES tokens. Keys next to each other are of different vectors of tokens.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
-PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
-  const int64_t num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
-  const int64_t chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
-  constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
-  const T* keys[NUM_VECS * VEC_SIZE / RUN];
-  for (int i = 0; i < NUM_VECS * VEC_SIZE / RUN; ++i) keys[i] = h.keys + h.tile.key_at(first_token + i * RUN);
-  // A vector has keys of NUM_LANES tokens; vectors next to each other are of different vectors of tokens. In a pass
-  // over the chunks are as many as have sums in registers. LOADED_KEYS are loaded before any is multiplied, so that
-  // each part of the query is loaded once for them.
-  constexpr int NUM_KEYS = 4 * NUM_VECS;
-  constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
-  constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
-  constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
+struct KeyPasses {
+  static constexpr int NUM_KEYS = 4 * NUM_VECS;
+
+  // A pass over the chunks takes as many keys as have sums in registers. LOADED_KEYS of them are loaded before any is
+  // multiplied, so that each part of the query is loaded once for all of the loaded keys.
+  static constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
+  static constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
+  static constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
+
   // Where registers would not hold all parts of several keys beside the sums.
-  constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
-  const auto key_at = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
-    const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
-    const T* run = keys[token / RUN] + chunk * chunk_stride;
-    return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
-  };
-  [[maybe_unused]] ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS> converted;
-  if constexpr (CONVERTS_FIRST<Dot>) {
-    const T* first_chunks[NUM_KEYS];
-    for (int key = 0; key < NUM_KEYS; ++key) first_chunks[key] = key_at(0, key);
-    convert_keys_first<Dot, NUM_KEYS>(first_chunks, chunk_stride, num_chunks, converted.at);
+  static constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
+
+  static constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk, all keys
+  static constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
+                                              (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
+
+  static constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
+  static constexpr int NUM_RUNS = NUM_VECS * VEC_SIZE / RUN;
+
+  using Converted = ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS>;
+  using Loaded = typename Dot::Keys[LOADED_KEYS];
+  using Sums = Vec[NUM_ROWS][Dot::SUMS][NUM_KEYS];
+
+  const T* runs[NUM_RUNS];
+  int64_t chunk_stride;
+  int64_t num_chunks;
+
+  PAGEDATTN_INLINE void locate(const HeadTile<T>& h, int first_token) {
+    num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
+    chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+    for (int i = 0; i < NUM_RUNS; ++i) runs[i] = h.keys + h.tile.key_at(first_token + i * RUN);
   }
-  const auto load_keys = [&](int64_t chunk, int key) PAGEDATTN_ALWAYS_INLINE {
+
+  PAGEDATTN_INLINE const T* key_at(int64_t chunk, int key) const {
+    const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
+    const T* run = runs[token / RUN] + chunk * chunk_stride;
+    return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
+  }
+
+  PAGEDATTN_INLINE void convert_first([[maybe_unused]] Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Dot>) {
-      return Dot::load_converted(converted.at[chunk * NUM_KEYS + key]);
-    } else {
-      return Dot::load_keys(key_at(chunk, key));
+      const T* first_chunks[NUM_KEYS];
+      for (int key = 0; key < NUM_KEYS; ++key) first_chunks[key] = key_at(0, key);
+      convert_keys_first<Dot, NUM_KEYS>(first_chunks, chunk_stride, num_chunks, converted.at);
     }
-  };
-  constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk of all tokens
-  constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
-                                       (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
-  Vec sums[NUM_ROWS][Dot::SUMS][NUM_KEYS] = {};
-  PAGEDATTN_UNROLL
-  for (int pass = 0; pass < NUM_KEYS; pass += PASS_KEYS) {
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+  }
+
+  PAGEDATTN_INLINE void load_keys(int64_t chunk, int first, [[maybe_unused]] const Converted& converted,
+                                  Loaded& loaded) const {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < LOADED_KEYS; ++i) {
+      if constexpr (CONVERTS_FIRST<Dot>) {
+        loaded[i] = Dot::load_converted(converted.at[chunk * NUM_KEYS + first + i]);
+      } else {
+        loaded[i] = Dot::load_keys(key_at(chunk, first + i));
+      }
+    }
+  }
+
+  static PAGEDATTN_INLINE void load_part(int64_t chunk, int first, int part, const Converted& converted,
+                                         Loaded& loaded) {
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < LOADED_KEYS; ++i) {
+      loaded[i].part[part] = Dot::load_part(converted.at[chunk * NUM_KEYS + first + i], part);
+    }
+  }
+
+  // Parts [part, part + Dot::SUMS), which are multiplied with the same part of a query, into different sums.
+  static PAGEDATTN_INLINE void multiply_parts(const Row* rows, int64_t chunk, int first, int part, const Loaded& loaded,
+                                              Sums& sums) {
+    PAGEDATTN_UNROLL
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      auto query = Dot::load_query(rows[r].query, chunk, part);
+      if constexpr (Dot::SUMS > 1 && VEC_SIZE == 8) query = in_register(query);
       PAGEDATTN_UNROLL
-      for (int first = pass; first < pass + PASS_KEYS; first += LOADED_KEYS) {
-        typename Dot::Keys loaded[LOADED_KEYS];
-        if constexpr (!PART_BY_PART) {
-          PAGEDATTN_UNROLL
-          for (int i = 0; i < LOADED_KEYS; ++i) loaded[i] = load_keys(chunk, first + i);
-        }
-        if (first == pass && h.prefetcher != nullptr && chunk % CHUNKS_PER_FETCH == 0) {
-          for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) h.prefetcher->fetch();
-        }
-        // Parts that are multiplied with the same of the query, into different sums, are adjacent.
+      for (int of = 0; of < Dot::SUMS; ++of) {
         PAGEDATTN_UNROLL
-        for (int part = 0; part < Dot::PARTS; part += Dot::SUMS) {
-          if constexpr (PART_BY_PART) {
-            PAGEDATTN_UNROLL
-            for (int of = 0; of < Dot::SUMS; ++of) {
-              PAGEDATTN_UNROLL
-              for (int i = 0; i < LOADED_KEYS; ++i) {
-                loaded[i].part[part + of] = Dot::load_part(converted.at[chunk * NUM_KEYS + first + i], part + of);
-              }
-            }
-          }
-          PAGEDATTN_UNROLL
-          for (int r = 0; r < NUM_ROWS; ++r) {
-            auto query = Dot::load_query(rows[r].query, chunk, part);
-            if constexpr (Dot::SUMS > 1 && VEC_SIZE == 8) query = in_register(query);
-            PAGEDATTN_UNROLL
-            for (int of = 0; of < Dot::SUMS; ++of) {
-              PAGEDATTN_UNROLL
-              for (int i = 0; i < LOADED_KEYS; ++i) {
-                Vec& sum = sums[r][of][first + i];
-                sum = Dot::multiply_add(sum, loaded[i].part[part + of], query);
-              }
-            }
-          }
+        for (int i = 0; i < LOADED_KEYS; ++i) {
+          Vec& sum = sums[r][of][first + i];
+          sum = Dot::multiply_add(sum, loaded[i].part[part + of], query);
         }
       }
     }
   }
-  const auto sum_keys = [](const Vec* of_vec) PAGEDATTN_ALWAYS_INLINE {
-    return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
-  };
-  for (int r = 0; r < NUM_ROWS; ++r) {
-    for (int v = 0; v < NUM_VECS; ++v) {
-      Vec by_lane = sum_keys(sums[r][0] + v);
-      if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
-      store(logits[r].at + first_token + v * VEC_SIZE, in_token_order(by_lane) * h.params.logit_scale);
+
+  // All parts of keys [first, first + LOADED_KEYS).
+  static PAGEDATTN_INLINE void multiply_keys(const Row* rows, int64_t chunk, int first,
+                                             [[maybe_unused]] const Converted& converted, Loaded& loaded, Sums& sums) {
+    PAGEDATTN_UNROLL
+    for (int part = 0; part < Dot::PARTS; part += Dot::SUMS) {
+      if constexpr (PART_BY_PART) {
+        PAGEDATTN_UNROLL
+        for (int of = 0; of < Dot::SUMS; ++of) load_part(chunk, first, part + of, converted, loaded);
+      }
+      multiply_parts(rows, chunk, first, part, loaded, sums);
     }
   }
+
+  static PAGEDATTN_INLINE void fetch_beside(Prefetcher<T>& prefetcher) {
+    for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) prefetcher.fetch();
+  }
+
+  static PAGEDATTN_INLINE Vec sum_keys(const Vec* of_vec) {
+    return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
+  }
+
+  static PAGEDATTN_INLINE void store_logits(const HeadTile<T>& h, const Sums& sums, int first_token,
+                                            TileLogits* logits) {
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      for (int v = 0; v < NUM_VECS; ++v) {
+        Vec by_lane = sum_keys(sums[r][0] + v);
+        if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
+        store(logits[r].at + first_token + v * VEC_SIZE, in_token_order(by_lane) * h.params.logit_scale);
+      }
+    }
+  }
+};
+
+template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
+  using Passes = KeyPasses<T, Dot, NUM_ROWS, NUM_VECS>;
+  Passes keys;
+  keys.locate(h, first_token);
+  typename Passes::Converted converted;
+  keys.convert_first(converted);
+  typename Passes::Sums sums = {};
+  PAGEDATTN_UNROLL
+  for (int pass = 0; pass < Passes::NUM_KEYS; pass += Passes::PASS_KEYS) {
+    for (int64_t chunk = 0; chunk < keys.num_chunks; ++chunk) {
+      PAGEDATTN_UNROLL
+      for (int first = pass; first < pass + Passes::PASS_KEYS; first += Passes::LOADED_KEYS) {
+        typename Passes::Loaded loaded;
+        if constexpr (!Passes::PART_BY_PART) keys.load_keys(chunk, first, converted, loaded);
+        if (first == pass && h.prefetcher != nullptr && chunk % Passes::CHUNKS_PER_FETCH == 0) {
+          Passes::fetch_beside(*h.prefetcher);
+        }
+        Passes::multiply_keys(rows, chunk, first, converted, loaded, sums);
+      }
+    }
+  }
+  Passes::store_logits(h, sums, first_token, logits);
 }
 
 // Not inlined: GCC 12 would then load the constants of the keys' conversion again for every chunk.

@@ -18,46 +18,62 @@ constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && Strip::PARTS <= 2;
 template <int NUM_ROWS>
 constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
 
-// The sums of NUM_STRIPS strips of NUM_ROWS rows, one below the other; values[s] is strip s of the first element.
-// WHOLE: the head does not end within them, else after num_strips. Sum i of row r goes to sums[r * row_stride + i].
+// The sums of NUM_STRIPS strips of NUM_ROWS rows, one strip below the other, over a tile.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
-PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
-                                 int64_t first_offset, int num_strips, Vec* to, int row_stride) {
-  constexpr int PARTS = Strip::PARTS;
-  constexpr int TOKENS = Strip::SIZE / ELEMENTS;   // of a strip
-  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // one below the other
-  constexpr int STEP = NUM_STRIPS * ELEMENTS;
-  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
-  constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;
-  Vec sums[VEC_SIZE] = {};  // [NUM_ROWS][NUM_STRIPS]
-  const auto strip_at = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
+struct StripSums {
+  static constexpr int TOKENS = Strip::SIZE / ELEMENTS;     // of a strip
+  static constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;    // one below the other
+  static constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;  // side by side
+
+  static constexpr int64_t NUM_BYTES = NUM_STRIPS * ELEMENTS * TILE_TOKENS * sizeof(T);
+  static constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
+  static constexpr int STRIPS_PER_FETCH = NUM_FETCHES <= TILE_STRIPS / 4 ? 4 : 1;
+
+  using Converted = ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS>;
+  using Sums = Vec[VEC_SIZE];  // [NUM_ROWS][NUM_STRIPS]
+
+  const HeadTile<T>& h;
+  const float* weights;
+  const T* const* values;  // values[s] is strip s of the first element
+  int64_t first_offset;
+  int num_strips;  // read only without WHOLE
+  int64_t strip_stride;
+
+  PAGEDATTN_INLINE const T* strip_at(int s, int i) const {
     // Past the end of the head, its last strip is read again; that sum is dropped.
     const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
     return values[s] + first_offset + below;
-  };
-  [[maybe_unused]] ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS> converted;
-  if constexpr (CONVERTS_FIRST<Strip>) {
-    convert_with_nan_if_any<Strip, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
-      for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
-        PAGEDATTN_UNROLL
-        for (int i = 0; i < NUM_STRIPS; ++i) convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
-      }
-    });
   }
-  const auto load_strip = [&](int s, int i) PAGEDATTN_ALWAYS_INLINE {
+
+  PAGEDATTN_INLINE void convert_first([[maybe_unused]] Converted& converted) const {
+    if constexpr (CONVERTS_FIRST<Strip>) {
+      convert_with_nan_if_any<Strip, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+        for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+          PAGEDATTN_UNROLL
+          for (int i = 0; i < NUM_STRIPS; ++i) convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
+        }
+      });
+    }
+  }
+
+  PAGEDATTN_INLINE Strip load_strip(int s, int i, [[maybe_unused]] const Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Strip>) {
       return Strip::load_converted(converted.at[s * NUM_STRIPS + i]);
     } else {
       return Strip::template load_from<ELEMENTS>(strip_at(s, i));
     }
-  };
-  const auto load_weight = [&](int s, int part, int r) PAGEDATTN_ALWAYS_INLINE {
-    return load(weights + r * TILE_TOKENS * ELEMENTS + (s * PARTS + part) * VEC_SIZE);
-  };
-  const auto add_strip = [&](int s, int i, auto mask) PAGEDATTN_ALWAYS_INLINE {
-    const Strip strip = load_strip(s, i);
+  }
+
+  PAGEDATTN_INLINE Vec load_weight(int s, int part, int r) const {
+    return load(weights + r * TILE_TOKENS * ELEMENTS + (s * Strip::PARTS + part) * VEC_SIZE);
+  }
+
+  // mask(values, part) are the values that count.
+  template <typename Mask>
+  PAGEDATTN_INLINE void add_strip(int s, int i, const Converted& converted, Sums& sums, const Mask& mask) const {
+    const Strip strip = load_strip(s, i, converted);
     PAGEDATTN_UNROLL
-    for (int part = 0; part < PARTS; ++part) {
+    for (int part = 0; part < Strip::PARTS; ++part) {
       const auto value = mask(strip.part[part], part);
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
@@ -65,13 +81,19 @@ PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, con
         sum = Strip::multiply_add(sum, value, load_weight(s, part, r));
       }
     }
-  };
-  const auto add_strips = [&](int s) PAGEDATTN_ALWAYS_INLINE {
+  }
+
+  PAGEDATTN_INLINE void add_strip(int s, int i, const Converted& converted, Sums& sums) const {
+    add_strip(s, i, converted, sums, [](auto value, int) { return value; });
+  }
+
+  // All strips are held in registers, so that each weight is loaded once.
+  PAGEDATTN_INLINE void add_strips_first(int s, const Converted& converted, Sums& sums) const {
     Strip strips[NUM_STRIPS];
     PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) strips[i] = load_strip(s, i);
+    for (int i = 0; i < NUM_STRIPS; ++i) strips[i] = load_strip(s, i, converted);
     PAGEDATTN_UNROLL
-    for (int part = 0; part < PARTS; ++part) {
+    for (int part = 0; part < Strip::PARTS; ++part) {
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
         const Vec weight = in_register(load_weight(s, part, r));
@@ -82,56 +104,85 @@ PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, con
         }
       }
     }
-  };
-  constexpr int64_t NUM_BYTES = STEP * TILE_TOKENS * sizeof(T);
-  constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
-  const auto prefetch = [&](int64_t i, int64_t n) PAGEDATTN_ALWAYS_INLINE {  // part i of n
+  }
+
+  PAGEDATTN_INLINE void add_strips(int s, const Converted& converted, Sums& sums) const {
+    if constexpr (STRIPS_FIRST<Strip, NUM_ROWS>) {
+      add_strips_first(s, converted, sums);
+    } else {
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, converted, sums);
+    }
+  }
+
+  // Part i of n of what is fetched beside these sums.
+  PAGEDATTN_INLINE void fetch_beside(int64_t i, int64_t n) const {
     if (h.prefetcher == nullptr) return;
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
-  };
-  const auto whole = [](auto value, int) { return value; };
-  if (!h.tile.all_visible(0, TILE_TOKENS)) {
+  }
+
+  PAGEDATTN_INLINE void walk_partly_visible(const Converted& converted, Sums& sums) const {
     for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
-      prefetch(s, TILE_STRIPS);
+      fetch_beside(s, TILE_STRIPS);
       if (h.tile.all_visible(s * TOKENS, TOKENS)) {
         PAGEDATTN_UNROLL
-        for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
+        for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, converted, sums);
         continue;
       }
       PAGEDATTN_UNROLL
       for (int i = 0; i < NUM_STRIPS; ++i) {
         // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
-        add_strip(s, i, [&h, s](auto value, int part) {
+        add_strip(s, i, converted, sums, [this, s](auto value, int part) {
           return Strip::template mask<ELEMENTS>(value, s, part, h.tile.begin, h.tile.end);
         });
       }
     }
-  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
+  }
+
+  PAGEDATTN_INLINE void walk_across_blocks(const Converted& converted, Sums& sums) const {
     PAGEDATTN_UNROLL
     for (int i = 0; i < NUM_STRIPS; ++i) {
-      prefetch(i, NUM_STRIPS);
+      fetch_beside(i, NUM_STRIPS);
       PAGEDATTN_UNROLL_BY_2
-      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, whole);
+      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, converted, sums);
     }
-  } else {
-    constexpr int STRIPS_PER_FETCH = NUM_FETCHES <= TILE_STRIPS / 4 ? 4 : 1;
+  }
+
+  PAGEDATTN_INLINE void walk_strip_by_strip(const Converted& converted, Sums& sums) const {
     for (int first = 0; first < TILE_STRIPS; first += STRIPS_PER_FETCH) {
-      prefetch(first / STRIPS_PER_FETCH, TILE_STRIPS / STRIPS_PER_FETCH);
-      for (int s = first; s < first + STRIPS_PER_FETCH; ++s) {
-        if constexpr (STRIPS_FIRST<Strip, NUM_ROWS>) {
-          add_strips(s);
-        } else {
-          PAGEDATTN_UNROLL
-          for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, whole);
-        }
-      }
+      fetch_beside(first / STRIPS_PER_FETCH, TILE_STRIPS / STRIPS_PER_FETCH);
+      for (int s = first; s < first + STRIPS_PER_FETCH; ++s) add_strips(s, converted, sums);
     }
   }
-  PAGEDATTN_UNROLL
-  for (int r = 0; r < NUM_ROWS; ++r) {
+
+  static PAGEDATTN_INLINE void store_sums(const Sums& sums, Vec* to, int row_stride) {
     PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) to[r * row_stride + i] = sums[r * NUM_STRIPS + i];
+    for (int r = 0; r < NUM_ROWS; ++r) {
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_STRIPS; ++i) to[r * row_stride + i] = sums[r * NUM_STRIPS + i];
+    }
   }
+};
+
+// Those sums, of the strips from `first_offset` on. WHOLE: the head does not end within the strips, else after
+// num_strips. Sum i of row r goes to to[r * row_stride + i].
+template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
+PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
+                                 int64_t first_offset, int num_strips, Vec* to, int row_stride) {
+  using Strips = StripSums<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>;
+  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
+  const Strips strips{h, weights, values, first_offset, num_strips, strip_stride};
+  typename Strips::Sums sums = {};
+  typename Strips::Converted converted;
+  strips.convert_first(converted);
+  if (!h.tile.all_visible(0, TILE_TOKENS)) {
+    strips.walk_partly_visible(converted, sums);
+  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
+    strips.walk_across_blocks(converted, sums);
+  } else {
+    strips.walk_strip_by_strip(converted, sums);
+  }
+  Strips::store_sums(sums, to, row_stride);
 }
 
 // Elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS elements.
