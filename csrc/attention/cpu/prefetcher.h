@@ -1,6 +1,9 @@
 // Fetches what the walk of item_walk.h comes to next, while it is at work on what came before.
 #pragma once
 
+#include <type_traits>
+
+#include "attention/cpu/key_dot.h"
 #include "attention/cpu/tile.h"
 #include "attention/paged_attention.h"
 #include "cpu_memory.h"
@@ -124,6 +127,24 @@ class Prefetcher {
   int64_t run_elements_ = 0;
   int64_t offset_ = 0;  // in each of them
   int64_t num_left_ = 0;
+};
+
+// How much NUM_ROWS rows fetch beside their work on a tile: half of what is next beside the keys and half beside the
+// values. Where one instruction multiplies pairs of keys, several rows have more to do with the values: for even work,
+// three quarters are then fetched beside the values.
+template <typename T, int NUM_ROWS>
+struct Pace {
+  static constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
+
+  // In one pass over the chunks of the keys, of `num_bytes` each.
+  static constexpr int64_t chunks_per_fetch(int64_t num_bytes) {
+    return (LIGHT_KEYS ? 2 : 1) * (num_bytes < FETCH_BYTES ? FETCH_BYTES / num_bytes : 1);
+  }
+
+  // Beside values of `num_bytes`.
+  static constexpr int64_t num_value_fetches(int64_t num_bytes) {
+    return num_bytes / FETCH_BYTES * (LIGHT_KEYS ? 3 : 2) / 2;
+  }
 };
 
 }  // namespace

@@ -4,8 +4,6 @@
 // one transposing reduction turns their partial sums into VEC_SIZE logits.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/cpu/key_dot.h"
 #include "attention/cpu/prefetcher.h"
 #include "attention/paged_attention.h"
@@ -29,11 +27,6 @@ template <int NUM_ROWS>
 constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
 template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
-
-// Where one instruction multiplies pairs of keys, several rows have more to do with the values: for even work, three
-// quarters of what is next are then fetched beside the values, instead of half.
-template <typename T, int NUM_ROWS>
-constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T>
@@ -102,8 +95,7 @@ struct KeyPasses {
   static constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
 
   static constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk, all keys
-  static constexpr int64_t CHUNKS_PER_FETCH = (LIGHT_KEYS<T, NUM_ROWS> ? 2 : 1) * (NUM_KEYS / PASS_KEYS) *
-                                              (NUM_BYTES < FETCH_BYTES ? FETCH_BYTES / NUM_BYTES : 1);
+  static constexpr int64_t CHUNKS_PER_FETCH = NUM_KEYS / PASS_KEYS * Pace<T, NUM_ROWS>::chunks_per_fetch(NUM_BYTES);
 
   static constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
   static constexpr int NUM_RUNS = NUM_VECS * VEC_SIZE / RUN;

@@ -26,7 +26,7 @@ struct StripSums {
   static constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;  // side by side
 
   static constexpr int64_t NUM_BYTES = NUM_STRIPS * ELEMENTS * TILE_TOKENS * sizeof(T);
-  static constexpr int64_t NUM_FETCHES = NUM_BYTES / FETCH_BYTES * (LIGHT_KEYS<T, NUM_ROWS> ? 3 : 2) / 2;
+  static constexpr int64_t NUM_FETCHES = Pace<T, NUM_ROWS>::num_value_fetches(NUM_BYTES);
   static constexpr int STRIPS_PER_FETCH = NUM_FETCHES <= TILE_STRIPS / 4 ? 4 : 1;
 
   using Converted = ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS>;

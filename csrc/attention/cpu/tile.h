@@ -1,4 +1,8 @@
 // Where the tokens of a tile lie in the paged cache, for item_walk.h.
+//
+// In this folder, a tile is TILE_TOKENS adjacent tokens of one sequence. A Tile says where these tokens lie, and which
+// of them are visible. A HeadTile (row_logits.h) is a Tile at one KV head. TileLogits are the logits of one row over a
+// tile. TileRows are the rows that share a Tile.
 #pragma once
 
 #include "attention/paged_attention.h"
