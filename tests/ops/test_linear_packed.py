@@ -155,6 +155,6 @@ def test_no_output_features():
     for out in (
         ops.linear_packed(input, ops.pack_linear_weight(torch.empty(0, 64)), 0),
         ops.linear_int8(input, ops.pack_linear_weight_int8(codes.view(torch.int8)), torch.empty(0)),
-        ops.linear_int4(input, ops.pack_linear_weight_int4(codes, scales, scales.byte()), 32, 0, scales.dtype),
+        ops.linear_int4(input, ops.pack_linear_weight_int4(codes, scales, scales.byte()), 32, 0),
     ):
         assert out.shape == (2**40, 0)
