@@ -85,7 +85,9 @@ def test_a_late_pytest_leaves_its_results(tmp_path: Path) -> None:
         "import time\ndef test_fast(): pass\ndef test_wrong(): assert False\ndef test_slow(): time.sleep(60)\n"
     )
     late = command("it", *PYTEST, tmp_path / "test_it.py", seconds=12)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a command in the background
     [outcome] = gpu.commands.run_together([late], tmp_path)
+    signal.signal(signal.SIGINT, handler)
     assert outcome["status"] == "timed out"
     assert outcome["counts"] == {"passed": 1, "failed": 1, "unfinished": 1}
     assert [test.partition("::")[2] for test in outcome["failures"]] == ["test_wrong", "test_slow"]

@@ -39,6 +39,12 @@ class Command:
     go_on: Callable[[str], Sequence[str] | None] | None = None
 
 
+def hear_interrupts() -> None:
+    """For a new process. A shell has its background commands ignore SIGINT, and all that they start: a pytest that is
+    late could not say what failed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Running:
     """A command in a process group of its own, which ends with it."""
 
@@ -64,6 +70,7 @@ class Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                preexec_fn=hear_interrupts,
             )
 
     def has_ended(self) -> bool:
