@@ -113,8 +113,9 @@ ARROWS: dict[str, set[str]] = {
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
-    "execution.model_runner": {"loading", "execution.sampler", "execution.cache_engine", "execution.block_tables"}
-    | {"execution.decode_graphs"},
+    "execution.model_runner": {"loading", "execution.sampler", "execution.step_runner", "execution.block_tables"},
+    "execution.step_runner": {"execution.cache_engine", "execution.decode_graphs", "execution.step_inputs"},
+    "execution.step_inputs": set(),
     "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
     "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
     "execution.token_masks": {"sampling.state", "pagedattn_ext"},

@@ -415,7 +415,7 @@ class LLMEngine:
         self._requests = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
-        self.model_runner.block_tables.clear()
+        self.model_runner.reset()
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:

@@ -45,6 +45,7 @@ FILES = {
         "execution/block_tables.py",
         "execution/cache_engine.py",
         "execution/model_runner.py",
+        "execution/step_runner.py",
         "execution/token_masks.py",
         "text/detokenizer.py",
     )

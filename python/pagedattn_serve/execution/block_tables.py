@@ -1,5 +1,7 @@
 """The block tables of the running sequences as one array, kept from step to step: a step writes what is new in it."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -7,32 +9,71 @@ from pagedattn_serve.scheduling.batch import ScheduledSequence
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 
 
+@dataclass(slots=True)
+class TableChanges:
+    """What a step writes in an array of block tables before it reads the rows of its sequences.
+
+    rewritten: rows, each with the whole table that it holds from now on.
+    rows: int64 [num_seqs], the row of each sequence. lengths: int64 [num_seqs], how many blocks each sequence has.
+    last_blocks: int32 [num_seqs], the last block of each sequence.
+    """
+
+    rewritten: list[tuple[int, list[int]]]
+    rows: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    last_blocks: npt.NDArray[np.int32]
+
+
+class TableArray:
+    """Block tables, a row for each sequence. Two arrays that were given the same changes are the same, as far as the
+    lengths of the tables go."""
+
+    def __init__(self, num_rows: int, max_num_blocks_per_seq: int) -> None:
+        self._array = np.zeros((num_rows, max_num_blocks_per_seq), dtype=np.int32)
+
+    def apply(self, changes: TableChanges) -> npt.NDArray[np.int32]:
+        """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's blocks, values are arbitrary."""
+        for row, table in changes.rewritten:
+            self._array[row, : len(table)] = table
+        # Only this entry changes while a sequence holds its blocks: a new block, or the copy of a shared block.
+        self._array[changes.rows, changes.lengths - 1] = changes.last_blocks
+        return self._array[changes.rows, : changes.lengths.max()]
+
+
 class BlockTables:
     """A row for each running sequence. Other sequences lose their rows when no row is free or most rows are theirs."""
 
     def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
-        self._array = np.zeros((max_num_seqs, max_num_blocks_per_seq), dtype=np.int32)
+        self._array = TableArray(max_num_seqs, max_num_blocks_per_seq)
         self._row_of: dict[Sequence, int] = {}
         self._free_rows = list(range(max_num_seqs))
         self._written: list[list[int] | None] = [None] * max_num_seqs  # the table that a row was written from
 
-    def update(self, scheduled: list[ScheduledSequence]) -> npt.NDArray[np.int32]:
-        """The block tables of a step, int32 [num_seqs, longest]; beyond a sequence's blocks, values are arbitrary."""
+    def update(self, scheduled: list[ScheduledSequence]) -> tuple[npt.NDArray[np.int32], TableChanges]:
+        """The block tables of a step, as `TableArray.apply` returns them, and what has changed since the step before.
+
+        After `clear`, the changes of the steps from there on are enough for an array that has missed earlier ones.
+        """
         if len(self._row_of) > 2 * len(scheduled):  # rows of ended sequences keep the sequences in memory
             self._take_back()
-        rows = np.array([self._row(each) for each in scheduled], dtype=np.int64)
+        rewritten: list[tuple[int, list[int]]] = []
+        rows = np.array([self._row(each, rewritten) for each in scheduled], dtype=np.int64)
         tables = [each.block_table for each in scheduled]
         lengths = np.array([len(table) for table in tables], dtype=np.int64)
-        # Only this entry changes while a sequence holds its blocks: a new block, or the copy of a shared block.
-        self._array[rows, lengths - 1] = np.array([table[-1] for table in tables], dtype=np.int32)
-        return self._array[rows, : lengths.max()]
+        last_blocks = np.array([table[-1] for table in tables], dtype=np.int32)
+        changes = TableChanges(rewritten, rows, lengths, last_blocks)
+        array = self._array.apply(changes)
+        for row, table in rewritten:
+            self._written[row] = table
+        return array, changes
 
     def clear(self) -> None:
         """Take all rows back."""
         self._row_of = {}
-        self._free_rows = list(range(len(self._array)))
+        self._free_rows = list(range(len(self._written)))
+        self._written = [None] * len(self._written)
 
-    def _row(self, scheduled: ScheduledSequence) -> int:
+    def _row(self, scheduled: ScheduledSequence, rewritten: list[tuple[int, list[int]]]) -> int:
         row = self._row_of.get(scheduled.sequence)
         if row is not None and self._written[row] is scheduled.block_table:
             return row
@@ -40,10 +81,9 @@ class BlockTables:
             if not self._free_rows:
                 self._take_back()
             row = self._row_of[scheduled.sequence] = self._free_rows.pop()
-        self._array[row, : len(scheduled.block_table)] = scheduled.block_table
-        self._written[row] = scheduled.block_table
+        rewritten.append((row, scheduled.block_table))
         return row
 
     def _take_back(self) -> None:
         self._row_of = {s: row for s, row in self._row_of.items() if s.status is SequenceStatus.RUNNING}
-        self._free_rows = list(set(range(len(self._array))).difference(self._row_of.values()))
+        self._free_rows = list(set(range(len(self._written))).difference(self._row_of.values()))

@@ -1,5 +1,6 @@
 """BlockTables: whatever comes, grows, goes and is copied on write, each row says what the block manager's list says."""
 
+import pickle
 from collections.abc import Iterable
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.execution.block_tables import BlockTables
+from pagedattn_serve.execution.block_tables import BlockTables, TableArray
 from pagedattn_serve.scheduling.batch import ScheduledSequence
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
@@ -38,10 +39,20 @@ def leave(manager: BlockManager, sequence: Sequence, status: SequenceStatus) -> 
     sequence.status = status
 
 
-def update(tables: BlockTables, manager: BlockManager, sequences: Iterable[Sequence]) -> npt.NDArray[np.int32]:
+class MirroredTables(BlockTables):
+    """With an array that is given the changes alone, as another process has it."""
+
+    def __init__(self, max_num_seqs: int, max_num_blocks_per_seq: int) -> None:
+        super().__init__(max_num_seqs, max_num_blocks_per_seq)
+        self.mirror = TableArray(max_num_seqs, max_num_blocks_per_seq)
+
+
+def update(tables: MirroredTables, manager: BlockManager, sequences: Iterable[Sequence]) -> npt.NDArray[np.int32]:
     """A step with these sequences, checked."""
     scheduled = [ScheduledSequence(sequence, 1, manager.block_table(sequence), num_samples=1) for sequence in sequences]
-    array = tables.update(scheduled)
+    array, changes = tables.update(scheduled)
+    mirrored = tables.mirror.apply(pickle.loads(pickle.dumps(changes)))
+    assert mirrored.dtype == array.dtype and mirrored.tolist() == array.tolist()
     lengths = [len(each.block_table) for each in scheduled]
     assert array.dtype == np.int32 and array.shape == (len(scheduled), max(lengths))
     assert [row[:n].tolist() for row, n in zip(array, lengths, strict=True)] == [s.block_table for s in scheduled]
@@ -57,7 +68,7 @@ class Life(RuleBasedStateMachine):
     def begin(self, num_rows: int, num_blocks: int) -> None:
         self.num_rows = num_rows
         self.manager = make_manager(num_blocks)
-        self.tables = BlockTables(num_rows, MAX_LEN // BLOCK_SIZE)
+        self.tables = MirroredTables(num_rows, MAX_LEN // BLOCK_SIZE)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
 
@@ -122,7 +133,7 @@ TestLife.settings = settings(max_examples=max(100, settings.default.max_examples
 
 def test_more_sequences_than_rows() -> None:
     """Rows change hands over and over, of finished, aborted and preempted ones."""
-    manager, tables = make_manager(12), BlockTables(3, 4)
+    manager, tables = make_manager(12), MirroredTables(3, 4)
     ends = [status for status in SequenceStatus if status is not SequenceStatus.RUNNING]
     running = [start(manager, 9) for _ in range(3)]
     for i in range(40):
@@ -134,7 +145,7 @@ def test_more_sequences_than_rows() -> None:
 
 def test_a_row_is_kept_while_others_come_and_go() -> None:
     """One sequence runs seldom; in between its row must not be given away."""
-    manager, tables = make_manager(20), BlockTables(2, 4)
+    manager, tables = make_manager(20), MirroredTables(2, 4)
     seldom = start(manager, 17)
     update(tables, manager, [seldom])
     for i in range(5):
@@ -149,7 +160,7 @@ def test_a_row_is_kept_while_others_come_and_go() -> None:
 
 def test_a_preempted_sequence_gets_other_blocks() -> None:
     """It may come back before anybody else needs its row, which still has the old ones."""
-    manager, tables = make_manager(8), BlockTables(2, 4)
+    manager, tables = make_manager(8), MirroredTables(2, 4)
     sequence = start(manager, 20)
     update(tables, manager, [sequence])
     before = list(manager.block_table(sequence))
@@ -163,7 +174,7 @@ def test_a_preempted_sequence_gets_other_blocks() -> None:
 
 
 def test_copy_on_write() -> None:
-    manager, tables = make_manager(8), BlockTables(3, 4)
+    manager, tables = make_manager(8), MirroredTables(3, 4)
     parent = start(manager, 12)
     update(tables, manager, [parent])
     children = [Sequence("c", [0] * 12, status=SequenceStatus.RUNNING) for _ in range(2)]
@@ -180,7 +191,7 @@ def test_copy_on_write() -> None:
 
 def test_an_array_that_was_given_out_stays_as_it_is() -> None:
     """A device may still read it when the next step is made."""
-    manager, tables = make_manager(8), BlockTables(2, 4)
+    manager, tables = make_manager(8), MirroredTables(2, 4)
     sequences = [start(manager, 8), start(manager, 3)]
     array = update(tables, manager, sequences)
     before = array.copy()
@@ -194,9 +205,21 @@ def test_an_array_that_was_given_out_stays_as_it_is() -> None:
 
 
 def test_all_rows_are_free_after_clear() -> None:
-    manager, tables = make_manager(20), BlockTables(2, MAX_LEN // BLOCK_SIZE)
+    manager, tables = make_manager(20), MirroredTables(2, MAX_LEN // BLOCK_SIZE)
     first, second = start(manager, 9), start(manager, 20)
     update(tables, manager, [first])
     update(tables, manager, [first, second])
     tables.clear()
     update(tables, manager, [start(manager, 17), start(manager, 3)])
+
+
+def test_after_clear_the_changes_are_enough_for_an_array_that_missed_a_step() -> None:
+    """Of sequences that go on with their blocks, too."""
+    manager, tables = make_manager(20), MirroredTables(3, MAX_LEN // BLOCK_SIZE)
+    sequences = [start(manager, 9), start(manager, 20)]
+    update(tables, manager, sequences)
+    sequences.append(start(manager, 12))
+    tables.update([ScheduledSequence(each, 1, manager.block_table(each), num_samples=1) for each in sequences])
+    tables.mirror = TableArray(3, MAX_LEN // BLOCK_SIZE)
+    tables.clear()
+    update(tables, manager, sequences[::-1])

@@ -1,6 +1,7 @@
 """ModelRunner: the tensors of a step against loops over plain lists, and what one step does."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,8 +63,17 @@ def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[in
     return expected
 
 
+def given_to_the_model(runner: ModelRunner, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The token ids, positions and metadata of a batch, without a run of the model."""
+    given: list[Any] = []
+    with mock.patch.multiple(runner, _graphs=None, model=lambda *arguments: given.extend(arguments)):
+        runner.run_model(runner.prepare_inputs(batch)[0])
+    token_ids, positions, _, metadata = given
+    return token_ids, positions, metadata
+
+
 def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
-    token_ids, positions, metadata = runner.prepare_inputs(batch)
+    token_ids, positions, metadata = given_to_the_model(runner, batch)
     one_token_each = torch.arange(len(batch.sequences) + 1, dtype=torch.int32)
     starts = one_token_each if metadata.query_start_loc is None else metadata.query_start_loc
     assert (metadata.query_start_loc is None) == torch.equal(starts, one_token_each)

@@ -117,6 +117,9 @@ class FakeRunner:
                 values.append(hash((before, token)))
         return values
 
+    def reset(self) -> None:
+        self.block_tables.clear()
+
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         self._on_batch(batch)
         self._num_places = 0
@@ -132,7 +135,7 @@ class FakeRunner:
                 blocks.clear()
         if not batch.sequences:
             return SamplerOutput()
-        tables = [table.tolist() for table in self.block_tables.update(batch.sequences)]
+        tables = self.block_tables.update(batch.sequences)[0].tolist()
         histories = [self._history(scheduled) for scheduled in batch.sequences]
         for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
             start = scheduled.sequence.num_computed_tokens
