@@ -127,7 +127,7 @@ ARROWS: dict[str, set[str]] = {
     "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
     | {"loading.weights", "config"},
     "loading.weights": {"loading.quantized_checkpoint", "loading.kv_scales", "models.causal_lm", "models.linear"},
-    "loading.quantized_checkpoint": {"loading.directory", "models.layers", "models.quantization"},
+    "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
     "loading.kv_scales": {"errors"},
     "loading.generation_config": {"loading.directory", "sampling_params"},
     "loading.directory": {"errors"},
@@ -139,10 +139,11 @@ ARROWS: dict[str, set[str]] = {
     "models.opt": {"models.causal_lm", "models.layers"},
     "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_trial"},
     "models.transformers_trial": {"pagedattn_ext"},
-    "models.causal_lm": {"models.metadata"},
-    "models.linear": {"models.quantization", "pagedattn_ext"},
+    "models.causal_lm": {"models.metadata", "models.partition"},
+    "models.linear": {"models.partition", "pagedattn_ext"},
+    "models.partition": {"models.quantization", "errors"},
     "models.quantization": set(),
-    "models.layers": {"models.metadata", "models.rope", "pagedattn_ext"},
+    "models.layers": {"models.metadata", "models.partition", "models.rope", "pagedattn_ext"},
     "models.rope": set(),
     "models.metadata": set(),
     # between text and token ids

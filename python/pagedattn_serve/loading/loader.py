@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,14 @@ from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.linear import LinearForms, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
+from pagedattn_serve.models.partition import SINGLE, Partition
 
 if TYPE_CHECKING:
     from pagedattn_serve.models.transformers_model import TransformersCausalLM
 
 # Every other architecture runs through transformers. What the fallback imports takes longer than all of this package,
 # so the fallback is imported for a model that needs it.
-NATIVE: dict[str, Callable[[Any, torch.dtype], NativeCausalLM]] = {
+NATIVE: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
     "BloomForCausalLM": BloomForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -61,23 +63,27 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str = "cpu",
     quantization: str | None = None,
+    partition: Partition = SINGLE,
 ) -> CausalLM:
     """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
 
     path: a directory, or a repository of Hugging Face that lies in its cache.
     quantization: "int8", "int4", or None for the weights as the checkpoint has them. On the CPU alone, where linear
         layers take the forms of `models.linear`.
+    partition: the slice of the model that is loaded. Its communicator is called by each step of the model, not before.
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
     cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
     misshapen.
     """
     directory = model_directory(path)
-    model = build_model(directory, dtype)
+    model = build_model(directory, dtype, partition)
     stored = checkpoint_format(directory)
     forms = linear_forms(model, stored, quantization, device)
     description = describe_linear_layers(model, stored, forms)
+    joins = {}
     if isinstance(model, NativeCausalLM):
+        joins = model.joins()
         load_weights(model, directory, device, stored, forms)
     else:
         weight_files(directory)  # raises if there are none
@@ -85,6 +91,8 @@ def load_model(
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)
+    for name, join in joins.items():
+        model.set_submodule(name, join(model.get_submodule(name)))
     model.to(device).requires_grad_(False).eval()  # tensors that did not come from the checkpoint move now
     look_up_directly(model)
     return model
@@ -101,22 +109,32 @@ def look_up_directly(model: nn.Module) -> None:
 
 
 def build_model(
-    path: str | PathLike[str], dtype: str | torch.dtype = "auto"
+    path: str | PathLike[str], dtype: str | torch.dtype = "auto", partition: Partition = SINGLE
 ) -> "NativeCausalLM | TransformersCausalLM":
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     directory = model_directory(path)
     config = read_config(directory / "config.json")
     architecture = (config.architectures or ["none"])[0]
-    if checkpoint_format(directory) is not None and architecture not in NATIVE:
+    stored = checkpoint_format(directory)
+    if partition.world_size > 1 and architecture not in NATIVE:
+        raise ArgumentError(
+            "tensor_parallel_size",
+            f"1, as {architecture} runs through transformers, where ranks cannot share a model yet",
+            partition.world_size,
+        )
+    if stored is not None and architecture not in NATIVE:
         raise ArgumentError(
             "quantization_config",
             f"none, as {architecture} runs through transformers, where quantized weights are not supported",
         )
     vars(config).pop("quantization_config", None)  # transformers would look for quantized weights
     torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
-    model_class = NATIVE.get(architecture) or transformers_fallback()
+    if stored is not None:
+        partition = replace(partition, group_size=stored.inputs_per_rank)
     with torch.device("meta"):
-        return model_class(config, torch_dtype)
+        if architecture in NATIVE:
+            return NATIVE[architecture](config, torch_dtype, partition)
+        return transformers_fallback()(config, torch_dtype)
 
 
 def transformers_fallback() -> "type[TransformersCausalLM]":

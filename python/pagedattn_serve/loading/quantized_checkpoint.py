@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.loading.directory import read_json
-from pagedattn_serve.models.layers import ConvertedLinear
+from pagedattn_serve.models.partition import Share, SlicedLinear, everything
 from pagedattn_serve.models.quantization import Int4Weight, Int8Weight
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
+PACKED = 8  # codes of four bits in an int32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
@@ -39,23 +40,28 @@ class CheckpointFormat:
         scales = "a scale for each output feature" if self.group_size is None else f"in groups of {self.group_size}"
         return f"{self.QUANTIZATION}, {scales}, as {self.METHOD} made it, rows quantized at run time"
 
-    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        """Shapes of the tensors that a layer has."""
+    @property
+    def inputs_per_rank(self) -> int:
+        """How many inputs of a layer stay on one rank together: a group, of weights or of what comes to them."""
+        return self.group_size or ROW_GROUP
+
+    def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+        """The tensors that a layer has: what the rank holds of each of their axes."""
         raise NotImplementedError
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight | Int4Weight:
         """The weight, made of tensors with the names and shapes of `shapes`."""
         raise NotImplementedError
 
-    def num_groups(self, in_features: int) -> int:
+    def groups(self, inputs: Share) -> Share:
         """Groups in a row. Raises ValueError if a group is no multiple of ROW_GROUP, or no divisor of the row."""
-        size = self.group_size or in_features
-        if size % ROW_GROUP or in_features % size:
+        size = self.group_size or inputs.whole
+        if size % ROW_GROUP or inputs.whole % size:
             raise ValueError(
                 f"quantization_config: group_size: expected a multiple of {ROW_GROUP} and a divisor of its "
-                f"{in_features} in_features, got {size}"
+                f"{inputs.whole} in_features, got {size}"
             )
-        return in_features // size
+        return inputs.packed(size)  # all ranks hold the only group of a row
 
 
 class CompressedInt8(CheckpointFormat):
@@ -63,8 +69,12 @@ class CompressedInt8(CheckpointFormat):
     QUANTIZATION: ClassVar = "int8"
     MARKER: ClassVar = "weight_scale"
 
-    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        return {"weight": [out_features, in_features], "weight_scale": [out_features, 1]}
+    @property
+    def inputs_per_rank(self) -> int:
+        return 1
+
+    def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+        return {"weight": [outputs, inputs], "weight_scale": [outputs, everything(1)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
         check_dtype("weight", tensors["weight"], torch.int8)
@@ -79,11 +89,11 @@ class CompressedInt4(CheckpointFormat):
 
     symmetric: bool
 
-    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        num_groups = self.num_groups(in_features)
-        zeros = {} if self.symmetric else {"weight_zero_point": [-(-out_features // 8), num_groups]}
-        shapes = {"weight_packed": [out_features, in_features // 8], "weight_scale": [out_features, num_groups]}
-        return {**shapes, **zeros, "weight_shape": [2]}
+    def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+        groups = self.groups(inputs)
+        zeros = {} if self.symmetric else {"weight_zero_point": [outputs.packed(PACKED), groups]}
+        shapes = {"weight_packed": [outputs, inputs.packed(PACKED)], "weight_scale": [outputs, groups]}
+        return {**shapes, **zeros, "weight_shape": [everything(2)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         scales = tensors["weight_scale"]
@@ -102,17 +112,16 @@ class Gptq(CheckpointFormat):
 
     zero_offset: int  # what the first version of the format subtracts from its zeros
 
-    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        num_groups = self.num_groups(in_features)
-        shapes = {"qweight": [in_features // 8, out_features], "qzeros": [num_groups, out_features // 8]}
-        return {**shapes, "scales": [num_groups, out_features], "g_idx": [in_features]}
+    def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+        groups = self.groups(inputs)
+        shapes = {"qweight": [inputs.packed(PACKED), outputs], "qzeros": [groups, outputs.packed(PACKED)]}
+        return {**shapes, "scales": [groups, outputs], "g_idx": [everything(inputs.whole)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         codes = unpack_nibbles("qweight", tensors["qweight"].t())
         scales = tensors["scales"].t()
-        group_size = codes.shape[1] // scales.shape[1]
-        in_order = torch.arange(codes.shape[1]) // group_size
-        if not torch.equal(tensors.get("g_idx", in_order).long(), in_order):
+        order = tensors.get("g_idx", torch.empty(0)).long()  # of all ranks
+        if not torch.equal(order, torch.arange(len(order)) // (self.group_size or codes.shape[1])):
             raise ValueError("g_idx: expected groups in order, got a permutation of them")
         zeros = unpack_nibbles("qzeros", tensors["qzeros"]).add_(self.zero_offset).bitwise_and_(15).t()
         return Int4Weight(codes, scales, zeros)
@@ -123,10 +132,10 @@ class Awq(CheckpointFormat):
     QUANTIZATION: ClassVar = "int4"
     MARKER: ClassVar = "qweight"
 
-    def shapes(self, out_features: int, in_features: int) -> dict[str, list[int]]:
-        num_groups = self.num_groups(in_features)
-        shapes = {"qweight": [in_features, out_features // 8], "qzeros": [num_groups, out_features // 8]}
-        return {**shapes, "scales": [num_groups, out_features]}
+    def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+        groups = self.groups(inputs)
+        shapes = {"qweight": [inputs, outputs.packed(PACKED)], "qzeros": [groups, outputs.packed(PACKED)]}
+        return {**shapes, "scales": [groups, outputs]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         codes, zeros = (
@@ -245,49 +254,49 @@ def group_size_of(config: dict[str, Any]) -> int | None:
 
 def is_quantized(
     layer: nn.Module, name: str, format: CheckpointFormat, tensors: Container[str]
-) -> TypeGuard[nn.Linear]:
-    return isinstance(layer, nn.Linear) and any(f"{part}.{format.MARKER}" in tensors for part in parts_of(layer, name))
-
-
-def parts_of(layer: nn.Linear, name: str) -> dict[str, int]:
-    """Names and output sizes of the checkpoint's layers that make up the layer called `name` in the model."""
-    return layer.checkpoint_parts(name) if isinstance(layer, ConvertedLinear) else {name: layer.out_features}
+) -> TypeGuard[SlicedLinear]:
+    return isinstance(layer, SlicedLinear) and any(
+        f"{part}.{format.MARKER}" in tensors for part in layer.checkpoint_parts(name)
+    )
 
 
 def read_weight(
-    layer: nn.Linear,
+    layer: SlicedLinear,
     name: str,
     format: CheckpointFormat,
     tensors: Container[str],
-    read: Callable[[dict[str, list[int]]], list[Tensor] | None],
+    read: Callable[[dict[str, list[Share]]], list[Tensor] | None],
 ) -> Int8Weight | Int4Weight | None:
     """The weight of a layer; None if `read` returns None. Raises ValueError for tensors that the layer cannot have.
 
     tensors: names of all tensors in the checkpoint.
-    read: returns the tensors of these names and shapes; None if one is missing or misshapen.
+    read: returns the rank's slices of the tensors of these names; None if one is missing or misshapen.
     """
     weights = []
-    for part, out_features in parts_of(layer, name).items():
+    parts = layer.checkpoint_parts(name)
+    for part, outputs in parts.items():
+        # Some tensors hold the codes of PACKED outputs in one element, and ranks cannot share an element.
+        to_read = outputs if outputs.splits_only_at(PACKED) else everything(outputs.whole)
         try:
             shapes = {
-                suffix: shape
-                for suffix, shape in format.shapes(out_features, layer.in_features).items()
+                suffix: shares
+                for suffix, shares in format.shapes(to_read, layer.inputs).items()
                 if suffix not in format.OPTIONAL or f"{part}.{suffix}" in tensors
             }
             if layer.bias is None and f"{part}.bias" in tensors:  # of zeros, which the first GPTQ checkpoints have
-                shapes["bias"] = [out_features]
-            found = read({f"{part}.{suffix}": shape for suffix, shape in shapes.items()})
+                shapes["bias"] = [to_read]
+            found = read({f"{part}.{suffix}": shares for suffix, shares in shapes.items()})
             if found is None:
                 continue
             by_suffix = dict(zip(shapes, found, strict=True))
             if "bias" in by_suffix and by_suffix["bias"].any():
                 raise ValueError("bias: expected none, or zeros")
-            weights.append(format.unpack(by_suffix))
+            weight = format.unpack(by_suffix)
         except ValueError as error:
             raise ValueError(f"model: cannot read {part}: {error}") from None
-    if len(weights) < len(parts_of(layer, name)):
+        weights.append({f.name: getattr(weight, f.name) for f in fields(weight)})
+        if to_read is not outputs:
+            weights[-1] = {kind: outputs.of(tensor, dim=0) for kind, tensor in weights[-1].items()}
+    if len(weights) < len(parts):
         return None
-    if not isinstance(layer, ConvertedLinear):
-        return weights[0]
-    parts = {f.name: [getattr(weight, f.name) for weight in weights] for f in fields(weights[0])}
-    return type(weights[0])(**{kind: layer.from_checkpoint(kind, values) for kind, values in parts.items()})
+    return type(weight)(**{kind: layer.from_checkpoint(kind, [held[kind] for held in weights]) for kind in weights[0]})

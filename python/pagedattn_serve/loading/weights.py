@@ -17,8 +17,8 @@ from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
-from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.linear import LinearForms, quantized_linear
+from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 
 # In order of preference: the file with all weights, and the index that takes its place if there are several files.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -39,7 +39,7 @@ def load_weights(
     stored: CheckpointFormat | None = None,
     forms: LinearForms | None = None,
 ) -> None:
-    """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors.
+    """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors, or the rank's slices of them.
 
     stored: how the checkpoint has quantized its weights, if it has.
     forms: what the linear layers become, one layer after the other, so that memory holds one layer twice at most. A
@@ -51,7 +51,7 @@ def load_weights(
         problems: list[str] = []
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
 
-        def read(shapes: dict[str, list[int]]) -> list[Tensor] | None:
+        def read(shapes: dict[str, list[Share]]) -> list[Tensor] | None:
             unexpected.difference_update(shapes)
             return read_tensors(tensors, shapes, problems)
 
@@ -65,11 +65,13 @@ def load_weights(
                 if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
                 elif (parts := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
-                    weight = layer.from_checkpoint(kind, parts) if isinstance(layer, ConvertedLinear) else parts[0]
+                    weight = layer.from_checkpoint(kind, parts) if isinstance(layer, SlicedLinear) else parts[0]
                     # Packed layers take weights of any dtype, so 16-bit weights keep their dtype, whatever the model's.
                     keeps_dtype = forms is not None and isinstance(layer, nn.Linear) and weight.dtype in HALF_DTYPES
                     dtype = weight.dtype if keeps_dtype else model.dtype
                     set_parameter(model, name, weight.to(device, dtype).contiguous())
+            if isinstance(layer, SlicedLinear) and not layer.adds_bias:
+                layer.register_parameter("bias", None)
             if not problems and forms is not None and isinstance(layer, nn.Linear):
                 packed = forms.pack(layer_name, layer) if quantized is None else quantized_linear(quantized, layer.bias)
                 model.set_submodule(layer_name, packed)
@@ -84,7 +86,11 @@ def load_weights(
 
 
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
-    """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head."""
+    """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head.
+
+    weight: of the whole vocabulary.
+    """
+    weight = model.lm_head.outputs.of(weight, dim=0)
     if not torch.equal(weight, model.lm_head.weight):
         logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
         model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
@@ -148,22 +154,26 @@ def checkpoint_name(model: NativeCausalLM, name: str) -> str:
     return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
 
 
-def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str, list[int]]:
-    """Names and shapes of the checkpoint's tensors that make up the parameter `kind` of a layer, in order."""
-    if isinstance(layer, ConvertedLinear):
+def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str, list[Share]]:
+    """The checkpoint's tensors that make up the parameter `kind` of a layer, in order: what the rank holds of each of
+    their axes, by name."""
+    if isinstance(layer, SlicedLinear | SlicedEmbedding):
         return layer.checkpoint_shapes(layer_name, kind)
-    return {f"{layer_name}.{kind}": list(layer.get_parameter(kind).shape)}
+    return {f"{layer_name}.{kind}": [everything(size) for size in layer.get_parameter(kind).shape]}
 
 
-def read_tensors(tensors: Tensors, shapes: dict[str, list[int]], problems: list[str]) -> list[Tensor] | None:
-    """The named tensors; None if some are missing or misshapen, which are added to `problems`."""
+def read_tensors(tensors: Tensors, shapes: dict[str, list[Share]], problems: list[str]) -> list[Tensor] | None:
+    """The rank's slices of the named tensors; None if some are missing or misshapen, which are added to `problems`."""
     found = []
-    for name, shape in shapes.items():
+    for name, shares in shapes.items():
+        shape = [share.whole for share in shares]
         if name not in tensors:
             problems.append(f"missing {name}")
             continue
         tensor = tensors[name]()
         if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
+            for dim, share in enumerate(shares):
+                tensor = share.of(tensor, dim)
             found.append(tensor)
         else:
             found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -11,6 +11,7 @@ from pagedattn_ext import ops
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import InterleavedQKVLinear, attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 
 DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no end
 
@@ -18,13 +19,14 @@ DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no e
 class BloomAttention(nn.Module):
     alibi_slopes: Tensor
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.head_size = config.hidden_size // self.num_heads
-        self.query_key_value = InterleavedQKVLinear(config.hidden_size, self.num_heads, self.head_size)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.register_buffer("alibi_slopes", alibi_slopes(self.num_heads), persistent=False)
+        num_heads = config.num_attention_heads
+        heads = partition.heads(num_heads)
+        self.head_size = config.hidden_size // num_heads
+        self.query_key_value = InterleavedQKVLinear(config.hidden_size, heads, self.head_size)
+        self.dense = SlicedLinear(partition.head_features(num_heads, self.head_size), config.hidden_size)
+        self.register_buffer("alibi_slopes", heads.of(alibi_slopes(num_heads), dim=0), persistent=False)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.query_key_value(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
@@ -33,23 +35,24 @@ class BloomAttention(nn.Module):
 
 
 class BloomMLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        self.dense_h_to_4h = nn.Linear(config.hidden_size, 4 * config.hidden_size)
-        self.dense_4h_to_h = nn.Linear(4 * config.hidden_size, config.hidden_size)
+        inner = partition.features(4 * config.hidden_size)
+        self.dense_h_to_4h = SlicedLinear(config.hidden_size, inner)
+        self.dense_4h_to_h = SlicedLinear(inner, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(ops.gelu_fast(self.dense_h_to_4h(hidden)))
 
 
 class BloomLayer(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.self_attention = BloomAttention(config)
+        self.self_attention = BloomAttention(config, partition)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = BloomMLP(config)
+        self.mlp = BloomMLP(config, partition)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         normed = self.input_layernorm(hidden)
@@ -59,11 +62,11 @@ class BloomLayer(nn.Module):
 
 
 class BloomModel(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_embeddings = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
         self.word_embeddings_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.h = nn.ModuleList(BloomLayer(config) for _ in range(config.num_hidden_layers))
+        self.h = nn.ModuleList(BloomLayer(config, partition) for _ in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
@@ -78,10 +81,10 @@ class BloomModel(nn.Module):
 class BloomForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "transformer."
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        super().__init__(config, dtype, partition)
         self.max_model_len = getattr(config, "seq_length", None) or DEFAULT_MAX_MODEL_LEN
-        self.transformer = BloomModel(config)
+        self.transformer = BloomModel(config, partition)
         self.make_lm_head(config, self.transformer.word_embeddings)
 
 

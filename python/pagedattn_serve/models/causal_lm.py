@@ -1,6 +1,7 @@
 """What the engine needs of a model, whichever way it runs; and what the families with a file of their own share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,6 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import (
+    GatheredLinear,
+    Partition,
+    SlicedEmbedding,
+    SlicedLinear,
+    SummedEmbedding,
+    SummedLinear,
+)
 
 
 class CausalLM(nn.Module):
@@ -15,6 +24,7 @@ class CausalLM(nn.Module):
 
     runs: what computes the model, in words. max_model_len: positions that the model knows.
     head_size: the size of a key in the cache. A narrower value is padded to this size.
+    num_heads, num_kv_heads: where ranks share the model, those of this rank. vocab_size is always the whole.
     """
 
     runs: str
@@ -50,32 +60,39 @@ class NativeCausalLM(CausalLM):
     NOT_PARAMETERS: ClassVar[tuple[str, ...]] = ()
 
     runs = "native"
-    lm_head: nn.Linear
+    lm_head: SlicedLinear
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, num_kv_heads: int | None = None, head_size: int | None = None
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        partition: Partition,
+        num_kv_heads: int | None = None,
+        head_size: int | None = None,
     ) -> None:
         super().__init__()
         self.architecture = config.architectures[0]
         self.dtype = dtype
         self.num_layers = config.num_hidden_layers
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = num_kv_heads or self.num_heads
-        self.head_size = head_size or config.hidden_size // self.num_heads
+        num_heads: int = config.num_attention_heads
+        num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size or config.hidden_size // num_heads
         self.vocab_size = config.vocab_size
-        if head_size is None and config.hidden_size % self.num_heads:
+        if head_size is None and config.hidden_size % num_heads:
             raise ValueError(
-                f"num_attention_heads: expected a divisor of hidden_size {config.hidden_size}, got {self.num_heads}"
+                f"num_attention_heads: expected a divisor of hidden_size {config.hidden_size}, got {num_heads}"
             )
-        if self.num_heads % self.num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads {self.num_heads}, "
-                f"got {self.num_kv_heads}"
+                f"num_key_value_heads: expected a divisor of num_attention_heads {num_heads}, got {num_kv_heads}"
             )
+        self.partition = partition
+        self.num_heads = partition.heads(num_heads).size
+        self.num_kv_heads = partition.kv_heads(num_kv_heads).size
 
-    def make_lm_head(self, config: Any, embedding: nn.Embedding) -> None:
+    def make_lm_head(self, config: Any, embedding: SlicedEmbedding) -> None:
         """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""
-        self.lm_head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+        self.lm_head = SlicedLinear(embedding.embedding_dim, embedding.vocabulary, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
 
@@ -85,6 +102,24 @@ class NativeCausalLM(CausalLM):
         trunk = self.get_submodule(self.PREFIX.removesuffix("."))
         hidden = trunk(token_ids, positions, kv_caches, metadata)
         return self.lm_head(hidden[metadata.sampling_rows])
+
+    def joins(self) -> dict[str, Callable[[nn.Module], nn.Module]]:
+        """What the layers that give slices become, by name: modules that join the slices of all ranks. To be asked for
+        before weights are loaded, while the layers are those of the constructor.
+        """
+        joins: dict[str, Callable[[nn.Module], nn.Module]] = {}
+        ranks = self.partition.communicator
+        if ranks is None:
+            assert self.partition.world_size == 1
+            return joins
+        for name, layer in self.named_modules():
+            if isinstance(layer, SlicedEmbedding) and not layer.vocabulary.is_whole:
+                joins[name] = partial(SummedEmbedding, vocabulary=layer.vocabulary, all_reduce=ranks.all_reduce)
+            elif isinstance(layer, SlicedLinear) and not layer.inputs.is_whole:
+                joins[name] = partial(SummedLinear, all_reduce=ranks.all_reduce)
+        if not self.lm_head.outputs.is_whole:
+            joins["lm_head"] = partial(GatheredLinear, partition=self.partition, vocab_size=self.vocab_size)
+        return joins
 
 
 def misfit(directory: Path, architecture: str, problems: list[str]) -> str:

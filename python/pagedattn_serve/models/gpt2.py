@@ -9,17 +9,19 @@ from torch import Tensor, nn
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, TransposedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, one_after_another
 
 
 class GPT2Attention(nn.Module):
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: Any, partition: Partition, layer_idx: int) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
         self.scale = self.head_size**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer_idx + 1
-        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size)
+        queries = keys = values = partition.head_features(config.num_attention_heads, self.head_size)
+        self.c_attn = TransposedLinear(config.hidden_size, one_after_another(queries, keys, values))
+        self.c_proj = TransposedLinear(values, config.hidden_size)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.c_attn(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
@@ -27,24 +29,24 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        inner_size = config.n_inner or 4 * config.hidden_size
-        self.c_fc = TransposedLinear(config.hidden_size, inner_size)
+        inner = partition.features(config.n_inner or 4 * config.hidden_size)
+        self.c_fc = TransposedLinear(config.hidden_size, inner)
         self.activation = choose_activation(ACTIVATIONS, config, "activation_function")
-        self.c_proj = TransposedLinear(inner_size, config.hidden_size)
+        self.c_proj = TransposedLinear(inner, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.c_proj(self.activation(self.c_fc(hidden)))
 
 
 class GPT2Layer(nn.Module):
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: Any, partition: Partition, layer_idx: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attn = GPT2Attention(config, layer_idx)
+        self.attn = GPT2Attention(config, partition, layer_idx)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = GPT2MLP(config)
+        self.mlp = GPT2MLP(config, partition)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         hidden = hidden + self.attn(self.ln_1(hidden), kv_cache, metadata)
@@ -52,11 +54,11 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wte = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.h = nn.ModuleList(GPT2Layer(config, i) for i in range(config.num_hidden_layers))
+        self.h = nn.ModuleList(GPT2Layer(config, partition, i) for i in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
     def forward(
@@ -75,8 +77,8 @@ class GPT2LMHeadModel(NativeCausalLM):
         ".attn.masked_bias",
     )  # the causal mask, and what stood for -inf
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        super().__init__(config, dtype, partition)
         self.max_model_len = config.max_position_embeddings
-        self.transformer = GPT2Model(config)
+        self.transformer = GPT2Model(config, partition)
         self.make_lm_head(config, self.transformer.wte)

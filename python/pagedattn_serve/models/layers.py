@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import Share, SlicedLinear, one_after_another
 from pagedattn_serve.models.rope import cos_sin_cache
 
 
@@ -116,58 +117,38 @@ def choose_activation(activations: dict[str, Activation], config: Any, option: s
 # ---- linear layers that checkpoints keep in another form ------------------------------------------------------------
 
 
-class ConvertedLinear(nn.Linear):
-    """A linear layer that is made of what a checkpoint holds: other tensors, or another order of their elements."""
+class FusedLinear(SlicedLinear):
+    """Several linear layers with the same input as one. `parts`: their names in the checkpoint, and outputs."""
 
-    def checkpoint_parts(self, name: str) -> dict[str, int]:
-        """Names and output sizes of the checkpoint's layers that make up the one called `name`."""
-        return {name: self.out_features}
-
-    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
-        """Names and shapes of the checkpoint's tensors for the "weight" or "bias" of the layer called `name`."""
-        inputs = self.get_parameter(kind).shape[1:]
-        return {f"{part}.{kind}": [size, *inputs] for part, size in self.checkpoint_parts(name).items()}
-
-    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        """The weight or bias, made of the tensors of `checkpoint_shapes`, in the same order.
-
-        If the weight is quantized, kind is a field of `Int8Weight` or `Int4Weight`, and dimension 0 of each tensor has
-        the output features.
-        """
-        raise NotImplementedError
-
-
-class FusedLinear(ConvertedLinear):
-    """Several linear layers with the same input as one. `parts`: their names in the checkpoint, and output sizes."""
-
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
+    def __init__(self, inputs: int, parts: dict[str, Share], bias: bool) -> None:
+        super().__init__(inputs, one_after_another(*parts.values()), bias)
         self.parts = parts
 
-    def checkpoint_parts(self, name: str) -> dict[str, int]:
+    def checkpoint_parts(self, name: str) -> dict[str, Share]:
         parent = name.rpartition(".")[0]
-        return {f"{parent}.{part}": size for part, size in self.parts.items()}
+        return {f"{parent}.{part}": outputs for part, outputs in self.parts.items()}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)
 
 
-class TransposedLinear(ConvertedLinear):
+class TransposedLinear(SlicedLinear):
     """A linear layer whose weight the checkpoint keeps as [in_features, out_features], unless it is quantized."""
 
-    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[int]]:
-        return {f"{name}.{kind}": list(self.get_parameter(kind).shape[::-1])}
+    def checkpoint_shapes(self, name: str, kind: str) -> dict[str, list[Share]]:
+        [(tensor, shares)] = super().checkpoint_shapes(name, kind).items()
+        return {tensor: shares[::-1]}
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         return tensors[0].t() if kind == "weight" else tensors[0]
 
 
-class InterleavedQKVLinear(ConvertedLinear):
+class InterleavedQKVLinear(SlicedLinear):
     """Query, key and value layers as one, whose output rows the checkpoint keeps as [num_heads, 3, head_size]."""
 
-    def __init__(self, in_features: int, num_heads: int, head_size: int) -> None:
-        super().__init__(in_features, 3 * num_heads * head_size)
-        self.num_heads = num_heads
+    def __init__(self, inputs: int, heads: Share, head_size: int) -> None:
+        super().__init__(inputs, heads.times(3 * head_size))
+        self.num_heads = heads.size
 
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         tensor = tensors[0]

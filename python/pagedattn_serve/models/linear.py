@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
+from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
@@ -79,7 +80,8 @@ LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 class LinearForms:
     """Which form each linear layer of a model takes.
 
-    vocab_size: out_features of the model's last layer. quantization: "int8", "int4" or None.
+    vocab_size: out_features of the model's last layer, with the slices of all ranks. quantization: "int8", "int4" or
+        None.
     """
 
     vocab_size: int
@@ -98,7 +100,9 @@ class LinearForms:
         return Int8Linear
 
     def is_head(self, linear: nn.Linear) -> bool:
-        return linear.out_features == self.vocab_size
+        # A slice of the last layer may be as large as other layers are.
+        out_features = linear.outputs.whole if isinstance(linear, SlicedLinear) else linear.out_features
+        return out_features == self.vocab_size
 
     def pack(self, name: str, linear: nn.Linear) -> nn.Module:
         """The layer, called `name`, in its form. ValueError for weights that cannot be quantized."""

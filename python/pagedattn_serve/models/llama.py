@@ -20,22 +20,25 @@ from pagedattn_serve.models.layers import (
     choose_activation,
 )
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.rope import max_position
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: Any, rotary: RotaryEmbedding, layer_idx: int) -> None:
+    def __init__(self, config: Any, partition: Partition, rotary: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        kv_heads = partition.kv_heads(config.num_key_value_heads)
+        self.num_heads = partition.heads(config.num_attention_heads).size
+        self.num_kv_heads = kv_heads.size
         self.head_size = rotary.head_size
         self.rotary = rotary
         self.sliding_window = sliding_window_of_layer(config, layer_idx)
-        query_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        queries = partition.head_features(config.num_attention_heads, self.head_size)
+        keys = values = kv_heads.times(self.head_size)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": values}
         bias = config.model_type in ("llama", "qwen3") and config.attention_bias
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or config.model_type == "qwen2")
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=bias)
+        self.o_proj = SlicedLinear(queries, config.hidden_size, bias)
         has_head_norm = config.model_type == "qwen3"
         self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps) if has_head_norm else None
         self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps) if has_head_norm else None
@@ -52,25 +55,25 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         bias = config.model_type == "llama" and config.mlp_bias
-        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias)
+        inner = partition.features(config.intermediate_size)
+        self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias)
         self.activation = choose_activation(GATED_ACTIVATIONS, config, "hidden_act")
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias)
+        self.down_proj = SlicedLinear(inner, config.hidden_size, bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(hidden)))
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: Any, rotary: RotaryEmbedding, layer_idx: int) -> None:
+    def __init__(self, config: Any, partition: Partition, rotary: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, rotary, layer_idx)
+        self.self_attn = LlamaAttention(config, partition, rotary, layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config, partition)
 
     def forward(
         self,
@@ -87,10 +90,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: Any, rotary: RotaryEmbedding) -> None:
+    def __init__(self, config: Any, partition: Partition, rotary: RotaryEmbedding) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config, rotary, i) for i in range(config.num_hidden_layers))
+        self.embed_tokens = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config, partition, rotary, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -107,11 +110,11 @@ class LlamaForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
     NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # in old checkpoints; the config says the same
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        super().__init__(config, dtype, config.num_key_value_heads, head_size)
+        super().__init__(config, dtype, partition, config.num_key_value_heads, head_size)
         self.max_model_len = max_position(config)
-        self.model = LlamaModel(config, RotaryEmbedding(config, head_size, dtype))
+        self.model = LlamaModel(config, partition, RotaryEmbedding(config, head_size, dtype))
         self.make_lm_head(config, self.model.embed_tokens)
 
 

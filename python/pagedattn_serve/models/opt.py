@@ -9,17 +9,19 @@ from torch import Tensor, nn
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 
 POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
 
 
 class OPTAttention(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         size, bias = config.hidden_size, config.enable_bias
         self.head_size = size // config.num_attention_heads
-        self.qkv_proj = FusedLinear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias)
-        self.out_proj = nn.Linear(size, size, bias)
+        queries = keys = values = partition.head_features(config.num_attention_heads, self.head_size)
+        self.qkv_proj = FusedLinear(size, {"q_proj": queries, "k_proj": keys, "v_proj": values}, bias)
+        self.out_proj = SlicedLinear(values, size, bias)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
@@ -27,14 +29,15 @@ class OPTAttention(nn.Module):
 
 
 class OPTLayer(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         self.norm_first = config.do_layer_norm_before
-        self.self_attn = OPTAttention(config)
+        self.self_attn = OPTAttention(config, partition)
         self.self_attn_layer_norm = layer_norm(config)
-        self.fc1 = nn.Linear(config.hidden_size, config.ffn_dim, config.enable_bias)
+        inner = partition.features(config.ffn_dim)
+        self.fc1 = SlicedLinear(config.hidden_size, inner, config.enable_bias)
         self.activation = choose_activation(ACTIVATIONS, config, "activation_function")
-        self.fc2 = nn.Linear(config.ffn_dim, config.hidden_size, config.enable_bias)
+        self.fc2 = SlicedLinear(inner, config.hidden_size, config.enable_bias)
         self.final_layer_norm = layer_norm(config)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
@@ -49,17 +52,17 @@ class OPTLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         size, embedding_size = config.hidden_size, config.word_embed_proj_dim
         is_projected = embedding_size != size
-        self.embed_tokens = nn.Embedding(config.vocab_size, embedding_size)
+        self.embed_tokens = SlicedEmbedding(partition.vocabulary(config.vocab_size), embedding_size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, size)
-        self.project_in = nn.Linear(embedding_size, size, bias=False) if is_projected else nn.Identity()
-        self.layers = nn.ModuleList(OPTLayer(config) for _ in range(config.num_hidden_layers))
+        self.project_in = SlicedLinear(embedding_size, size, bias=False) if is_projected else nn.Identity()
+        self.layers = nn.ModuleList(OPTLayer(config, partition) for _ in range(config.num_hidden_layers))
         has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
         self.final_layer_norm = layer_norm(config) if has_norm else nn.Identity()
-        self.project_out = nn.Linear(size, embedding_size, bias=False) if is_projected else nn.Identity()
+        self.project_out = SlicedLinear(size, embedding_size, bias=False) if is_projected else nn.Identity()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -73,9 +76,9 @@ class OPTDecoder(nn.Module):
 class OPTModel(nn.Module):
     """Holds the decoder alone. It exists because the checkpoints' names have this level."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        self.decoder = OPTDecoder(config)
+        self.decoder = OPTDecoder(config, partition)
 
     def forward(self, *args: Any) -> Tensor:
         return self.decoder(*args)
@@ -84,10 +87,10 @@ class OPTModel(nn.Module):
 class OPTForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "model."
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        super().__init__(config, dtype, partition)
         self.max_model_len = config.max_position_embeddings
-        self.model = OPTModel(config)
+        self.model = OPTModel(config, partition)
         self.make_lm_head(config, self.model.decoder.embed_tokens)
 
 

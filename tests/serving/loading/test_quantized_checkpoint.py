@@ -20,13 +20,13 @@ from quantized_checkpoints import (
     save_quantized,
 )
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.models.layers import ConvertedLinear
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
+from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.sampling_params import SamplingParams
 
 PROMPTS = [[5], [(3 * i) % 97 for i in range(30)]]
@@ -59,17 +59,15 @@ def test_weights_are_the_checkpoint_s(tmp_path: Path, name: str, config: str) ->
     plain, model = build_model(tmp_path), load_model(tmp_path)
     count = 0
     for layer_name, layer in plain.named_modules():
-        if not isinstance(layer, nn.Linear) or layer_name == "lm_head":
+        if not isinstance(layer, SlicedLinear) or layer_name == "lm_head":
             continue
         packed = model.get_submodule(layer_name)
         assert type(packed) is (Int8Linear if config == "int8" else Int4Linear)
-        parts = layer.checkpoint_parts(layer_name) if isinstance(layer, ConvertedLinear) else [layer_name]
-        weights = [meant[part] for part in parts]
-        if isinstance(layer, ConvertedLinear) and not name.startswith("gpt2"):
-            weights = [layer.from_checkpoint("codes", weights)]
+        parts = layer.checkpoint_parts(layer_name)
+        weight = layer.from_checkpoint("codes", [meant[part] for part in parts])
         with torch.inference_mode():
             shown = packed(torch.eye(layer.in_features)) - (0 if packed.bias is None else packed.bias)
-        torch.testing.assert_close(shown, weights[0].t(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(shown, weight.t(), rtol=1e-5, atol=1e-5)
         count += len(parts)
     assert count == len(meant) - 1
     assert type(model.lm_head) is PackedLinear
