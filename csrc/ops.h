@@ -75,6 +75,10 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
 Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
                    const std::optional<Tensor>& bias);
 
+// collectives, on the CPU alone
+void all_reduce_shared(Tensor& input, int64_t group);
+void all_gather_shared(Tensor& out, const Tensor& input, int64_t group);
+
 // sampling
 void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);
 

@@ -3,9 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
+#include "collectives/shared_group.h"
 #include "cpu_dispatch.h"
 #include "cpu_graph.h"
 #include "linear/linear_quantized.h"
@@ -22,6 +25,15 @@ std::vector<std::string> cuda_arches() {
 #endif
 }
 
+void raise_os_error(std::exception_ptr exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::system_error& error) {
+    const pybind11::object arguments = pybind11::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -35,6 +47,15 @@ PYBIND11_MODULE(_C, m) {
       .def("end_capture", &pagedattn::CpuGraph::end_capture)
       .def_static("is_capturing", &pagedattn::CpuGraph::is_capturing)
       .def("replay", &pagedattn::CpuGraph::replay, pybind11::call_guard<pybind11::gil_scoped_release>());
+  pybind11::register_local_exception_translator(&raise_os_error);
+  pybind11::class_<pagedattn::SharedGroup, std::shared_ptr<pagedattn::SharedGroup>>(m, "SharedGroup")
+      .def(pybind11::init(&pagedattn::SharedGroup::join))
+      .def_static("create", &pagedattn::SharedGroup::create)
+      .def("close", &pagedattn::SharedGroup::close)
+      .def("abort", &pagedattn::SharedGroup::abort)
+      .def("broken", &pagedattn::SharedGroup::broken)
+      .def_property_readonly("handle", &pagedattn::SharedGroup::handle)
+      .def_property_readonly("world_size", &pagedattn::SharedGroup::world_size);
   m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
   // Limits and layouts that Python code checks and packs by.
   m.attr("MAX_HEAD_SIZE") = pagedattn::MAX_HEAD_SIZE;

@@ -11,8 +11,13 @@ import torch
 from op_table import OPS
 from torch import Tensor
 
+from pagedattn_ext import SharedMemoryGroup
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN_BYTES = (0x7F, 0xFF)  # NaN in both float8 formats
+
+# A group without other ranks, for tests of one process. The raw ops take its handle.
+ONE_RANK = SharedMemoryGroup(SharedMemoryGroup.create(world_size=1), rank=0)
 
 # The floor below which an error is not an error, as shares of the element and of the largest element of the result:
 # the one rounding at the store (four units in the last place for fp32, where the arithmetic is no finer than the
@@ -135,7 +140,7 @@ def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
     from pagedattn_ext import ops
 
     known = inspect.signature(getattr(ops, op)).parameters
-    return {name: value for name, value in arguments.items() if name in known}
+    return {name: ONE_RANK if name == "group" else value for name, value in arguments.items() if name in known}
 
 
 def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:

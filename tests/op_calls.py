@@ -3,7 +3,7 @@
 from itertools import takewhile
 
 import torch
-from checks import tensors_in
+from checks import ONE_RANK, for_wrapper, tensors_in
 
 from pagedattn_ext import ops
 
@@ -33,9 +33,12 @@ linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_fe
 linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+all_reduce_shared(Tensor(a!) input, int group) -> ()
+all_gather_shared(Tensor(a!) out, Tensor input, int group) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
-CPU_OPS = ["linear_packed", "linear_int4", "linear_int8"]  # which have no CUDA kernels
+COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
+CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *COLLECTIVES]  # which have no CUDA kernels
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
@@ -158,6 +161,8 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "out_features": 20,
             "bias": normal(20),
         },
+        "all_reduce_shared": {"input": normal(n, 8), "group": ONE_RANK.handle},
+        "all_gather_shared": {"out": torch.zeros(n, 8), "input": normal(n, 8), "group": ONE_RANK.handle},
     }[op_of(call)]
     batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}
     every_row = {"logits": normal(n, 70), "indices": None}
@@ -193,7 +198,7 @@ def inferred_by_wrapper(name: str) -> set[str]:
 
 def call_wrapper(name: str, arguments: dict):
     given = {k: v for k, v in arguments.items() if k not in inferred_by_wrapper(name)}
-    return getattr(ops, name)(**given)
+    return getattr(ops, name)(**for_wrapper(name, given))
 
 
 def raw_op(call: str):

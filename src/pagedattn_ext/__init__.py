@@ -18,9 +18,19 @@ from . import ops as ops  # after _C, which registers the ops
 from .cpu_graph import CPUGraph as CPUGraph
 from .kv_cache import allocate_kv_cache as allocate_kv_cache
 from .kv_cache import padded_head_size as padded_head_size
+from .shared_memory import SharedMemoryGroup as SharedMemoryGroup
 
 __version__ = "0.1.0"
-__all__ = ["CPUGraph", "__version__", "allocate_kv_cache", "build_info", "cpu_capability", "ops", "padded_head_size"]
+__all__ = [
+    "CPUGraph",
+    "SharedMemoryGroup",
+    "__version__",
+    "allocate_kv_cache",
+    "build_info",
+    "cpu_capability",
+    "ops",
+    "padded_head_size",
+]
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,8 @@ None is 1. If the cache is not fp8, nothing is scaled, and the values of the sca
 Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
 grad raises RuntimeError. A tensor that carries a tangent of forward mode always does. (The raw ops let both pass.)
 
+Linear layers and collectives run on the CPU only.
+
 Devices: CPU, and CUDA where the build has CUDA kernels, which have not run on a GPU yet. An op runs where its tensors
 are, on the current stream, and does not wait for the GPU. All tensors must be on one device, but k_scale and v_scale
 may be on the CPU, and block_mapping anywhere. With PAGEDATTN_CHECK=1 in the environment an op checks what index tensors
@@ -35,6 +37,7 @@ from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
+from .collectives import all_gather_shared, all_reduce_shared
 from .layernorm import fused_add_rms_norm, rms_norm
 from .linear import (
     linear_int4,
@@ -48,6 +51,8 @@ from .pos_encoding import rotary_embedding, rotary_embedding_neox
 from .sampling import apply_token_bitmask
 
 __all__ = [
+    "all_gather_shared",
+    "all_reduce_shared",
     "apply_token_bitmask",
     "copy_blocks",
     "fused_add_rms_norm",

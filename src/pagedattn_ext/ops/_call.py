@@ -24,6 +24,8 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     except RuntimeError as error:
         message = str(error)  # C++ raises RuntimeError alone: only the words tell a type from a value
+        if "the group is broken" in message:  # of csrc/collectives; the words behind may be a caller's
+            raise
         if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
             raise TypeError(message) from None
         if ": expected " in message:
@@ -31,6 +33,15 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in message:
             _name_other_device(op, args, kwargs)  # torch's error does not say which argument differs
         raise
+
+
+def call_on_cpu(name: str, *args: Any) -> Any:
+    """The same for an op that has no kernels for other devices."""
+    try:
+        return call(name, *args)
+    except NotImplementedError:
+        device = next(tensor.device for tensor in tensors_in(args) if not tensor.is_cpu)
+        raise ValueError(f"{name}: input: expected a tensor on cpu, got one on {device}") from None
 
 
 def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:

@@ -9,7 +9,7 @@ from pagedattn_ext._C import LINEAR_PANEL as PANEL
 from pagedattn_ext._C import LINEAR_QUAD as QUAD
 from pagedattn_ext.huge_pages import empty_huge_pages
 
-from ._call import call, check_one_device, check_rank, check_tensors
+from ._call import call_on_cpu, check_one_device, check_rank, check_tensors
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias:
     Returns:
         [..., out_features], of input's dtype.
     """
-    return _call_on_cpu("linear_packed", input, packed_weight, out_features, bias)
+    return call_on_cpu("linear_packed", input, packed_weight, out_features, bias)
 
 
 @torch.library.register_fake("pagedattn_ext::linear_packed")
@@ -97,7 +97,7 @@ def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bia
     Returns:
         [..., out_features], of the input's dtype.
     """
-    return _call_on_cpu("linear_int8", input, packed_weight, weight_scales, bias)
+    return call_on_cpu("linear_int8", input, packed_weight, weight_scales, bias)
 
 
 @torch.library.register_fake("pagedattn_ext::linear_int8")
@@ -187,7 +187,7 @@ def linear_int4(
     Returns:
         [..., out_features], of the input's dtype.
     """
-    return _call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias, scale_dtype)
+    return call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias, scale_dtype)
 
 
 @torch.library.register_fake("pagedattn_ext::linear_int4")
@@ -201,14 +201,6 @@ def _(
 ) -> Tensor:
     check_one_device("linear_int4", input, packed_weight, bias)
     return _empty_out(input, out_features)
-
-
-def _call_on_cpu(op: str, input: Tensor, *args: object) -> Tensor:
-    try:
-        out: Tensor = call(op, input, *args)
-    except NotImplementedError:
-        raise ValueError(f"{op}: input: expected a tensor on cpu, got one on {input.device}") from None
-    return out
 
 
 def _empty_out(input: Tensor, out_features: int) -> Tensor:
