@@ -23,8 +23,10 @@ ARROWS: dict[str, set[str]] = {
     # the doors
     "__init__": {"llm", "calibration", "async_engine"},
     "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.loop"},
-    "async_engine.loop": {"engine", "async_engine.stream"},
+    "async_engine.engine": {"async_engine.thread_core", "async_engine.stream"},
+    "async_engine.thread_core": {"async_engine.core"},
+    "async_engine.core": {"async_engine.loop"},
+    "async_engine.loop": {"engine"},
     "async_engine.stream": {"outputs"},
     "calibration": {"engine"},
     # the HTTP server, which would serve any app
@@ -75,7 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "requests": set(),
     "requests.inputs": {
         "requests.beam_request",
-        "requests.prompts",
+        "requests.texts",
         "loading.generation_config",
         "sampling.state",
         "text.tokenizer",
@@ -89,6 +91,7 @@ ARROWS: dict[str, set[str]] = {
         "sampling_params",
         "outputs",
     },
+    "requests.texts": {"requests.prompts", "config"},
     "requests.prompts": {"errors"},
     # which sequences run, on which blocks
     "scheduling": set(),

@@ -131,7 +131,7 @@ class LLMEngine:
 
         Raises ValueError without a tokenizer or for a text that UTF-8 cannot write, TypeError for anything but a text.
         """
-        return self.inputs.tokenize(text, add_special_tokens)
+        return self.inputs.texts.tokenize(text, add_special_tokens)
 
     def detokenize(self, token_ids: Any) -> str:
         """The text of token ids, special tokens included. Any thread may call this at any time.
@@ -139,12 +139,7 @@ class LLMEngine:
         token_ids: in any form that a prompt's token ids may have. Raises ValueError if the model's directory has no
         tokenizer or there is no such token, TypeError if the ids are no ints.
         """
-        return self.inputs.detokenize(token_ids)
-
-    @property
-    def is_tokenizing(self) -> bool:
-        """Whether a thread is in the tokenizer. Then `tokenize` and `detokenize` wait for that thread."""
-        return self.inputs.is_busy
+        return self.inputs.texts.detokenize(token_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve.async_engine.thread_core import ThreadCore
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 
@@ -59,8 +60,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def handed_over(serving: AsyncLLMEngine, num_requests: int) -> None:
     """Until so many requests are prepared and on their way to the engine's thread."""
-    loop = serving._engine_loop
-    await until(lambda: loop._commands.qsize() + len(loop._streams) >= num_requests)
+    core = serving._core
+    assert isinstance(core, ThreadCore)
+    await until(lambda: core._loop._commands.qsize() + len(core._loop._keys) >= num_requests)
 
 
 def greedy(max_tokens: int) -> SamplingParams:

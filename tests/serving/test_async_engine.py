@@ -434,7 +434,7 @@ def test_call(engine: LLMEngine) -> None:
             await anext(stream)
             assert await serving.call(lambda each: each.stats().num_running) == 1  # amid steps
             await stream.aclose()
-            assert serving._calls == set() and serving.is_running
+            assert serving._calls == {} and serving.is_running
 
     play(main())
 

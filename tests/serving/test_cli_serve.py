@@ -32,6 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     monkeypatch.delenv("PAGEDATTN_API_KEY", raising=False)
     monkeypatch.setattr(pagedattn_serve.cli.serve, "run_server", run_server)
     monkeypatch.setattr(pagedattn_serve.cli.serve, "make_engine", lambda args: None)
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "AsyncLLMEngine", lambda *args: None)
     monkeypatch.setattr(pagedattn_serve.cli.serve, "set_up_logs", lambda *args: None)
     return configs
 

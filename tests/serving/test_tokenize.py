@@ -124,8 +124,8 @@ def test_one_thread_at_a_time() -> None:
     inputs = InputProcessor(OneAtATime(), 2, 8, frozenset(), GenerationDefaults(SamplingParams()))
 
     def use(i: int) -> None:
-        assert inputs.tokenize("a") == [1]
-        assert inputs.detokenize([1]) == "a"
+        assert inputs.texts.tokenize("a") == [1]
+        assert inputs.texts.detokenize([1]) == "a"
         inputs.make_request(str(i), "a", SamplingParams(bad_words=["a"]), None, None, 0, "")
 
     with ThreadPoolExecutor(8) as pool:

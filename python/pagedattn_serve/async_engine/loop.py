@@ -1,18 +1,18 @@
-"""The loop around `LLMEngine.step` that `AsyncLLMEngine` runs in a thread."""
+"""The loop around `LLMEngine.step`, which `EngineCore` runs in a thread."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagedattn_serve.async_engine.stream import Stream
-from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import EngineStats, RequestOutput
-from pagedattn_serve.requests.request import Request
+
+if TYPE_CHECKING:
+    from pagedattn_serve.engine import LLMEngine
+    from pagedattn_serve.requests.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +22,22 @@ STATS_PAUSE = 50  # as a multiple of the time of counting, which is long with ma
 
 @dataclass(slots=True)
 class News:
-    """What happened since the last news.
+    """What happened since the last news. Requests and calls go by the keys that they came with.
 
-    queued: streams whose requests the engine has got or refused.
-    refused: streams whose requests the engine refused, and why.
-    outputs: streams and their outputs, in order.
-    results: futures of `EngineLoop.call`, with what the function returned or raised.
+    queued: requests that the engine has got or refused.
+    refused: requests that the engine refused, and why.
+    outputs: requests and their outputs, in order; each output says what is new.
+    results: calls, with what the function returned or raised.
     num_waiting: requests in the engine's queue.
     stats: the engine's, perhaps of some steps before.
     """
 
     stats: EngineStats
     num_waiting: int = 0
-    queued: list[Stream] = field(default_factory=list)
-    refused: list[tuple[Stream, Exception]] = field(default_factory=list)
-    outputs: list[tuple[Stream, RequestOutput]] = field(default_factory=list)
-    results: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
+    refused: list[tuple[int, Exception]] = field(default_factory=list)
+    outputs: list[tuple[int, RequestOutput]] = field(default_factory=list)
+    results: list[tuple[int, Any, BaseException | None]] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -45,14 +45,19 @@ class EngineLoop:
 
     publish: called in the loop's thread with the news, after each step, and before a step if somebody waits for news.
 
-    Any thread may call `add`, `abort`, `call` and `stop`. The loop follows the calls in order, between two steps.
+    Any thread may call `add`, `refuse`, `abort`, `call` and `stop`. The loop follows the calls in order, between two
+    steps. Each request has a key, and requests come in the order of their keys, but an abort may come before its
+    request.
     """
 
-    def __init__(self, engine: LLMEngine, publish: Callable[[News], None]) -> None:
+    def __init__(self, engine: "LLMEngine", publish: Callable[[News], None]) -> None:
         self._engine = engine
         self._publish = publish
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # by the ids of the requests that the engine has
+        self._request_ids: dict[int, str] = {}  # of the requests that the engine has, by key
+        self._keys: dict[str, int] = {}  # the same the other way round
+        self._last_key = -1  # of the requests that have come
+        self._aborted: dict[int, bool] = {}  # keys of aborted requests that have not come; whether the reader has left
         self._news = News(engine.stats())
         self._stats_due = 0.0  # of time.monotonic
         self._is_stopping = False
@@ -60,17 +65,25 @@ class EngineLoop:
 
     # ---- for any thread ---------------------------------------------------------------------------------------------
 
-    def add(self, stream: Stream, request: Request) -> None:
+    def add(self, key: int, request: "Request") -> None:
         """Queue a request, unless its reader has left."""
-        self._commands.put(partial(self._add, stream, request))
+        self._commands.put(partial(self._add, key, request))
 
-    def abort(self, stream: Stream) -> None:
-        """End the request of a stream. A reader that is still there gets the last output."""
-        self._commands.put(partial(self._abort, stream))
+    def refuse(self, key: int, error: Exception) -> None:
+        """Tell that there is no such request, and why."""
+        self._commands.put(partial(self._refuse, key, error))
 
-    def call(self, f: Callable[[LLMEngine], object], future: asyncio.Future[Any]) -> None:
-        """Call `f`, unless `future` is done by then."""
-        self._commands.put(partial(self._call, f, future))
+    def abort(self, key: int, is_left: bool) -> None:
+        """End a request. Unless its reader has left, the reader gets a last output."""
+        self._commands.put(partial(self._abort, key, is_left))
+
+    def is_left(self, key: int) -> bool:
+        """Whether the loop knows that the reader of a request that has not come has left."""
+        return self._aborted.get(key, False)
+
+    def call(self, key: int, f: Callable[["LLMEngine"], object]) -> None:
+        """Call `f`."""
+        self._commands.put(partial(self._call, key, f))
 
     def stop(self) -> None:
         """Let `run` return."""
@@ -88,7 +101,7 @@ class EngineLoop:
             logger.critical("the engine ends", exc_info=True)
             error = describe(broken)
         try:
-            outputs = self._engine.abort_request(list(self._streams))
+            outputs = self._engine.abort_request(list(self._keys))
             if error is None:
                 self._add_outputs(outputs)
             self._send_news(with_stats=True)
@@ -128,11 +141,11 @@ class EngineLoop:
 
     def _add_outputs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:  # else somebody added the request with `call`
-                self._news.outputs.append((stream, output))
+            key = self._keys.get(output.request_id)
+            if key is not None:  # else somebody added the request with `call`
+                self._news.outputs.append((key, output))
                 if output.finished:
-                    del self._streams[output.request_id]
+                    del self._keys[output.request_id], self._request_ids[key]
 
     def _send_news(self, with_stats: bool) -> None:
         news = self._news
@@ -144,32 +157,46 @@ class EngineLoop:
         self._news = News(news.stats)
         self._publish(news)
 
-    def _add(self, stream: Stream, request: Request) -> None:
-        self._news.queued.append(stream)
-        if stream.is_left:
+    def _come(self, key: int) -> bool | None:
+        """Note that a request has come. Returns None, or if it was aborted before, whether its reader has left."""
+        self._news.queued.append(key)
+        self._last_key = key
+        is_left = self._aborted.get(key)
+        if self._aborted:  # requests with lower keys never come
+            self._aborted = {each: left for each, left in self._aborted.items() if each > key}
+        return is_left
+
+    def _add(self, key: int, request: "Request") -> None:
+        is_left = self._come(key)
+        if is_left:
             return
         try:
             self._engine.queue_request(request)
         except Exception as error:  # of this request alone, whatever the error is
-            self._news.refused.append((stream, error))
+            self._news.refused.append((key, error))
             return
-        self._streams[stream.request_id] = stream
-        if stream.is_aborted:
-            self._abort(stream)
+        request_id = request.group.request_id
+        self._keys[request_id], self._request_ids[key] = key, request_id
+        if is_left is not None:
+            self._abort(key, is_left)
 
-    def _abort(self, stream: Stream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            self._add_outputs(self._engine.abort_request([stream.request_id]))
+    def _refuse(self, key: int, error: Exception) -> None:
+        self._come(key)
+        self._news.refused.append((key, error))
 
-    def _call(self, f: Callable[[LLMEngine], object], future: asyncio.Future[Any]) -> None:
-        if future.done():
-            return
+    def _abort(self, key: int, is_left: bool) -> None:
+        if key > self._last_key:
+            self._aborted[key] = is_left
+        elif key in self._request_ids:
+            self._add_outputs(self._engine.abort_request([self._request_ids[key]]))
+
+    def _call(self, key: int, f: Callable[["LLMEngine"], object]) -> None:
         try:
-            self._news.results.append((future, f(self._engine), None))
+            self._news.results.append((key, f(self._engine), None))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the caller gets the error
-            self._news.results.append((future, None, error))
+            self._news.results.append((key, None, error))
 
     def _stop(self) -> None:
         self._is_stopping = True

@@ -1,37 +1,37 @@
 """A mailbox for the outputs of one request that the reader of `AsyncLLMEngine.generate` has not read."""
 
 import asyncio
+from dataclasses import replace
 
-from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 
 
 class Stream:
-    """The outputs of one request on their way to its reader.
+    """The outputs of one request on their way to its reader, all in the event loop's thread.
 
-    A slow reader costs nothing, because only one output waits for the reader: deltas are added up, and any other output
-    replaces the output before it. All is for the event loop's thread, but other threads may read the flags.
+    A slow reader costs nothing, because only one output waits for the reader: the engine's deltas are added up.
 
-    has_deltas: whether the outputs are deltas; set before the first output.
-    is_left: nobody reads any more. is_aborted: the request is to end, and the reader gets its last output.
+    key: of the request at the engine's core. wants_deltas: the reader gets what is new, not what there is so far.
     """
 
-    __slots__ = ("_error", "_output", "_waiter", "has_deltas", "is_aborted", "is_left", "request_id")
+    __slots__ = ("_error", "_is_new", "_output", "_waiter", "key", "request_id", "wants_deltas")
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, key: int, wants_deltas: bool) -> None:
         self.request_id = request_id
-        self.has_deltas = False
-        self.is_left = False
-        self.is_aborted = False
-        self._output: RequestOutput | None = None
+        self.key = key
+        self.wants_deltas = wants_deltas
+        self._output: RequestOutput | None = None  # the sum of the deltas: of all, or of those that were not read
+        self._is_new = False  # whether the reader has not read the sum
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, delta: RequestOutput) -> None:
         """Give the reader an output."""
-        if self.has_deltas and self._output is not None:
-            self._output.add(output)
+        if self._output is None:
+            self._output = delta
         else:
-            self._output = output
+            self._output.add(delta)
+        self._is_new = True
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -41,14 +41,34 @@ class Stream:
 
     async def get(self) -> RequestOutput:
         """Wait for an output that was not read. Raises the error of `fail`."""
-        while self._output is None:
+        while not self._is_new:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        output, self._output = self._output, None
-        return output
+        output = self._output
+        assert output is not None
+        self._is_new = False
+        if self.wants_deltas or output.finished:
+            self._output = None
+            return output
+        return copy_of(output)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():  # done: woken before, or cancelled
             self._waiter.set_result(None)
+
+
+def copy_of(output: RequestOutput) -> RequestOutput:
+    """A copy with lists of its own, because the reader may write to them; the list of the prompt is shared."""
+    logprobs = output.prompt_logprobs
+    return replace(
+        output,
+        outputs=[_copy(completion) for completion in output.outputs],
+        prompt_logprobs=None if logprobs is None else [*logprobs],
+    )
+
+
+def _copy(completion: CompletionOutput) -> CompletionOutput:
+    logprobs = completion.logprobs
+    return replace(completion, token_ids=[*completion.token_ids], logprobs=None if logprobs is None else [*logprobs])

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.cli.engine import make_engine
 from pagedattn_serve.cli.options import SERVER_OPTIONS
 from pagedattn_serve.errors import ArgumentError
@@ -33,7 +34,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         sockets = bind(config.host, config.port)
         set_up_logs(config.log_format, config.log_level)
-        return run_server(make_app, make_engine(args), config, sockets)
+        return run_server(make_app, AsyncLLMEngine(make_engine(args), config.max_waiting), config, sockets)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
 

@@ -1,16 +1,16 @@
 """A request as it comes in, checked: its prompt as token ids, its parameters as rules for its outputs."""
 
-import threading
 import time
 from typing import Any
 
-from pagedattn_serve.config import check_bool, check_float, check_int, check_text
+from pagedattn_serve.config import check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.beam_request import BeamRequest
 from pagedattn_serve.requests.completion import OutputRules
 from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
 from pagedattn_serve.requests.request import Request
+from pagedattn_serve.requests.texts import Texts
 from pagedattn_serve.sampling.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
@@ -38,39 +38,13 @@ class InputProcessor:
         defaults: GenerationDefaults,
     ) -> None:
         self.defaults = defaults
+        self.texts = Texts(tokenizer, vocab_size)
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # transformers does not promise that a tokenizer is thread-safe
         self._vocab_size = vocab_size
-        self._num_token_ids = max(vocab_size, 0 if tokenizer is None else len(tokenizer))
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)  # filled by the engine's steps alone
         self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
-
-    @property
-    def is_busy(self) -> bool:
-        """`LLMEngine.is_tokenizing`."""
-        return self._lock.locked()
-
-    def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
-        """`LLMEngine.tokenize`; errors call the text `name`."""
-        check_text(name, text)
-        check_bool("add_special_tokens", add_special_tokens)
-        if self._tokenizer is None:
-            expected = "prompt_token_ids" if name == "prompt" else "none"
-            raise ArgumentError(name, f"{expected}, as the model's directory has no tokenizer")
-        with self._lock:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
-
-    def detokenize(self, token_ids: Any) -> str:
-        """`LLMEngine.detokenize`."""
-        token_ids = to_ids(token_ids, name="token_ids")
-        if self._tokenizer is None:
-            raise ArgumentError("token_ids", "none, as the model's directory has no tokenizer")
-        for token_id in token_ids:
-            check_int("token_ids", token_id, 0, self._num_token_ids - 1)
-        with self._lock:
-            return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
         """The text of a prompt (None if it came as token ids alone) and its token ids. Raises ValueError, TypeError."""
@@ -79,7 +53,7 @@ class InputProcessor:
         text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
         if ids is None:
             assert text is not None
-            ids = self.tokenize(text, name="prompt")
+            ids = self.texts.tokenize(text, name="prompt")
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
                 raise ArgumentError("prompt_token_ids", f"an int in [0, {self._vocab_size - 1}]", token_id)
@@ -129,7 +103,7 @@ class InputProcessor:
         if params.bad_words:
             if self._tokenizer is None:
                 raise ArgumentError("bad_words", "none, as the model's directory has no tokenizer")
-            with self._lock:
+            with self.texts.lock:
                 bad_words = (*bad_words, *bad_word_ids(self._tokenizer, params.bad_word_strings))
         end_token_ids = params.stop_ids if params.ignore_eos else (*self._eos_token_ids, *params.stop_ids)
         return TokenRules(end_token_ids, bad_words)
@@ -139,7 +113,7 @@ class InputProcessor:
             return None
         if self._tokenizer is None:
             raise ArgumentError("structured_output", "none, as the model's directory has no tokenizer")
-        with self._lock:
+        with self.texts.lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return self._grammars.matcher(params.structured_output)

@@ -44,7 +44,7 @@ async def state(request: Request) -> Response:
     """
     engine: AsyncLLMEngine = request.app.state.engine
     try:
-        stats, cache = await engine.call(lambda each: (each.stats(), each.cache_map()))
+        stats, cache = await engine.cache_map()
     except EngineDeadError as error:
         raise ApiError(503, str(error), code="engine_dead") from None
     requests = [
@@ -59,8 +59,8 @@ async def state(request: Request) -> Response:
     return JSONResponse(
         {
             "model": request.app.state.config.served_model_name,
-            "device": engine.engine.model_runner.device,
-            "block_size": engine.engine.model_runner.block_size,
+            "device": engine.facts.device,
+            "block_size": engine.facts.block_size,
             "time": time.monotonic(),
             "stats": dataclasses.asdict(stats),
             "requests": requests,

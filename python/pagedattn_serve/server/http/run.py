@@ -18,7 +18,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
-from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.connection import connection_class
 
@@ -76,7 +75,7 @@ def port_of(bound: socket.socket) -> int:
     return port
 
 
-def run_server(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
+def run_server(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
     """Serve on the sockets of `bind`, in the main thread, until a signal or the engine's end; returns the exit status.
 
     After SIGTERM or SIGINT no new connection is taken, and requests in flight have `shutdown_timeout` to end. Then the
@@ -90,16 +89,20 @@ def run_server(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, socke
     return asyncio.run(serve(make_app, engine, config, sockets))
 
 
-async def serve(make_app: MakeApp, engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
-    async with AsyncLLMEngine(engine, config.max_waiting, on_death=lambda: server.stop()) as async_engine:
-        server = Server(make_app(async_engine, with_hosts(config, sockets)), async_engine, config)
+async def serve(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
+    try:
+        server = Server(make_app(engine, with_hosts(config, sockets)), engine, config)
+        engine.on_death = server.stop
+        await engine.start()
         listen(config.host, sockets)
         announce(engine, config, sockets)
         await server.serve(sockets)
-        if async_engine.error is None:
-            return 0
-        logger.error("the engine broke: %s", async_engine.error)
-        return 1
+    finally:
+        await engine.shutdown()
+    if engine.error is None:
+        return 0
+    logger.error("the engine broke: %s", engine.error)
+    return 1
 
 
 def with_hosts(config: ServerConfig, sockets: list[socket.socket]) -> ServerConfig:
@@ -177,7 +180,7 @@ def allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def announce(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> None:
+def announce(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> None:
     """Say what is served, and where: as a table on standard output, or, if the log is JSON, as a line of the log."""
     facts = start_facts(engine, config, sockets)
     if config.log_format == "json":
@@ -194,19 +197,17 @@ def are_loopback(sockets: list[socket.socket]) -> bool:
     return all(address.is_loopback for address in addresses)
 
 
-def start_facts(engine: LLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:
-    model, stats = engine.model_runner.model, engine.stats()
-    block_size = engine.model_runner.block_size
-    scheduler_config = engine.scheduler.config
+def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:
+    facts, num_blocks = engine.facts, engine.stats().num_blocks
     host = f"[{config.host}]" if ":" in config.host else config.host
     return {
         "model": config.served_model_name,
-        "architecture": f"{model.architecture}, {model.runs}",
-        "device": engine.model_runner.device,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "cache": f"{stats.num_blocks:,} blocks ({stats.num_blocks * block_size:,} tokens)",
-        "limits": f"{engine.max_model_len:,} tokens and {config.max_body_size:,} bytes a request; "
-        f"{scheduler_config.max_num_seqs:,} running, {config.max_waiting:,} waiting",
+        "architecture": f"{facts.architecture}, {facts.runs}",
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "cache": f"{num_blocks:,} blocks ({num_blocks * facts.block_size:,} tokens)",
+        "limits": f"{facts.max_model_len:,} tokens and {config.max_body_size:,} bytes a request; "
+        f"{facts.max_num_seqs:,} running, {config.max_waiting:,} waiting",
         "API key": f"asked for, any of {len(config.api_keys)}" if config.api_keys else "not asked for",
         "URL": f"http://{host}:{port_of(sockets[0])}",
     }

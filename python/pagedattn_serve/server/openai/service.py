@@ -29,21 +29,17 @@ class Service:
     """One model, served under one name. Raises ValueError if it has no tokenizer."""
 
     def __init__(self, engine: AsyncLLMEngine, config: ServerConfig) -> None:
-        self._llm = engine.engine  # only for what never changes
-        if (tokenizer := self._llm.tokenizer) is None:
+        self.texts = engine.texts
+        if (tokenizer := engine.texts.tokenizer) is None:
             raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
         self.tokenizer: Any = tokenizer
-        self.max_model_len = self._llm.max_model_len
+        self.max_model_len = engine.facts.max_model_len
+        self.defaults = engine.facts.default_sampling_params  # for requests that leave them out
         self.config = config
         self.metrics = ServerMetrics(engine.stats, config.served_model_name)
         self.jobs = JobRunner(engine, self.metrics)
         self.created = int(time.time())
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
-
-    @property
-    def defaults(self) -> SamplingParams:
-        """The model's sampling parameters, for requests that leave them out."""
-        return self._llm.get_default_sampling_params()
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError unless the name is the model's, or None."""
@@ -54,13 +50,13 @@ class Service:
     async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
         """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write."""
         return await self._with_tokenizer(
-            sum(map(len, texts)), lambda: [self._llm.tokenize(text, add_special_tokens) for text in texts], param
+            sum(map(len, texts)), lambda: [self.texts.tokenize(text, add_special_tokens) for text in texts], param
         )
 
     async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
         """The text of each prompt, with special tokens. Raises ApiError, which names the field, for unknown ids."""
         return await self._with_tokenizer(
-            sum(map(len, prompts)), lambda: list(map(self._llm.detokenize, prompts)), param
+            sum(map(len, prompts)), lambda: list(map(self.texts.detokenize, prompts)), param
         )
 
     async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -113,7 +109,7 @@ class Service:
         """What `work` returns. Raises ApiError, which names the field, instead of its TypeError or ValueError. Long
         work runs in a thread. So does work while another thread has the tokenizer: the event loop does not wait."""
         try:
-            if size < LONG_TEXT and not self._llm.is_tokenizing:
+            if size < LONG_TEXT and not self.texts.is_busy:
                 return work()
             return await asyncio.to_thread(work)
         except (TypeError, ValueError) as error:

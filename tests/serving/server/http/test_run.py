@@ -113,7 +113,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
 
 BREAKS = """
 import sys
-from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve import DEMO_MODEL, AsyncLLMEngine, LLMEngine
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
 from pagedattn_serve.server.http.run import bind, run_server
@@ -125,7 +125,7 @@ def fail(batch):
 engine = LLMEngine(DEMO_MODEL, num_blocks=64)
 engine.model_runner.execute = fail
 set_up_logs("text", "info")
-sys.exit(run_server(make_app, engine, ServerConfig(), bind("127.0.0.1", 0)))
+sys.exit(run_server(make_app, AsyncLLMEngine(engine), ServerConfig(), bind("127.0.0.1", 0)))
 """
 
 

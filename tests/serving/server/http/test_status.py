@@ -38,10 +38,10 @@ def test_health(speaker_path: str, serve: Any) -> None:
 
 def test_tokens_and_back(client: Any) -> None:
     answer = client.answer("/tokenize", prompt=BEGINNING, return_token_strs=True)
-    token_ids = client.engine.engine.tokenizer(BEGINNING).input_ids
+    token_ids = client.engine.texts.tokenizer(BEGINNING).input_ids
     assert answer["tokens"] == token_ids
     assert (answer["count"], answer["max_model_len"]) == (len(token_ids), 128)
-    assert answer["token_strs"] == client.engine.engine.tokenizer.convert_ids_to_tokens(token_ids)
+    assert answer["token_strs"] == client.engine.texts.tokenizer.convert_ids_to_tokens(token_ids)
     assert client.answer("/detokenize", tokens=token_ids) == {"prompt": BEGINNING}
 
 

@@ -37,7 +37,7 @@ def test_what_a_client_sends_back_is_taken(client: Any) -> None:
 def test_the_default_is_what_fits(client: Any) -> None:
     answer = client.answer(PATH, messages=MESSAGES, temperature=0, ignore_eos=True)
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == client.engine.engine.max_model_len
+    assert answer["usage"]["total_tokens"] == client.engine.facts.max_model_len
 
 
 @pytest.mark.parametrize(

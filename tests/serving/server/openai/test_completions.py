@@ -31,7 +31,7 @@ def test_a_text_is_continued(client: Any) -> None:
 
 
 def test_usage_counts_the_tokens(client: Any) -> None:
-    tokenizer = client.engine.engine.tokenizer
+    tokenizer = client.engine.texts.tokenizer
     num_prompt, num_output = len(tokenizer(BEGINNING).input_ids), len(tokenizer(SPEECH).input_ids) + 1  # EOS
     usage = client.answer(PATH, prompt=[BEGINNING, BEGINNING], n=2, **GREEDY)["usage"]
     assert usage == {
@@ -60,7 +60,7 @@ def test_ids_are_not_told_twice(client: Any) -> None:
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_the_four_forms_of_a_prompt(client: Any, as_ids: bool, as_list: bool) -> None:
-    tokenizer = client.engine.engine.tokenizer
+    tokenizer = client.engine.texts.tokenizer
     prompt = tokenizer(BEGINNING).input_ids if as_ids else BEGINNING
     answer = client.answer(PATH, prompt=[prompt, prompt] if as_list else prompt, **GREEDY)
     assert [choice["text"] for choice in answer["choices"]] == [SPEECH] * (1 + as_list)
@@ -106,7 +106,7 @@ def test_stop(client: Any, fields: dict[str, Any], text: str, stop_reason: str |
 
 
 def test_a_stop_token(client: Any) -> None:
-    [token_id] = client.engine.engine.tokenizer(" on").input_ids[-1:]
+    [token_id] = client.engine.texts.tokenizer(" on").input_ids[-1:]
     [choice] = client.answer(PATH, prompt=BEGINNING, stop_token_ids=[token_id], **GREEDY)["choices"]
     assert choice["stop_reason"] == token_id
     assert SPEECH.startswith(choice["text"])
@@ -141,7 +141,7 @@ def test_what_the_model_says_of_sampling_is_the_default(speaker_path: str, tmp_p
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echo(client: Any, as_ids: bool) -> None:
-    prompt = client.engine.engine.tokenizer(BEGINNING).input_ids if as_ids else BEGINNING
+    prompt = client.engine.texts.tokenizer(BEGINNING).input_ids if as_ids else BEGINNING
     [choice] = client.answer(PATH, prompt=prompt, echo=True, **GREEDY)["choices"]
     assert choice["text"] == BEGINNING + SPEECH
 

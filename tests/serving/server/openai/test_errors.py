@@ -175,7 +175,7 @@ def test_more_than_is_taken(client: Any, name: str, value: Any, expected: str) -
     """What all of it would cost the event loop, or each step, others would wait for."""
     status, blamed, message = client.error(COMPLETIONS, prompt=BEGINNING, **{name: value})
     assert (status, blamed) == (400, name), message
-    vocab_size = client.engine.engine.model_runner.model.vocab_size
+    vocab_size = client.engine.facts.vocab_size
     assert message == f"{name}: expected {expected.format(vocab_size=vocab_size)}"
 
 
@@ -187,7 +187,7 @@ def test_as_many_texts_as_are_looked_for(client: Any, name: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_far_more_than_the_model_has_positions_for(client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known by its characters, without the minute that its tokens would take."""
-    monkeypatch.setattr(client.engine.engine, "tokenize", None)
+    monkeypatch.setattr(client.engine.texts, "tokenize", None)
     text = "x" * 100_000
     fields = {"prompt": ["a", text]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
     response = client.post(path, **fields)

@@ -10,7 +10,7 @@ from checkpoints import BEGINNING
 def test_the_event_loop_does_not_wait_for_the_tokenizer(client: Any) -> None:
     """Whoever has it: another request's long text, or the thread that prepares requests."""
     with ThreadPoolExecutor(2) as pool:
-        with client.engine.engine.inputs._lock:
+        with client.engine.texts.lock:
             short = pool.submit(client.answer, "/tokenize", prompt=BEGINNING)
             end = time.monotonic() + 0.3
             while time.monotonic() < end:
