@@ -8,17 +8,18 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
-# For tests of what happens amid requests: as `slow_steps`, a token takes some milliseconds.
+# For tests of what happens amid requests: as `slow_steps`, a token takes some milliseconds. The engine's process calls
+# the function that sets up its log, so that function slows the steps as well.
 SLOW_COMMAND = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent / "serving")!r})
-from async_runs import slowed
-from pagedattn_serve.execution.model_runner import ModelRunner
-ModelRunner.execute = slowed(ModelRunner.execute)
+from async_runs import set_up_logs_and_slow_steps
+import pagedattn_serve.cli.serve
+pagedattn_serve.cli.serve.set_up_logs = set_up_logs_and_slow_steps
 {COMMAND}
 """
 START_SECONDS = 120  # on a busy machine
@@ -60,6 +61,12 @@ class ServerProcess:
             return facts
         lines = [json.loads(line) for line in self.stderr.splitlines() if line.startswith("{") and line.endswith("}")]
         return next((line for line in lines if "URL" in line), {})
+
+    @property
+    def core_pid(self) -> int:
+        """The process of its engine: its one child."""
+        [pid] = children_of(self.process.pid)
+        return pid
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says, by name without pagedattn: and labels but model_name: kv_cache_blocks{state="used"}."""
@@ -125,6 +132,17 @@ def serving(
         server.process.terminate()
         assert server.process.wait(STOP_SECONDS) == 0, server.stderr
         assert "Traceback" not in server.stderr, server.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that have this parent, those that have ended and were not waited for among them."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended in between
+            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                children.append(int(stat.parent.name))
+    return children
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 10) -> None:

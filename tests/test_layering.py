@@ -23,7 +23,10 @@ ARROWS: dict[str, set[str]] = {
     # the doors
     "__init__": {"llm", "calibration", "async_engine"},
     "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.thread_core", "async_engine.stream"},
+    "async_engine.engine": {"async_engine.thread_core", "async_engine.process_core", "async_engine.stream"},
+    "async_engine.process_core": {"async_engine.messages"},  # it starts core_main
+    "async_engine.core_main": {"async_engine.messages"},
+    "async_engine.messages": {"async_engine.core"},
     "async_engine.thread_core": {"async_engine.core"},
     "async_engine.core": {"async_engine.loop"},
     "async_engine.loop": {"engine"},
@@ -64,9 +67,8 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.request_bodies": {"sampling_params"},
     "server.openai.response_bodies": set(),
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve"},
-    "cli.generate": {"cli.engine"},
-    "cli.serve": {"cli.engine", "server.http.run", "server.http.logs", "server.openai.app"},
-    "cli.engine": {"engine", "cli.options"},
+    "cli.generate": {"engine", "cli.options"},
+    "cli.serve": {"cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.info": {"execution.cache_memory"},
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.async_engine.thread_core import ThreadCore
+from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.server.http.logs import set_up_logs
 
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds, for what would hang otherwise
@@ -78,6 +80,16 @@ def slowed(execute: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput
         return execute(*args)
 
     return slow
+
+
+def slow_steps() -> None:
+    """For an engine in a process of its own, before it is made."""
+    ModelRunner.execute = slowed(ModelRunner.execute)  # type: ignore[method-assign]
+
+
+def set_up_logs_and_slow_steps(log_format: str, level: str) -> None:
+    set_up_logs(log_format, level)
+    slow_steps()
 
 
 class Runner:

@@ -11,7 +11,7 @@ from test_cli import HIDDEN, run_without
 import pagedattn_serve.cli.serve
 from pagedattn_serve import DEMO_MODEL, LLMEngine
 from pagedattn_serve.cli import main
-from pagedattn_serve.cli.options import SERVER_OPTIONS
+from pagedattn_serve.cli.options import ENGINE_OPTIONS, SERVER_OPTIONS, engine_args
 from pagedattn_serve.cli.parser import make_parser
 from pagedattn_serve.server.http.config import OPTIONS, ServerConfig
 
@@ -31,8 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 
     monkeypatch.delenv("PAGEDATTN_API_KEY", raising=False)
     monkeypatch.setattr(pagedattn_serve.cli.serve, "run_server", run_server)
-    monkeypatch.setattr(pagedattn_serve.cli.serve, "make_engine", lambda args: None)
-    monkeypatch.setattr(pagedattn_serve.cli.serve, "AsyncLLMEngine", lambda *args: None)
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "make_engine", lambda *args: None)
     monkeypatch.setattr(pagedattn_serve.cli.serve, "set_up_logs", lambda *args: None)
     return configs
 
@@ -107,13 +106,7 @@ def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
         assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
 
 
-def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def make(model: str, **options: Any) -> None:
-        given.update(options, model=model)
-
-    monkeypatch.setattr("pagedattn_serve.cli.engine.LLMEngine", make)
+def test_every_option_of_the_engine_reaches_it() -> None:
     arguments = ["m", "--tokenizer", "t", "--dtype", "float16", "--device", "cuda:1", "--block-size", "32"]
     arguments += ["--num-blocks", "9", "--max-num-seqs", "3", "--max-num-batched-tokens", "77", "--max-model-len", "66"]
     arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
@@ -121,8 +114,8 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch: pytest.MonkeyPatch) 
     arguments += ["--kv-scales", "s", "--speculation", "ngram", "--quantization", "int4"]
     arguments += ["--max-beam-width", "7"]
     args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
-    pagedattn_serve.cli.serve.make_engine(args)
-    assert given == {
+    given = vars(engine_args(args))
+    assert {name: given[name] for name in ENGINE_OPTIONS} == {
         "model": "m",
         "tokenizer": "t",
         "dtype": "float16",

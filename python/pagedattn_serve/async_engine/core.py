@@ -70,7 +70,6 @@ class EngineCore:
     def __init__(
         self, engine: "LLMEngine", publish: Callable[[News], None], finish: Callable[[str | None], None]
     ) -> None:
-        self.texts = engine.inputs.texts
         self._engine = engine
         self._finish = finish
         self._loop = EngineLoop(engine, publish)

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs, stats_and_cache_map
 from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.stream import Stream
 from pagedattn_serve.async_engine.thread_core import ThreadCore
 from pagedattn_serve.config import check_int
+from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
 from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.requests.texts import Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
+from pagedattn_serve.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine
@@ -41,13 +44,12 @@ class EngineDeadError(RuntimeError):
 class Core(Protocol):
     """An engine that runs beside the event loop. Its methods are called in the event loop; none but `join` waits.
 
-    facts: of the engine. first_stats: before the first step. texts: the engine's tokenizer. pid: of the process that
-    the engine has to itself, if it has one.
+    facts: of the engine. first_stats: before the first step. pid: of the process that the engine has to itself, if it
+    has one.
     """
 
     facts: EngineFacts
     first_stats: EngineStats
-    texts: Texts
 
     @property
     def pid(self) -> int | None: ...
@@ -63,11 +65,23 @@ class Core(Protocol):
     async def join(self) -> None: ...
 
 
+def load_texts(core: ProcessCore) -> Texts:
+    """The tokenizer of a process's engine, loaded here beside the model there. Waits for the model, too."""
+    try:
+        tokenizer = load_tokenizer(core.engine_args.model, core.engine_args.tokenizer)
+    except BaseException:
+        core.kill()
+        raise
+    core.wait_until_loaded()
+    return Texts(tokenizer, core.facts.vocab_size)
+
+
 class AsyncLLMEngine:
     """An `LLMEngine` that runs beside the event loop, and whose requests are asynchronous iterators.
 
     Args:
-        engine: runs in a thread of its own. Nobody else may step it or change its requests while it runs here.
+        engine: an LLMEngine runs in a thread of its own. Nobody else may step it or change its requests while it runs
+            here. A ProcessCore has an engine in a process of its own.
         max_waiting: most requests that do not run yet. The engine refuses further requests.
         on_death: called in the event loop when the engine has broken (`error` says why), but not after `shutdown`. It
             may also be set before `start`.
@@ -81,11 +95,18 @@ class AsyncLLMEngine:
     """
 
     def __init__(
-        self, engine: "LLMEngine", max_waiting: int = 1024, on_death: Callable[[], None] | None = None
+        self,
+        engine: "LLMEngine | ProcessCore",
+        max_waiting: int = 1024,
+        on_death: Callable[[], None] | None = None,
     ) -> None:
         check_int("max_waiting", max_waiting, 1)
-        self._core: Core = ThreadCore(engine)
-        self.facts, self.texts = self._core.facts, self._core.texts
+        self._core: Core
+        if isinstance(engine, ProcessCore):
+            self._core, self.texts = engine, load_texts(engine)
+        else:
+            self._core, self.texts = ThreadCore(engine), engine.inputs.texts
+        self.facts = self._core.facts
         self.error: str | None = None
         self.on_death = on_death
         self._max_waiting = max_waiting
@@ -99,6 +120,25 @@ class AsyncLLMEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_waiting = 0  # in the engine's queue, at the last news
         self._stats = self._core.first_stats
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        max_waiting: int = 1024,
+        on_death: Callable[[], None] | None = None,
+        initializer: Callable[[], object] | None = None,
+    ) -> Self:
+        """An engine in a process of its own, which has Python's lock to itself. Waits until the model is loaded.
+
+        The arguments of `generate` and `call` go to that process, so pickle has to know them: no lambdas, and no
+        functions of the main program. initializer: is called in the process first, for instance to set up its log.
+
+        Call this in the main thread. Raises what `LLMEngine` does, and ChildProcessError if the process dies. If the
+        process dies later, all unfinished requests raise EngineDeadError, which says how it died.
+        """
+        check_int("max_waiting", max_waiting, 1)  # before the process is started
+        return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
 
     async def __aenter__(self) -> Self:
         await self.start()

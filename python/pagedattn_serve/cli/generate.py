@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagedattn_serve.cli.engine import make_engine
+from pagedattn_serve.cli.options import engine_args
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import with_place
 from pagedattn_serve.outputs import RequestOutput
@@ -25,7 +25,7 @@ def generate(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in SAMPLING},
         output_kind=RequestOutputKind.FINAL_ONLY if args.json else RequestOutputKind.DELTA,
     )
-    engine = make_engine(args)
+    engine = LLMEngine.from_engine_args(engine_args(args))
     for i, prompt in enumerate(prompts):
         if i in errors:
             continue

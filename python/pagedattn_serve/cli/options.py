@@ -4,11 +4,12 @@ import argparse
 import re
 from typing import get_args
 
-from pagedattn_serve import engine_args
+from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.config import DEMO_MODEL
+from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.server.http import config as server_config
 
-OPTIONS = engine_args.OPTIONS | server_config.OPTIONS
+OPTIONS = engine_options.OPTIONS | server_config.OPTIONS
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 # Names of values in the help; those of other options are N for numbers, and the option's own name.
 METAVARS = {
@@ -48,6 +49,11 @@ LIMITS = ("max_waiting", "max_body_size", "request_timeout", "shutdown_timeout")
 LOG = ("log_format", "log_level")
 # The options of ServerConfig that `add_server` adds.
 SERVER_OPTIONS = (*SERVER, *LIMITS, *LOG)
+
+
+def engine_args(args: argparse.Namespace) -> EngineArgs:
+    """args: with the options of `add_model`, `add_place` and `add_engine`. Raises ValueError or TypeError."""
+    return EngineArgs(**{name: getattr(args, name) for name in ENGINE_OPTIONS})
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

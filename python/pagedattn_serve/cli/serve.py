@@ -3,11 +3,12 @@
 import argparse
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
-from pagedattn_serve.cli.engine import make_engine
-from pagedattn_serve.cli.options import SERVER_OPTIONS
+from pagedattn_serve.cli.options import SERVER_OPTIONS, engine_args
+from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
@@ -34,9 +35,16 @@ def serve(args: argparse.Namespace) -> int:
     try:
         sockets = bind(config.host, config.port)
         set_up_logs(config.log_format, config.log_level)
-        return run_server(make_app, AsyncLLMEngine(make_engine(args), config.max_waiting), config, sockets)
+        engine = make_engine(engine_args(args), config)
+        return run_server(make_app, engine, config, sockets)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
+
+
+def make_engine(engine_args: EngineArgs, config: ServerConfig) -> AsyncLLMEngine:
+    """An engine in a process of its own, whose log is like this one's."""
+    initializer = partial(set_up_logs, config.log_format, config.log_level)
+    return AsyncLLMEngine.from_engine_args(engine_args, config.max_waiting, initializer=initializer)
 
 
 def keys_in_environment() -> list[str]:

@@ -56,12 +56,17 @@ COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own. stats: the engine's, after its last step."""
+    """The metrics of one server, in a registry of their own.
 
-    def __init__(self, stats: Stats, model_name: str) -> None:
+    stats: the engine's, after its last step. core_pid: of the engine's process, if it has one of its own.
+    """
+
+    def __init__(self, stats: Stats, model_name: str, core_pid: int | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(stats, model_name))
         ProcessCollector(registry=self._registry)
+        if core_pid is not None:
+            ProcessCollector("engine_core", lambda: core_pid, registry=self._registry)
         self._model_name = model_name
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS

@@ -1,12 +1,12 @@
 """Whether the server works, and which version it is: /health, /version."""
 
+from importlib import metadata
 from typing import Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
-import pagedattn_ext
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 
@@ -34,5 +34,5 @@ async def health(request: Request) -> Response:
 @router.get("/version", response_model=VersionResponse)
 async def version() -> Response:
     """The version of this package."""
-    response: VersionResponse = {"version": pagedattn_ext.__version__}
+    response: VersionResponse = {"version": metadata.version("pagedattn-ext")}
     return JSONResponse(response)

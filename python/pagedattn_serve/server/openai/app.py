@@ -1,8 +1,9 @@
 """The FastAPI app: routes, what wraps them, and how it describes itself."""
 
+from importlib.metadata import version
+
 from fastapi import FastAPI
 
-import pagedattn_ext
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.server.http import live, status
 from pagedattn_serve.server.http.config import ServerConfig
@@ -31,7 +32,7 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
     tokenizer."""
     app = FastAPI(
         title="pagedattn serve",
-        version=pagedattn_ext.__version__,
+        version=version("pagedattn-ext"),
         docs_url=None,  # pages that load scripts from elsewhere
         redoc_url=None,
         responses={

@@ -207,7 +207,7 @@ import os, sys
 import pagedattn_serve.cli.serve as serve
 from pagedattn_serve.cli import main
 
-def make_engine(args):
+def make_engine(engine_args, config):
     os.kill(os.getpid(), int(sys.argv[1]))
     while True:
         pass

@@ -1,0 +1,127 @@
+"""The process of an engine, which `ProcessCore` starts: python -m pagedattn_serve.async_engine.core_main FD PARENT
+
+FD: a socket to the parent. PARENT: the process to die with; 0: end when the socket is closed, at the latest.
+
+The main thread reads what the parent says. The engine's thread sends the news; it waits if the parent does not read.
+"""
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pagedattn_serve.async_engine.core import EngineCore, facts_of
+from pagedattn_serve.async_engine.loop import describe
+from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsPacker, framed, portable
+from pagedattn_serve.errors import ArgumentTypeError
+
+if TYPE_CHECKING:
+    from pagedattn_serve.engine import LLMEngine
+
+PR_SET_PDEATHSIG = 1
+
+
+class Parent:
+    """The socket to the parent. Without the parent nothing is left to do: the process ends."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # or a child of this process would keep the socket open
+        self._socket = socket.socket(fileno=fd)
+        self._frames = Frames()
+
+    def receive(self) -> list[Any]:
+        """Wait for messages; one at least."""
+        while True:
+            try:
+                data = self._socket.recv(CHUNK)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                end(0)
+            if messages := self._frames.feed(data):
+                return messages
+
+    def send(self, *message: Any) -> None:
+        try:
+            self._socket.sendall(framed(message))
+        except (BrokenPipeError, ConnectionResetError):
+            end(0)
+
+
+def main(fd: int, parent_pid: int) -> NoReturn:
+    if parent_pid:
+        die_with(parent_pid)
+    parent = Parent(fd)
+    try:
+        [(engine_args, initializer)] = parent.receive()
+        if initializer is not None:
+            initializer()
+        from pagedattn_serve.engine import LLMEngine  # here, so that the initializer comes first
+
+        engine = LLMEngine.from_engine_args(engine_args)
+    except Exception as error:
+        parent.send(False, portable(error))
+        end(1)
+    gc.collect()
+    gc.freeze()  # what was imported is looked at by no collection again
+    parent.send(True, facts_of(engine), engine.stats())
+    packer = NewsPacker()
+    core = EngineCore(
+        engine,
+        publish=lambda news: parent.send("news", packer.pack(news)),
+        finish=lambda error: parent.send("end", error),
+    )
+    core.start_threads()
+    while True:
+        for name, *args in parent.receive():
+            follow(core, name, args)
+
+
+def follow(core: EngineCore, name: str, args: list[Any]) -> None:
+    """Do what a message says."""
+    if name not in ("add", "call"):
+        getattr(core, name)(*args)
+        return
+    key, data = args
+    try:
+        content = pickle.loads(data)
+    except Exception as error:
+        expected = "what a process can load that has another main module"
+        argument = "f" if name == "call" else "sampling_params"
+        refusal = ArgumentTypeError(argument, expected, describe(error))
+        if name == "call":
+            core.call(key, raising(refusal))
+        else:
+            core.refuse(key, refusal)
+        return
+    getattr(core, name)(key, content)
+
+
+def raising(error: Exception) -> Callable[["LLMEngine"], NoReturn]:
+    def f(_: "LLMEngine") -> NoReturn:
+        raise error
+
+    return f
+
+
+def die_with(parent_pid: int) -> None:
+    """Let the kernel kill this process when the parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
+
+
+def end(status: int) -> NoReturn:
+    """End now: threads may be amid a step or a tokenizer, in which the interpreter's own end would crash."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

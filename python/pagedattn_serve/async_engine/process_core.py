@@ -1,0 +1,219 @@
+"""`ProcessCore`: the handle of an engine in a process of its own, for an event loop."""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
+from pagedattn_serve.async_engine.loop import News, describe
+from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsUnpacker, framed
+from pagedattn_serve.engine_args import EngineArgs
+from pagedattn_serve.errors import ArgumentTypeError
+from pagedattn_serve.outputs import EngineStats
+
+if TYPE_CHECKING:
+    from pagedattn_serve.engine import LLMEngine
+
+END_SECONDS = 1.0  # for a process to end once it has closed its socket
+POLL_SECONDS = 0.005
+
+
+class ProcessCore(asyncio.Protocol):
+    """An `EngineCore` in a process that this object starts. `wait_until_loaded` comes next, then `start`.
+
+    The process ends with this object, and with the thread that made it if that is the main thread: a killed parent
+    leaves no orphan. It ignores SIGINT, because Ctrl-C goes to all processes of a terminal, and the parent decides.
+
+    Args:
+        engine_args: of the engine.
+        initializer: is called in the process before the model is loaded. Like all that goes there, it has to be
+            something that pickle can name: a function of a module, or a `functools.partial` of one.
+
+    facts, first_stats: set by `wait_until_loaded`.
+    """
+
+    facts: EngineFacts
+    first_stats: EngineStats
+
+    def __init__(self, engine_args: EngineArgs, initializer: Callable[[], object] | None = None) -> None:
+        self.engine_args = engine_args
+        self._frames = Frames()
+        self._outbox: list[bytes] = []  # what was said in this turn of the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: asyncio.Transport | None = None
+        self._has_told_end = False
+        order = framed((engine_args, initializer))
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = _start_process(theirs)
+        with suppress(OSError):  # it has died: `wait_until_loaded` says how
+            self._socket.sendall(order)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the engine takes requests. Raises what `LLMEngine` does, and ChildProcessError if the process has
+        died."""
+        try:
+            messages: list[Any] = []
+            while not messages:
+                data = self._receive()
+                if not data:
+                    self._wait_for_end()
+                    raise ChildProcessError(f"{self._death()} while it loaded the model")
+                messages = self._frames.feed(data)
+            [(is_loaded, *answer)] = messages
+            if not is_loaded:
+                raise answer[0]
+        except BaseException:
+            self.kill()
+            raise
+        self.facts, self.first_stats = answer
+        self._unpacker = NewsUnpacker(self.first_stats)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    # ---- what `AsyncLLMEngine` asks of a core -----------------------------------------------------------------------
+
+    async def start(self, deliver: Callable[[News], None], finish: Callable[[str | None], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deliver, self._finish = deliver, finish
+        self._ended = self._loop.create_future()
+        self._transport, _ = await self._loop.create_connection(lambda: self, sock=self._socket)
+
+    def add(self, key: int, args: RequestArgs) -> None:
+        """Raises TypeError for what cannot go to another process."""
+        try:
+            data = pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            argument = "logits_processors" if getattr(args.sampling_params, "logits_processors", None) else "prompt"
+            expected = "what can be pickled, because the engine runs in another process"
+            raise ArgumentTypeError(argument, expected, describe(error)) from None
+        self._send("add", key, data)
+
+    def abort(self, key: int, is_left: bool) -> None:
+        self._send("abort", key, is_left)
+
+    def call(self, key: int, f: Callable[["LLMEngine"], object]) -> None:
+        """Raises TypeError for what cannot go to another process."""
+        try:
+            data = pickle.dumps(f, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            expected = "a function that can be pickled, because the engine runs in another process"
+            raise ArgumentTypeError("f", expected, describe(error)) from None
+        self._send("call", key, data)
+
+    def cancel(self, key: int) -> None:
+        self._send("cancel", key)
+
+    def stop(self) -> None:
+        if self._loop is None or self._loop.is_closed():
+            self.kill()
+        else:
+            self._send("stop")
+
+    async def join(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            await asyncio.shield(self._ended)
+
+    # ---- the connection ---------------------------------------------------------------------------------------------
+
+    def _send(self, *message: Any) -> None:
+        """Send it at the end of this turn of the event loop, with all else that is said in this turn."""
+        assert self._loop is not None
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(framed(message))
+
+    def _flush(self) -> None:
+        data = b"".join(self._outbox)
+        self._outbox.clear()
+        if self._transport is not None:  # else the process is gone
+            self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        for kind, content in self._frames.feed(data):
+            if kind == "news":
+                self._deliver(self._unpacker.unpack(content))
+            else:
+                self._tell_end(content)
+                if self._transport is not None:
+                    self._transport.close()  # upon which the process ends
+                    self._transport = None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        assert self._loop is not None
+        self._transport = None
+        self._reaping = self._loop.create_task(self._reap())
+
+    async def _reap(self) -> None:
+        end = time.monotonic() + END_SECONDS
+        while self._process.poll() is None:
+            if time.monotonic() > end:
+                self._process.kill()
+            await asyncio.sleep(POLL_SECONDS)
+        self._tell_end(self._death())
+        self._ended.set_result(None)
+
+    def _tell_end(self, error: str | None) -> None:
+        if not self._has_told_end:
+            self._has_told_end = True
+            self._finish(error)
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(CHUNK)
+        except ConnectionResetError:  # it has died with a message unread
+            return b""
+
+    def _wait_for_end(self) -> None:
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _death(self) -> str:
+        status = self._process.returncode
+        how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+        return f"the engine core (process {self.pid}) {how}"
+
+
+def _start_process(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    """Start the program with its end of the socket pair. It finds the modules that this process finds."""
+    # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    command = [sys.executable, "-P", "-m", "pagedattn_serve.async_engine.core_main", str(theirs.fileno()), str(parent)]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    # The child inherits the mask: no Ctrl-C reaches it, not even while Python starts.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
