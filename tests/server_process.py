@@ -145,6 +145,15 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def wait_for(is_so: Callable[[], bool], seconds: float = 10) -> None:
     """Wait until `is_so` is true. Asserts that this happens within so many seconds."""
     end = time.monotonic() + seconds

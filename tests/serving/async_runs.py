@@ -92,6 +92,15 @@ def set_up_logs_and_slow_steps(log_format: str, level: str) -> None:
     slow_steps()
 
 
+def set_up_logs_and_fail_steps(log_format: str, level: str) -> None:
+    set_up_logs(log_format, level)
+
+    def fail(*_: Any) -> SamplerOutput:
+        raise RuntimeError("planted")
+
+    ModelRunner.execute = fail  # type: ignore[method-assign, assignment]
+
+
 class Runner:
     """In the place of an engine's `ModelRunner.execute`: it notes the steps, holds them up, and fails.
 

@@ -34,6 +34,20 @@ PARAMS = [
     SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=5),
 ]
 
+# Arguments of `generate` that are refused, the type of the error and a part of its message.
+REFUSALS: list[tuple[Any, type[Exception], str]] = [
+    (("",), ValueError, "prompt: expected 1 to"),
+    (([5] * 500,), ValueError, "prompt: expected 1 to"),
+    ((3,), TypeError, "prompt: expected a string"),
+    (("a\udc80",), ValueError, "UTF-8"),
+    (([10**6],), ValueError, "prompt_token_ids"),
+    (("a", {"top_k": 3}), TypeError, "sampling_params"),
+    (("a", None, 7), TypeError, "request_id"),
+    (("a", None, "taken"), ValueError, "'taken' is taken"),
+    (("a", None, None, 3), ValueError, "priority"),
+    (("a", None, None, "high"), TypeError, "priority"),
+]
+
 
 @pytest.fixture
 def small(text_model: str) -> LLMEngine:
@@ -177,21 +191,7 @@ def test_the_event_loop_is_woken_once_a_step(engine: LLMEngine) -> None:
 # ---- refusals and back pressure -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        (("",), ValueError, "prompt: expected 1 to"),
-        (([5] * 500,), ValueError, "prompt: expected 1 to"),
-        ((3,), TypeError, "prompt: expected a string"),
-        (("a\udc80",), ValueError, "UTF-8"),
-        (([10**6],), ValueError, "prompt_token_ids"),
-        (("a", {"top_k": 3}), TypeError, "sampling_params"),
-        (("a", None, 7), TypeError, "request_id"),
-        (("a", None, "taken"), ValueError, "'taken' is taken"),
-        (("a", None, None, 3), ValueError, "priority"),
-        (("a", None, None, "high"), TypeError, "priority"),
-    ],
-)
+@pytest.mark.parametrize(("args", "error", "message"), REFUSALS)
 def test_a_wrong_request_is_refused_before_the_first_output(
     engine: LLMEngine, args: Any, error: type[Exception], message: str
 ) -> None:

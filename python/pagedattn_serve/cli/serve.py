@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +44,25 @@ def serve(args: argparse.Namespace) -> int:
 
 def make_engine(engine_args: EngineArgs, config: ServerConfig) -> AsyncLLMEngine:
     """An engine in a process of its own, whose log is like this one's."""
+    import_transformers_without_torch()
     initializer = partial(set_up_logs, config.log_format, config.log_level)
     return AsyncLLMEngine.from_engine_args(engine_args, config.max_waiting, initializer=initializer)
+
+
+def import_transformers_without_torch() -> None:
+    """This process needs only tokenizers. With torch, transformers takes 200 MiB more, and two seconds."""
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # one would say that torch is missing
+    with_warnings = variable not in os.environ
+    os.environ.setdefault(variable, "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        import transformers  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        if with_warnings:
+            del os.environ[variable]
 
 
 def keys_in_environment() -> list[str]:

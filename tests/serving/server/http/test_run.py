@@ -1,16 +1,18 @@
 """The server as a process: how it starts, how it is told to end, and what it does then."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
-from server_process import SLOW_COMMAND, ServerProcess, running
+from server_process import COMMAND, SLOW_COMMAND, ServerProcess, children_of, is_running, running, serving, wait_for
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.http.config import ServerConfig
@@ -67,6 +69,20 @@ def test_its_life() -> None:
         assert "in_flight=4" in server.stderr and server.stderr.rstrip().endswith("stopped")
 
 
+def test_the_process_that_clients_talk_to_has_no_torch() -> None:
+    """But all that the API needs: texts, chats and metrics, those of the engine's process among them."""
+    with serving(python=sys.executable) as server:
+        body = {"model": server.model, "messages": [{"role": "user", "content": "A class"}], "max_tokens": 3}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["message"]["content"]
+        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "A class"}).json()["tokens"]
+        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "A class"}
+        pids = (server.process.pid, server.core_pid)
+        assert ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids] == [False, True]
+        metrics = server.metrics()
+        assert metrics["engine_core_process_cpu_seconds_total"] > 0 and metrics["process_cpu_seconds_total"] > 0
+
+
 def test_what_does_not_end_in_time_is_aborted() -> None:
     """With an answer that says so. The log is JSON here, and has neither key nor prompt."""
     options = ["--shutdown-timeout", "0", "--log-format", "json", "--served-model-name", "demo_model"]
@@ -111,27 +127,12 @@ def test_a_second_signal_waits_for_nothing() -> None:
         assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
 
 
-BREAKS = """
-import sys
-from pagedattn_serve import DEMO_MODEL, AsyncLLMEngine, LLMEngine
-from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.logs import set_up_logs
-from pagedattn_serve.server.http.run import bind, run_server
-from pagedattn_serve.server.openai.app import make_app
-
-def fail(batch):
-    raise RuntimeError("planted")
-
-engine = LLMEngine(DEMO_MODEL, num_blocks=64)
-engine.model_runner.execute = fail
-set_up_logs("text", "info")
-sys.exit(run_server(make_app, AsyncLLMEngine(engine), ServerConfig(), bind("127.0.0.1", 0)))
-"""
+BREAKS = SLOW_COMMAND.replace("set_up_logs_and_slow_steps", "set_up_logs_and_fail_steps")
 
 
 def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
-    """Its requests have their errors before."""
-    with running(python=sys.executable, program=BREAKS) as server:
+    """Its requests have their errors before. The engine's process writes to the same log, in the same form."""
+    with running("--log-format", "json", python=sys.executable, program=BREAKS) as server:
         statuses = []
         while server.process.poll() is None and len(statuses) < 20:
             try:
@@ -140,7 +141,41 @@ def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
                 break
         assert server.process.wait(30) == 1
         assert statuses and set(statuses) <= {500, 503}
-        assert "the engine broke: RuntimeError: planted" in server.stderr
+        lines = [json.loads(line) for line in server.stderr.splitlines()]
+        messages = {line["logger"]: line for line in lines}
+        assert "the engine broke: RuntimeError: planted" in messages["pagedattn_serve.server.http.run"]["message"]
+        assert "RuntimeError: planted" in messages["pagedattn_serve.async_engine.loop"]["exception"]
+
+
+def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
+    """Within a second or so each stream has its error, and /health says so; the log has what died."""
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
+        streams, pid = Streams(server, 4), server.core_pid
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        streams.join()
+        assert time.monotonic() - started < 2
+        died = f"the engine broke: the engine core (process {pid}) was killed by SIGKILL"
+        for text in streams.texts:
+            *_, error, done, nothing = text.split("\n\n")
+            assert (done, nothing) == ("data: [DONE]", "")
+            told = json.loads(error.removeprefix("data: "))["error"]
+            assert (told["message"], told["code"]) == (died, "engine_dead")
+        assert server.process.wait(30) == 1
+        assert died in server.stderr and "Traceback" not in server.stderr
+
+
+def test_ctrl_c_reaches_both_processes_and_ends_neither_at_once() -> None:
+    """A terminal sends SIGINT to all processes of a group: what runs ends as after SIGTERM."""
+    with running(python=sys.executable, program=SLOW_COMMAND) as server:
+        streams, pid = Streams(server, 4), server.core_pid
+        for each in (pid, server.process.pid):
+            os.kill(each, signal.SIGINT)
+        streams.join()
+        assert server.process.wait(30) == 0
+        assert all('"finish_reason":"length"' in text for text in streams.texts)
+        assert "Traceback" not in server.stderr
+        assert not is_running(pid)
 
 
 # --- what keeps it from starting ---
@@ -215,6 +250,21 @@ def make_engine(engine_args, config):
 serve.make_engine = make_engine
 sys.exit(main(["serve", "--port", "0"]))
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_process_of_the_engine_starts(number: signal.Signals) -> None:
+    """Both processes end at once, without a word."""
+    command = [sys.executable, "-c", COMMAND]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: children_of(process.pid) != [], 60)
+        [pid] = children_of(process.pid)
+        wait_for(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"), 60)
+        for each in (pid, process.pid) if number == signal.SIGINT else (process.pid,):
+            os.kill(each, number)
+        assert process.communicate(timeout=60) == ("", "")  # the engine's process has closed its end, too
+        assert process.returncode == 128 + number
+        assert not is_running(pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,463 @@
+"""`AsyncLLMEngine` with its engine in a process of its own. What both kinds of core share, test_async_engine.py has.
+
+Most tests use one process, in an event loop that lasts as long as the module.
+"""
+
+import asyncio
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from functools import partial
+from itertools import pairwise
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from async_runs import TIMEOUT, greedy, play, read, slow_steps
+from checkpoints import run
+from server_process import children_of, is_running, wait_for
+from test_async_engine import PARAMS, PROMPTS, REFUSALS
+
+from pagedattn_serve import (
+    ArgumentError,
+    AsyncLLMEngine,
+    EngineArgs,
+    EngineBusyError,
+    EngineDeadError,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from pagedattn_serve.async_engine.messages import Frames, framed, portable
+from pagedattn_serve.async_engine.process_core import ProcessCore
+
+T = TypeVar("T")
+TESTS = str(Path(__file__).parent)
+LONG = greedy(90)
+
+
+class Shared:
+    """An engine that runs, and the event loop that it runs in."""
+
+    def __init__(self, runner: asyncio.Runner, engine: AsyncLLMEngine) -> None:
+        self.runner = runner
+        self.engine = engine
+
+    def play(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run it. Asserts that no request and no block is left in the engine."""
+
+        async def checked() -> T:
+            result = await asyncio.wait_for(main, TIMEOUT)
+            assert self.engine.num_unfinished == 0 and self.engine._in_hand == set() and self.engine._calls == {}
+            stats, cache_map = await self.engine.cache_map()
+            assert (stats.num_used_blocks, cache_map.requests) == (0, ())
+            return result
+
+        return self.runner.run(checked())
+
+
+@pytest.fixture(scope="module")
+def shared(text_model: str) -> Iterator[Shared]:
+    with asyncio.Runner() as runner:
+        args = EngineArgs(text_model, num_blocks=40)
+        engine = AsyncLLMEngine.from_engine_args(args, max_waiting=100, initializer=slow_steps)
+        runner.run(engine.start())
+        yield Shared(runner, engine)
+        pid = engine.core_pid
+        runner.run(engine.shutdown())
+    assert engine.error is None and pid not in children_of(os.getpid())
+
+
+# ---- what readers get -----------------------------------------------------------------------------------------------
+
+
+def test_the_outputs_are_those_of_the_engine(shared: Shared, engine: LLMEngine) -> None:
+    expected = run(engine, PROMPTS, PARAMS)
+
+    async def main() -> list[RequestOutput]:
+        return await asyncio.gather(*(read(shared.engine, *each) for each in zip(PROMPTS, PARAMS, strict=True)))
+
+    outputs = shared.play(main())
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output == dataclasses.replace(reference, request_id=output.request_id)
+        times = output.metrics
+        assert times.first_token_time is not None and times.finished_time is not None
+        assert times.arrival_time < times.first_token_time <= times.finished_time <= time.monotonic()
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+@pytest.mark.parametrize("params", [PARAMS[2], SamplingParams(n=2, seed=3, max_tokens=7)], ids=["logprobs", "two"])
+def test_every_kind_of_outputs(
+    shared: Shared, engine: LLMEngine, params: SamplingParams, kind: RequestOutputKind
+) -> None:
+    [expected] = run(engine, ["the cat"], params)
+
+    async def main() -> list[RequestOutput]:
+        stream = shared.engine.generate("the cat", dataclasses.replace(params, output_kind=kind))
+        return [output async for output in stream]
+
+    *before, last = outputs = shared.play(main())
+    if kind is RequestOutputKind.DELTA:
+        last = outputs[0]
+        for delta in outputs[1:]:
+            last.add(delta)
+    assert last == dataclasses.replace(expected, request_id=last.request_id)
+    assert (len(before) == 0) == (kind is RequestOutputKind.FINAL_ONLY)
+    if kind is RequestOutputKind.CUMULATIVE:
+        texts = [output.outputs[0].text for output in outputs]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def test_a_slow_reader_misses_nothing_and_holds_up_nobody(shared: Shared) -> None:
+    async def main() -> None:
+        params = dataclasses.replace(greedy(60), output_kind=RequestOutputKind.DELTA)
+        slow = shared.engine.generate("the cat", params)
+        total = await anext(slow)
+        assert len((await read(shared.engine, "on", LONG)).outputs[0].token_ids) == 90
+        async for delta in slow:
+            total.add(delta)
+        assert total.finished and len(total.outputs[0].token_ids) == 60
+
+    shared.play(main())
+
+
+@pytest.mark.parametrize(("args", "error", "message"), REFUSALS)
+def test_a_wrong_request_is_refused_with_the_same_error(
+    shared: Shared, args: Any, error: type[Exception], message: str
+) -> None:
+    async def main() -> None:
+        other = asyncio.create_task(read(shared.engine, "the cat", greedy(9), request_id="taken"))
+        await asyncio.sleep(0)
+        with pytest.raises(error, match=message):
+            await anext(shared.engine.generate(*args))
+        assert len((await other).outputs[0].token_ids) == 9
+
+    shared.play(main())
+
+
+def test_errors_have_their_fields(shared: Shared) -> None:
+    async def main() -> None:
+        with pytest.raises(ArgumentError) as raised:
+            await anext(shared.engine.generate([10**6]))
+        assert (raised.value.argument, raised.value.got) == ("prompt_token_ids", "1000000")
+
+    shared.play(main())
+
+
+def double(token_ids: list[int], logits: Any) -> Any:
+    return logits * 2
+
+
+def test_what_cannot_go_to_another_process_is_refused_by_name(shared: Shared) -> None:
+    def with_processor(f: Callable[..., Any]) -> SamplingParams:
+        return dataclasses.replace(greedy(3), logits_processors=[f])
+
+    async def main() -> None:
+        serving = shared.engine
+        with pytest.raises(TypeError, match="logits_processors: expected what can be pickled, because the engine runs"):
+            await anext(serving.generate("the", with_processor(lambda _, logits: logits)))
+        double.__module__ = "a_main_program"
+        try:
+            sys.modules["a_main_program"] = sys.modules[__name__]
+            with pytest.raises(TypeError, match=r"sampling_params: expected what a process can load .*a_main_program"):
+                await anext(serving.generate("the", with_processor(double)))
+            with pytest.raises(TypeError, match=r"f: expected what a process can load .*a_main_program"):
+                await serving.call(double)
+        finally:
+            double.__module__ = __name__
+            del sys.modules["a_main_program"]
+        with pytest.raises(TypeError, match="prompt: expected what can be pickled"):
+            await anext(serving.generate(lambda: "the"))
+        assert (await read(serving, "the", with_processor(double))).outputs[0].finish_reason == "length"
+
+    shared.play(main())
+
+
+# ---- leaving, aborting, calls ---------------------------------------------------------------------------------------
+
+
+def test_abort_and_leaving(shared: Shared) -> None:
+    async def main() -> None:
+        serving = shared.engine
+        stream = serving.generate("the", LONG, request_id="x")
+        await anext(stream)
+        await serving.abort("x")
+        last = [output async for output in stream][-1]
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        assert 0 < len(last.outputs[0].token_ids) < 90
+        early = asyncio.create_task(read(serving, "the", LONG, request_id="x"))  # the id is free again
+        await asyncio.sleep(0)
+        await serving.abort("x")
+        assert (await early).outputs[0].finish_reason == "abort"
+        async with aclosing(serving.generate("the", LONG)) as left:
+            await anext(left)
+        tasks = [asyncio.create_task(read(serving, "the", LONG)) for _ in range(20)]
+        for turns, task in enumerate(tasks):
+            await asyncio.sleep(0.001 * (turns % 3))
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        stats = await serving.call(methodcaller("stats"))
+        assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
+
+    shared.play(main())
+
+
+def test_as_many_wait_as_may(shared: Shared) -> None:
+    async def main() -> None:
+        readers = [asyncio.create_task(read(shared.engine, "the", greedy(2))) for _ in range(100)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError):
+            await anext(shared.engine.generate("the"))
+        await asyncio.gather(*readers)
+
+    shared.play(main())
+
+
+def test_calls(shared: Shared) -> None:
+    async def main() -> None:
+        serving = shared.engine
+        assert await serving.call(methodcaller("register_prefix", [5] * 16)) == 16
+        with pytest.raises(ArgumentError, match="prefix: expected 1 to"):
+            await serving.call(methodcaller("register_prefix", []))
+        with pytest.raises(TypeError, match="f: expected a function that can be pickled"):
+            await serving.call(lambda engine: engine.stats())
+        with pytest.raises(TypeError, match="call: expected a result that can be pickled"):
+            await serving.call(methodcaller("__getattribute__", "inputs"))
+        async with aclosing(serving.generate("the", LONG, request_id="mine")) as stream:
+            await anext(stream)
+            stats, cache_map = await serving.cache_map()
+            assert [request.request_id for request in cache_map.requests] == ["mine"] and stats.num_running == 1
+            assert serving.stats().num_running == 1
+
+    shared.play(main())
+
+
+def test_one_message_for_all_that_is_said_in_a_turn(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = shared.engine._core
+    assert isinstance(core, ProcessCore) and core._transport is not None
+    written: list[bytes] = []
+    write = core._transport.write
+    monkeypatch.setattr(
+        core, "_transport", type("Transport", (), {"write": lambda _, data: (written.append(data), write(data))})()
+    )
+
+    async def main() -> None:
+        await asyncio.gather(*(read(shared.engine, "the", greedy(3)) for _ in range(8)))
+
+    shared.runner.run(main())
+    assert len(written) == 1 and len(Frames().feed(written[0])) == 8
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_messages_come_in_pieces_of_any_size(size: int) -> None:
+    messages = [("a", 1), ("b", "x" * 300), ()]
+    data = b"".join(map(framed, messages))
+    frames = Frames()
+    found = [each for begin in range(0, len(data), size) for each in frames.feed(data[begin : begin + size])]
+    assert found == messages
+
+
+class OfAPackage(OSError):
+    pass
+
+
+class Unlike(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("text")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ArgumentError("top_k", "an int", 3, "prompt 1 of 2"), "ArgumentError: prompt 1 of 2: top_k: expected an int"),
+        (FloatingPointError("logits: expected numbers"), "FloatingPointError: logits: expected numbers"),
+        (FileNotFoundError(2, "No such file", "x"), "FileNotFoundError: [Errno 2] No such file: 'x'"),
+        (OfAPackage("lost"), "OSError: lost"),
+        (Unlike(1, 2), "RuntimeError: Unlike: text"),
+        (ValueError(lambda: 1), "ValueError: <function"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_errors_that_cross(error: Exception, expected: str) -> None:
+    crossed = pickle.loads(pickle.dumps(portable(error)))
+    assert f"{type(crossed).__name__}: {crossed}".startswith(expected)
+
+
+# ---- the end of a process -------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_killed_amid_streams(text_model: str) -> None:
+    """A core that is killed is known within a second; whoever reads or calls gets an error that says what died."""
+    deaths: list[bool] = []
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(text_model), initializer=slow_steps) as serving:
+            serving.on_death = lambda: deaths.append(serving.is_running)
+            streams = [serving.generate("the", LONG) for _ in range(4)]
+            await asyncio.gather(*map(anext, streams))
+            pid = serving.core_pid
+            assert pid is not None
+            started = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            message = rf"the engine broke: the engine core \(process {pid}\) was killed by SIGKILL"
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match=message):
+                    while True:
+                        await anext(stream)
+            assert time.monotonic() - started < 1 and not serving.is_running and serving.num_unfinished == 0
+            for request in (anext(serving.generate("the")), serving.call(methodcaller("stats"))):
+                with pytest.raises(EngineDeadError, match=message):
+                    await request
+            assert serving.stats().num_running >= 0 and deaths == [False]
+        assert pid not in children_of(os.getpid())
+
+    play(main())
+
+
+def exit_in_step() -> None:
+    from pagedattn_serve.execution.model_runner import ModelRunner
+
+    def execute(*_: Any) -> None:
+        os._exit(7)
+
+    ModelRunner.execute = execute  # type: ignore[method-assign, assignment]
+
+
+def test_a_process_that_is_killed_while_idle_and_one_that_ends_by_itself(text_model: str) -> None:
+    async def main() -> None:
+        dead = asyncio.Event()
+        ended = AsyncLLMEngine.from_engine_args(EngineArgs(text_model), on_death=dead.set, initializer=exit_in_step)
+        pid = ended.core_pid
+        async with ended:
+            with pytest.raises(EngineDeadError, match=rf"\(process {pid}\) ended with status 7$"):
+                await read(ended, "the", greedy(2))
+            await asyncio.wait_for(dead.wait(), 1)
+        dead.clear()
+        idle = AsyncLLMEngine.from_engine_args(EngineArgs(text_model), on_death=dead.set)
+        assert idle.core_pid is not None
+        async with idle:
+            os.kill(idle.core_pid, signal.SIGTERM)
+            await asyncio.wait_for(dead.wait(), 1)
+            assert idle.error == f"the engine core (process {idle.core_pid}) was killed by SIGTERM"
+
+    play(main())
+
+
+def test_a_process_that_is_killed_at_its_start(text_model: str) -> None:
+    core = ProcessCore(EngineArgs(text_model))
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match=r"\(process \d+\) was killed by SIGKILL while it loaded the model"):
+        core.wait_until_loaded()
+    assert core.pid not in children_of(os.getpid())
+
+
+def refuse(text: str) -> None:
+    raise OfAPackage(text)
+
+
+def test_errors_of_the_start_are_those_of_the_engine(llama: Any, tmp_path: Path) -> None:
+    children = children_of(os.getpid())
+    with pytest.raises(FileNotFoundError, match=r"model: expected a directory with a config[.]json, got no/such/model"):
+        AsyncLLMEngine.from_engine_args(EngineArgs("no/such/model"))
+    with pytest.raises(FileNotFoundError, match="tokenizer: expected a directory with"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(llama.path, tokenizer=tmp_path))
+    with pytest.raises(OSError, match=r"^planted$"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(llama.path), initializer=partial(refuse, "planted"))
+    with pytest.raises(ValueError, match="max_waiting"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(llama.path), max_waiting=0)
+    assert children_of(os.getpid()) == children
+
+
+def test_many_starts_leave_nothing_open(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the processes end at once, because loading a model takes seconds."""
+
+    async def start_and_stop() -> None:
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(text_model)):
+            pass
+
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    play(start_and_stop())
+    before, children = num_open(), children_of(os.getpid())
+    play(start_and_stop())
+    asyncio.run(AsyncLLMEngine.from_engine_args(EngineArgs(text_model)).shutdown())  # it was never started
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    for _ in range(100):
+        with pytest.raises(ChildProcessError, match="ended with status 0 while it loaded the model"):
+            ProcessCore(EngineArgs(text_model)).wait_until_loaded()
+    assert num_open() == before and children_of(os.getpid()) == children
+
+
+FRONT = """
+import asyncio, os, sys, time
+from pagedattn_serve import AsyncLLMEngine, EngineArgs, SamplingParams
+from async_runs import slow_steps
+
+def make():
+    return AsyncLLMEngine.from_engine_args(EngineArgs(sys.argv[1]), initializer=slow_steps)
+
+def keep_sockets_open():
+    if os.fork() == 0:
+        time.sleep(3)
+        os._exit(0)
+
+async def main(serving):
+    async with serving:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        streams = [serving.generate("the", params) for _ in range(4)]
+        await asyncio.gather(*map(anext, streams))
+        print(serving.core_pid, flush=True)
+        PLACE
+
+async def main_of_another_thread():
+    await main(await asyncio.to_thread(make))
+"""
+SLEEP = "time.sleep(60)"  # the event loop does not turn
+
+
+@pytest.mark.parametrize(
+    ("place", "program"),
+    [
+        (f"keep_sockets_open(); {SLEEP}", "asyncio.run(main(make()))"),  # the kernel's signal is all that is left
+        (SLEEP, "asyncio.run(main_of_another_thread())"),  # the end of the socket is all that there is
+        ("raise SystemExit(3)", "asyncio.run(main(make()))"),
+    ],
+)
+def test_no_process_outlives_its_front(text_model: str, place: str, program: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])}
+    command = [sys.executable, "-c", FRONT.replace("PLACE", place) + program, text_model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as front:
+        assert front.stdout is not None
+        pid = int(front.stdout.readline())
+        if SLEEP in place:
+            front.kill()
+        assert front.wait(30) == (-signal.SIGKILL if SLEEP in place else 3)
+        wait_for(lambda: not is_running(pid), 1)
+
+
+def test_a_process_of_another_thread_outlives_that_thread(text_model: str) -> None:
+    """The kernel tells a child of the end of the thread that made it: only the main thread's counts."""
+
+    made: list[AsyncLLMEngine] = []
+    thread = threading.Thread(target=lambda: made.append(AsyncLLMEngine.from_engine_args(EngineArgs(text_model))))
+    thread.start()
+    thread.join()
+
+    async def main() -> None:
+        async with made[0] as serving:
+            assert (await read(serving, "the", greedy(2))).finished
+
+    play(main())
