@@ -76,7 +76,6 @@ def main(fd: int, parent_pid: int) -> NoReturn:
         publish=lambda news: parent.send("news", packer.pack(news)),
         finish=lambda error: parent.send("end", error),
     )
-    core.start_threads()
     while True:
         for name, *args in parent.receive():
             follow(core, name, args)

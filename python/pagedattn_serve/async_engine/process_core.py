@@ -95,6 +95,7 @@ class ProcessCore(asyncio.Protocol):
         self._deliver, self._finish = deliver, finish
         self._ended = self._loop.create_future()
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=self._socket)
+        self._send("start_threads")
 
     def add(self, key: int, args: RequestArgs) -> None:
         """Raises TypeError for what cannot go to another process."""
