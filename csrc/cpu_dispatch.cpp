@@ -30,7 +30,7 @@ CpuCapability best_cpu_capability() {
 #endif
 }
 
-// By CMake: those that the kernels of this build were compiled for.
+// The capabilities that the kernels of this build were compiled for. CMake defines the list.
 constexpr std::string_view COMPILED[] = {PAGEDATTN_CPU_CAPABILITIES};
 
 bool is_compiled(CpuCapability capability) {

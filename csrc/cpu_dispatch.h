@@ -8,19 +8,20 @@
 
 namespace pagedattn {
 
-// Each has what those before it have. AVX512_VNNI: VBMI as well (Intel from Ice Lake on, but for Cooper Lake).
+// Each capability has the instructions of all capabilities before it. AVX512_VNNI has VBMI as well (Intel from Ice Lake
+// on, but for Cooper Lake).
 enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16 };
 
 // The capability in use: the best of this build that the machine runs, or the one that the environment variable
 // PAGEDATTN_CPU_CAPABILITY names. Throws std::runtime_error if the variable names no capability, or one that the
-// machine or the build lacks, and if the machine runs none of the build's.
+// machine or the build lacks, and if the machine runs no capability of the build.
 CpuCapability cpu_capability();
 const char* cpu_capability_name(CpuCapability capability);
 // The names of all capabilities that this build has and this machine runs, lowest first.
 std::vector<std::string> available_cpu_capabilities();
 
-// For tests, which run on every instruction set in one process: later calls use this capability, or, if name is empty,
-// the one that the process began with. No op may run meanwhile. Throws as cpu_capability() does.
+// For tests, which run every instruction set in one process. Later calls use the named capability. An empty name brings
+// back the capability that the process began with. No op may run meanwhile. Throws as cpu_capability() does.
 void set_cpu_capability(const std::string& name);
 
 template <typename Function>
@@ -42,8 +43,9 @@ Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* o
 
 }  // namespace pagedattn
 
-// Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one. They are weak:
-// a kernel that the build does not have is a null pointer, and the files of the ops are the same in every build.
+// Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one. The functions
+// are weak: a kernel that the build does not have is a null pointer, so that the files of the ops are the same in every
+// build.
 #define PAGEDATTN_DECLARE_CPU_KERNEL(name, ...) \
   namespace cpu_default {                       \
   [[gnu::weak]] void name(__VA_ARGS__);         \

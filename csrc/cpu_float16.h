@@ -6,8 +6,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Intrinsics, as GCC 12 takes vectors apart for __builtin_convertvector between these widths. For AVX512 in their
-// masked forms with all bits set: they are the same instructions, and GCC 12 warns inside the plain ones (its bug
+// Intrinsics, as GCC 12 takes vectors apart for __builtin_convertvector between these widths. With AVX512 these are the
+// masked forms with all bits set: the instructions are the same, and GCC 12 warns inside the plain forms (its bug
 // 105593).
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE UintVec widen(ShortVec bits) { return (UintVec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits); }
@@ -33,7 +33,7 @@ PAGEDATTN_INLINE Vec bfloat16_to_float(ShortVec bits) {
 #endif
 }
 
-// The upper half of every element. In one shuffle (AVX2: two) rather than a shift and a conversion.
+// The upper half of every element. One shuffle (AVX2: two) rather than a shift and a conversion.
 PAGEDATTN_INLINE ShortVec narrow_upper(UintVec bits) {
 #if defined(__AVX512F__)
   const IntVec odd_elements = iota() * 0x40004 + 0x30001;  // 1, 3, 5, ... in 16 bits each
@@ -54,12 +54,13 @@ PAGEDATTN_INLINE ShortVec narrow_upper(UintVec bits) {
 PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
   const UintVec bits = (UintVec)value;
   const UintVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  // One instruction makes NaN quiet: 2, for classes 0 and 1, says so; 0 keeps the rounded value of the others.
+  // One instruction makes NaN quiet. In its table, 2 stands for a quiet NaN (classes 0 and 1), and 0 keeps the rounded
+  // value (all other classes).
   const __m512i by_class = _mm512_set1_epi32(0x22);
   return narrow_upper((UintVec)_mm512_fixupimm_ps((__m512)rounded, (__m512)value, by_class, 0));
 }
 #else
-// In the upper halves.
+// The results are in the upper halves.
 PAGEDATTN_INLINE UintVec round_to_bfloat16(Vec value) {
   const UintVec bits = (UintVec)value;
   return value == value ? bits + 0x7fff + ((bits >> 16) & 1) : bits | 0x400000;
@@ -69,11 +70,11 @@ PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) { return narrow_upper(rou
 // a[0], b[0], a[1], b[1], ... with the bits of float_to_bfloat16.
 PAGEDATTN_INLINE UintVec float_to_bfloat16_pairs(Vec a, Vec b) {
 #if defined(__AVX2__)
-  // Halves of both side by side: one step rounds twice as many.
+  // The halves of a and b lie side by side, so that one step rounds twice as many elements.
   constexpr int ODD_ELEMENTS = 0xaa;
   const __m256i upper = _mm256_blend_epi16((__m256i)((UintVec)a >> 16), (__m256i)b, ODD_ELEMENTS);
   const __m256i lower = _mm256_blend_epi16((__m256i)a, (__m256i)((UintVec)b << 16), ODD_ELEMENTS);
-  // Up if the lower half is more than 0x8000, or just that beside an odd upper half.
+  // Rounds up if the lower half is more than 0x8000, or is 0x8000 beside an odd upper half.
   const __m256i if_even = _mm256_andnot_si256(upper, _mm256_set1_epi16(1));
   const __m256i up = _mm256_srli_epi16(_mm256_subs_epu16(lower, if_even), 15);
   if (_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q)) == 0) [[likely]] {
@@ -85,8 +86,8 @@ PAGEDATTN_INLINE UintVec float_to_bfloat16_pairs(Vec a, Vec b) {
 #endif
 
 #if defined(__AVX512BF16__)
-// Those of `a`, then those of `b`, with the bits of float_to_bfloat16 in half its time: the instruction differs from it
-// only for denormals.
+// The elements of `a`, then the elements of `b`, with the bits of float_to_bfloat16 in half its time. The instruction
+// gives other bits only for denormals.
 PAGEDATTN_INLINE UintVec float_to_bfloat16(Vec a, Vec b) {
   constexpr int DENORMAL = 0x20;
   if ((_mm512_fpclass_ps_mask((__m512)a, DENORMAL) | _mm512_fpclass_ps_mask((__m512)b, DENORMAL)) == 0) [[likely]] {

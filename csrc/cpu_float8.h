@@ -6,7 +6,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Intrinsics for the same reason as above.
+// Intrinsics for the same reason as in cpu_float16.h.
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return (ShortVec)_mm256_cvtepu8_epi16((__m128i)bytes); }
 #elif defined(__AVX2__)
@@ -25,7 +25,7 @@ PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e4m3) {
   return float16_to_float((bits & 0x80) << 8 | magnitude) * 256.0f;
 }
 
-// What e4m3 values that come several at a time are in units of.
+// The unit of e4m3 values that are converted several at a time.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr float E4M3_UNIT = 256.0f;
 #else
@@ -33,8 +33,8 @@ constexpr float E4M3_UNIT = 1.0f;
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// The upper byte of each 16-bit element as float16: e5m2 as it is, e4m3 in units of E4M3_UNIT, as the biases of the
-// exponents differ by 8. What becomes of the NaN of e4m3 without NAN_TOO is a number.
+// The upper byte of each 16-bit element as float16. e5m2 stays as it is. e4m3 is in units of E4M3_UNIT, as the biases
+// of the exponents differ by 8. Without NAN_TOO, the NaN of e4m3 becomes a number.
 template <bool NAN_TOO>
 PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e5m2) {
   return _mm256_and_si256(bytes, _mm256_set1_epi16(static_cast<short>(0xff00)));
@@ -43,12 +43,12 @@ template <bool NAN_TOO>
 PAGEDATTN_INLINE __m256i upper_bytes_to_float16(__m256i bytes, float8_e4m3) {
   const __m256i half = _mm256_and_si256(_mm256_srai_epi16(bytes, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
   if constexpr (!NAN_TOO) return half;
-  // Only the NaN carries to the first bit of the exponent, which is what it lacks to be one of float16.
+  // Only the NaN carries into the first bit of the exponent. With this bit it is a NaN of float16.
   const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
   return _mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
 }
 
-// Finds out whether one of many values needs NAN_TOO, in fewer instructions than that takes. e5m2 never does.
+// Finds out whether one of many values is NaN, in fewer instructions than NAN_TOO takes. e5m2 never needs NAN_TOO.
 template <typename Float8>
 struct NanFinder {
   PAGEDATTN_INLINE void add(__m256i) {}
@@ -66,7 +66,8 @@ struct NanFinder<float8_e4m3> {
   }
 };
 
-// 16 float16 in memory, to be converted 8 at a time: to take the halves of a register apart costs as much again.
+// 16 float16 in memory, from where they are converted 8 at a time. To take the halves of a register apart would cost as
+// much again.
 struct Float16Halves {
   alignas(32) uint16_t memory[16];
 
@@ -78,7 +79,7 @@ struct Float16Halves {
   PAGEDATTN_INLINE Vec last() const { return float16_to_float(load_as<ShortVec>(memory + 8)); }
 };
 
-// Of two runs of 16 float8 the elements at even places, of both, and those at odd places.
+// Two runs of 16 float8: the elements of both runs at even places, and the elements of both runs at odd places.
 struct Float16Pairs {
   Float16Halves even;
   Float16Halves odd;
@@ -92,7 +93,7 @@ struct Float16Pairs {
   }
 };
 
-// Of 16 float8 the elements at even places, then those at odd places.
+// Stores 16 float8 as float16: first the elements at even places, then the elements at odd places.
 template <bool NAN_TOO, typename Float8>
 PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source, NanFinder<Float8>& nans) {
   const __m256i twice = _mm256_broadcastsi128_si256(load_as<__m128i>(source));
@@ -102,7 +103,7 @@ PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source, N
   target.store(upper_bytes_to_float16<NAN_TOO>(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
 }
 #elif !defined(__AVX512VBMI__)
-// Of every 4 bytes the first, the second, the third and the last.
+// Four vectors: the first, the second, the third and the last of every 4 bytes.
 template <typename Float8>
 PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
   Vecs<4> result;
@@ -110,7 +111,7 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
   return result;
 }
 #else
-// The bytes of the bfloat16 of every 8-bit float without its sign; each is exact.
+// For every 8-bit float without its sign: the low and the high byte of its bfloat16, which is exact.
 template <int MANTISSA_BITS, int BIAS>
 struct Float8Table {
   alignas(64) uint8_t low[128];
@@ -168,7 +169,7 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
 #if defined(__AVX512BF16__)
 typedef __m512bh Bfloat16Vec;
 
-// Of every 128-bit lane of 16 bytes, the first 8 and the last 8.
+// The first 8 and the last 8 of the 16 bytes in every 128-bit lane.
 struct Bfloat16Halves {
   Bfloat16Vec lower;
   Bfloat16Vec upper;
@@ -183,7 +184,7 @@ PAGEDATTN_INLINE Bfloat16Halves float8_to_bfloat16_halves(UintVec bytes, Float8 
 #endif
 #endif
 
-// Round to nearest even, saturating; NaN gives NaN. The steps are those of float_to_float16.
+// Round to nearest even, saturating; NaN gives NaN. The steps are the same as in float_to_float16.
 template <int MANTISSA_BITS, int BIAS>
 PAGEDATTN_INLINE UintVec float_to_float8(Vec value, float largest) {
   constexpr int DROPPED_BITS = 23 - MANTISSA_BITS;

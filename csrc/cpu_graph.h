@@ -1,4 +1,4 @@
-// What ops on the CPU do past their doors, captured instead of done, and replayed later on the same memory.
+// A CPU graph captures what ops on the CPU do past their doors, and replays it later on the same memory.
 #pragma once
 
 #include <functional>
@@ -8,9 +8,9 @@
 
 namespace pagedattn {
 
-// A copy of `Params` is all that a call takes which is made when the op has long returned. An aggregate is no closure;
-// one that can be assigned has neither a reference in it nor a closure that captured something. What is left are
-// values, tensors, and pointers to the memory of tensors that the op was given: who captures keeps that memory.
+// A captured call runs long after its op has returned, and has nothing but a copy of `Params`. An aggregate is no
+// closure. An aggregate that can be assigned holds no reference, and no closure that captured something. So it holds
+// values, tensors, and pointers to the memory of the op's tensors. Who captures keeps that memory.
 template <typename Params>
 concept KeptByValue = std::is_aggregate_v<Params> && std::is_copy_assignable_v<Params>;
 
@@ -21,8 +21,8 @@ class CpuGraph {
   CpuGraph& operator=(const CpuGraph&) = delete;
   ~CpuGraph() { end_capture(); }
 
-  // Until end_capture, ops that this thread calls check their arguments and return, and the graph takes what is left to
-  // do. Throws std::runtime_error if the thread captures one already.
+  // Until end_capture, the ops that this thread calls check their arguments and return, and the graph keeps the rest of
+  // their work. Throws std::runtime_error if this thread captures already.
   void begin_capture() {
     if (capturing_ != nullptr) throw std::runtime_error("CPUGraph: expected no other capture under way on this thread");
     capturing_ = this;
@@ -37,8 +37,8 @@ class CpuGraph {
     for (const auto& node : nodes_) node();
   }
 
-  // Calls function(params); if this thread captures, the graph keeps a copy of `params` for that. A plain function has
-  // nothing but its parameters.
+  // Calls function(params). If this thread captures, the graph keeps a copy of `params`, and makes the call when it is
+  // replayed. A plain function has nothing but its parameters.
   template <KeptByValue Params>
   static void run_or_capture(std::type_identity_t<void (*)(const Params& params)> function, const Params& params) {
     if (capturing_ == nullptr) {

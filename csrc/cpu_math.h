@@ -23,8 +23,8 @@ struct Exponential {
 };
 
 // e^x, or e^-x with a SIGN of -1, for |x| up to about 100. SIGN x = n ln 2 + SIGN r (ln 2 in two parts, as in Cephes
-// expf), the mantissa is a polynomial in SIGN r: of those with constant and slope 1 the one of least relative error,
-// 3e-9.
+// expf). The mantissa is a polynomial in SIGN r. Of the polynomials with constant and slope 1 it has the least relative
+// error, 3e-9.
 template <int SIGN = 1>
 PAGEDATTN_INLINE Exponential exponential(Vec x) {
   const Vec round_to_int = broadcast(0x1.8p23f);
@@ -39,7 +39,7 @@ PAGEDATTN_INLINE Exponential exponential(Vec x) {
 // e^x within 1 ulp; 0 below -87.3, infinity above 88.7.
 PAGEDATTN_INLINE Vec exp(Vec x) {
 #if defined(__AVX512F__)
-  // Large ones must not lose r. In this order, NaN stays NaN.
+  // A large x would lose the digits of r. In this order, NaN stays NaN.
   x = (Vec)_mm512_maskz_min_ps(0xffff, (__m512)broadcast(90.0f), (__m512)x);
   const Exponential e = exponential(x);
   const __mmask16 not_small = _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.33654f), _CMP_NLT_UQ);
@@ -55,8 +55,8 @@ PAGEDATTN_INLINE Vec exp(Vec x) {
 
 PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
-// What a softmax's exponentials are relative to: its greatest logit. Where nothing is visible, relative to 0, so that
-// every exponential is 0.
+// A softmax's exponentials are relative to its greatest logit. Where nothing is visible, they are relative to 0, so
+// that every exponential is 0.
 PAGEDATTN_INLINE float softmax_base(float max_logit) { return max_logit == -__builtin_inff() ? 0.0f : max_logit; }
 
 // 1 - erf(x) for x >= 0, to 2e-7 of itself: the Chebyshev fit in Press et al., Numerical Recipes, section 6.2.
@@ -70,13 +70,14 @@ PAGEDATTN_INLINE Vec erfc(Vec x) {
 // x times the logistic function of u; u is NaN only if x is.
 PAGEDATTN_INLINE Vec times_sigmoid(Vec x, Vec u) {
 #if defined(__AVX512F__)
-  // Beyond 90 on either side the quotient is x or 0: one instruction brings u there, and exp needs no further care.
+  // Beyond 90 on either side the quotient is x or 0. One instruction clamps u to this range, and the exponential needs
+  // no further check.
   constexpr int LESSER_MAGNITUDE = 2;
   u = (Vec)_mm512_maskz_range_ps(0xffff, (__m512)u, (__m512)broadcast(90.0f), LESSER_MAGNITUDE);
   const Exponential e = exponential<-1>(u);
   return x / (1.0f + (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)e.mantissa, (__m512)e.n));
 #else
-  // Below -88.7 the exponent that n is added to ends up as that of infinity, or of NaN: infinity is meant.
+  // Below -88.7, adding n to the exponent gives the bits of infinity or of a NaN. Infinity is meant.
   const Exponential e = exponential<-1>(min(max(u, broadcast(-89.0f)), broadcast(80.0f)));
   const IntVec bits = (IntVec)e.mantissa + ((IntVec)e.shifted << 23);
   return x / (1.0f + (Vec)min(bits, IntVec{} + 0x7f800000));

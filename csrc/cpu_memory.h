@@ -57,7 +57,8 @@ PAGEDATTN_INLINE void store_first(T* target, Vec value, int64_t count) {
   __builtin_memcpy(target, buffer, count * sizeof(T));
 }
 
-// With STREAM past the caches, to a target that is aligned to V. Intrinsics: GCC 12 has no other name for it.
+// With STREAM, the store goes past the caches, and the target is aligned to V. Intrinsics, as GCC 12 has no other name
+// for such a store.
 template <bool STREAM, typename V>
 PAGEDATTN_INLINE void store_bits(void* target, V bits) {
 #if defined(__x86_64__)
@@ -78,8 +79,9 @@ PAGEDATTN_INLINE void store_bits(void* target, V bits) {
     __builtin_memcpy(target, &bits, sizeof bits);
 }
 
-// Two vectors of T, that is 2 * VEC_SIZE adjacent elements, are those at even and at odd places: a shift and a mask
-// take bf16 apart that way, where putting them in order takes several shuffles on AVX2. Otherwise they are in order.
+// Whether load_two and store_two have a vector of the elements at even places and a vector of the elements at odd
+// places, instead of two vectors in order. For bf16 a shift and a mask do this; to put the elements in order takes
+// several shuffles on AVX2.
 template <typename T>
 constexpr bool EVEN_AND_ODD = std::is_same_v<T, bfloat16> && VEC_SIZE <= 8;
 
@@ -104,23 +106,24 @@ PAGEDATTN_INLINE void store_two(T* target, Vec a, Vec b) {
   store_bits<STREAM>(target + VEC_SIZE, to_stored(b, T{}));
 }
 
-// Other threads see the stores past the caches before whatever says that they are done.
+// Other threads see the stores past the caches before any later store, which may say that the work is done.
 PAGEDATTN_INLINE void finish_streams() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
 }
 
-// Fetches the cache line of `address` into the second-level cache. Asked for more than once where it is worth it:
-// beside a kernel's own loads and stores the CPU drops a part of what it is asked to fetch, and waits for it later.
+// Fetches the cache line of `address` into the second-level cache. TRIES is how often the CPU is asked: beside a
+// kernel's own loads and stores it drops some of the requests, and waits for these lines later.
 template <int TRIES = 1>
 PAGEDATTN_INLINE void prefetch_line(const void* address) {
   PAGEDATTN_UNROLL
   for (int i = 0; i < TRIES; ++i) __builtin_prefetch(address, 0, 2);
 }
 
-// Fetches the cache line of `address`, which is read once. With AVX512 into the second-level cache, as few lines at a
-// time may be on their way into the first; without it into the first alone, and what other code has behind it stays.
+// Fetches the cache line of `address`, which is read once. With AVX512 the line goes into the second-level cache, as
+// only few lines at a time may be on their way into the first. Without AVX512 it goes into the first alone, so that the
+// second keeps what other code has there.
 PAGEDATTN_INLINE void prefetch_once(const void* address) { __builtin_prefetch(address, 0, VEC_BYTES == 64 ? 2 : 0); }
 
 }  // namespace

@@ -7,11 +7,12 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // An ordinary store first reads the lines that it overwrites, a third of the traffic of out = f(input). From this size
-// on an output would hardly stay in the caches until it is read.
+// on, an output would hardly stay in the caches until the next op reads it.
 constexpr int64_t MIN_STREAMED_BYTES = 8 << 20;
 
-// Calls body.operator()<STREAM>() for the kernels that write rows of `out`: with true where the rows are to be written
-// past the caches: `min_bytes` or more of them. Those of `input` itself are not, as they have just been read.
+// Calls body.operator()<STREAM>() for a kernel that writes rows of `out`. STREAM is true if the rows are to be written
+// past the caches: rows of `min_bytes` or more. Rows that replace `input` go through the caches, as they have just been
+// read.
 template <typename T, typename Body>
 PAGEDATTN_INLINE void choose_stream(int64_t min_bytes, const void* input, const T* out, int64_t out_stride,
                                     int64_t num_rows, int64_t width, Body&& body) {
@@ -54,10 +55,10 @@ PAGEDATTN_INLINE void for_two_vectors(int64_t i, Body&& body) {
   }
 }
 
-// Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i,
-// ..., `load` as in for_each_vector; an output may be an input of the same step. With STREAM the stores go past the
-// caches. Four steps are computed before any is stored: a load whose address ends in the same 12 bits as that of a
-// store under way waits for it, which an unlucky distance of input and output makes happen in every step.
+// Over [0, size) in steps of VEC_SIZE: stores the vectors that values(i, load) returns at outs[0] + i, outs[1] + i, ...
+// `load` is as in for_each_vector. An output may be an input of the same step. With STREAM the stores go past the
+// caches. Four steps are computed before any is stored: a load waits for a store under way if both addresses end in the
+// same 12 bits, and an unlucky distance of input and output would make this happen in every step.
 template <bool STREAM, typename T, int N, typename Values>
 PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& values) {
   constexpr int AT_ONCE = 4;
@@ -82,8 +83,8 @@ PAGEDATTN_INLINE void write_vectors(int64_t size, T* const (&outs)[N], Values&& 
   });
 }
 
-// Folds [0, size) of T with sum = add(sum, i, load), `load` as in for_each_vector. Four sums hide the latency of the
-// additions; a step over all four keeps them in registers.
+// Folds [0, size) of T with sum = add(sum, i, load); `load` is as in for_each_vector. Four sums hide the latency of the
+// additions. A step over all four sums keeps them in registers.
 template <typename T, typename Add>
 PAGEDATTN_INLINE Vec sum_vectors(int64_t size, Add&& add) {
   constexpr int NUM_SUMS = 4;

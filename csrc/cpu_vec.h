@@ -1,6 +1,6 @@
 // Vectors of fp32 for the CPU kernels, as wide as the capability that the file is compiled for, on the vector
-// extensions of GCC and Clang. Intrinsics appear only where the extensions cannot say it or GCC 12 makes much less of
-// it.
+// extensions of GCC and Clang. Intrinsics appear only where the extensions lack an operation, or where GCC 12 makes
+// slow code of it.
 //
 // Everything is in an anonymous namespace: the copies of a kernel must not share symbols, or the linker may keep the
 // AVX512 copy of a helper for all of them.
@@ -74,7 +74,7 @@ PAGEDATTN_INLINE Vec shuffle(Vec a, Vec b, IndexOf index_of) {
   return shuffle(a, b, index_of, std::make_integer_sequence<int, VEC_SIZE>{});
 }
 
-// N floats, 1, 4 or 8, repeated. Intrinsics: GCC 12 would go through memory, and stall on it.
+// N floats (1, 4 or 8), repeated. Intrinsics, as GCC 12 would store the floats, and wait to load them again.
 template <int N>
 PAGEDATTN_INLINE Vec load_repeated(const float* source) {
   if constexpr (N == VEC_SIZE) {
@@ -93,7 +93,7 @@ PAGEDATTN_INLINE Vec load_repeated(const float* source) {
   }
 }
 
-// For a loaded vector with several uses, where loads are the bottleneck: GCC would make the load an operand of each.
+// Keeps a loaded vector in a register, where loads are the bottleneck. GCC would load the vector again for each use.
 PAGEDATTN_INLINE Vec in_register(Vec loaded) {
 #if defined(__x86_64__)
   asm("" : "+v"(loaded));
@@ -109,8 +109,8 @@ PAGEDATTN_INLINE IntVec iota() { return iota(std::make_integer_sequence<int, VEC
 
 PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) { return mask ? if_true : if_false; }
 
-// a * b + c. Written out wherever a product is added: the compiler is told not to contract on its own, as it would do
-// so in one copy of an inlined function and not in another, and the same row would give other bits in another batch.
+// a * b + c. Written out wherever a product is added. The compiler is told not to contract on its own: it would
+// contract one copy of an inlined function and not another, and the same row would have other bits in another batch.
 PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -121,7 +121,7 @@ PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Of two that are not ordered, `b`. Intrinsics, as GCC 12 compares and blends.
+// If one of the two is NaN, the result is `b`. Intrinsics, as GCC 12 would compare and blend.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
 PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }

@@ -1,4 +1,4 @@
-// Rounding to float8: two numbers by one instruction since sm_89, each by itself before.
+// Rounding to float8: since sm_89 two numbers by one instruction, before sm_89 each number by itself.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,8 @@
 
 namespace pagedattn::cuda {
 
-// To the nearest element of T (float8_e4m3 or float8_e5m2), ties to even; the largest one beyond it. Not for NaN.
+// To the nearest element of T (float8_e4m3 or float8_e5m2), ties to even. Numbers beyond the largest element become the
+// largest element. Not for NaN.
 template <typename T>
 __device__ inline uint32_t to_float8(float value) {
   constexpr bool IS_E4M3 = std::is_same_v<T, float8_e4m3>;
@@ -30,8 +31,8 @@ __device__ inline uint32_t to_float8(float value) {
   return (bits < SMALLEST_NORMAL ? std::bit_cast<uint32_t>(denormal) - ROUND_DENORMAL : normal) | sign;
 }
 
-// Two of them, `low` in the low byte; NaN becomes NaN with the sign that bit 7 (low) or 15 (high) of `nan_signs` says:
-// a GPU's arithmetic does not keep that of an operand.
+// Two numbers, `low` in the low byte. NaN becomes NaN with the sign that is in bit 7 (low) or 15 (high) of `nan_signs`,
+// because a GPU's arithmetic does not keep the sign of a NaN.
 template <typename T>
 __device__ inline uint32_t to_float8x2(float low, float high, uint32_t nan_signs) {
 #if __CUDA_ARCH__ >= 890 || defined(PAGEDATTN_SIMT)

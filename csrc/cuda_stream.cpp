@@ -11,8 +11,8 @@ namespace {
 
 using GetCurrentStream = AOTITorchError(int32_t device_index, void** stream);
 
-// A reference to the function would not resolve: torch loads libtorch_cuda privately, and a torch without CUDA has
-// none.
+// A reference to the function would not resolve: torch loads libtorch_cuda privately, and a torch without CUDA has no
+// such library.
 GetCurrentStream* find_get_current_stream() {
   void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* function = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");

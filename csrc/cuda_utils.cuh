@@ -44,7 +44,8 @@ inline int current_device() {
   return device;
 }
 
-// What was asked of the runtime, or told to it, about a kernel on a device: once, as it takes a microsecond each time.
+// What the runtime was asked or told about a kernel on a device. It is asked and told once, as each call takes a
+// microsecond.
 struct KnownKernel {
   size_t allowed_shared_bytes = 0;
   int ptx_version = 0;  // 0: not asked yet
@@ -100,7 +101,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   detail::launch(nullptr, 0, kernel, grid, block, shared_bytes, stream, args...);
 }
 
-// Whether the current device runs code of sm_90 or later; it may be newer than all that the kernel was compiled for.
+// Whether the current device runs code of sm_90 or later. The device may be newer than all code of the kernel.
 template <typename... Params>
 bool runs_code_of_sm90(void (*kernel)(Params...)) {
   constexpr int SM_90 = 90;
@@ -120,10 +121,11 @@ struct Memory {
   size_t bytes;
 };
 
-// The same for a kernel in which every thread calls ptx::griddepcontrol_wait before it ends, and before it looks at
-// what the kernel before it in the stream writes: since sm_90 its blocks may begin once all of that one's have called
-// griddepcontrol_launch_dependents or ended. It is captured in a graph like any other. `awaited` is what it waits for:
-// the simt device hides it until then.
+// The same for a kernel that may begin early. Since sm_90 its blocks may begin once all blocks of the previous kernel
+// in the stream have called griddepcontrol_launch_dependents or ended. So every thread must call
+// ptx::griddepcontrol_wait before it ends, and before it looks at what the previous kernel writes. A graph captures
+// such a launch like any other. `awaited` is the memory that the kernel waits for: the simt device hides this memory
+// until the wait.
 template <typename... Params, typename... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                       [[maybe_unused]] const Memory& awaited, const Args&... args) {
@@ -139,7 +141,8 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t s
 
 constexpr int MAX_CLUSTER_BLOCKS = 8;  // on every GPU that has clusters
 
-// The same in clusters of `cluster` blocks, of which the grid is a multiple. For a kernel that runs_code_of_sm90.
+// The same in clusters of `cluster` blocks. The grid is a multiple of `cluster`. Only for a kernel that
+// runs_code_of_sm90.
 template <typename... Params, typename... Args>
 void launch_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes,
                         cudaStream_t stream, const Args&... args) {
@@ -151,7 +154,7 @@ void launch_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3
   detail::launch(&attribute, 1, kernel, grid, block, shared_bytes, stream, args...);
 }
 
-// Of the current device; asked once for each.
+// An attribute of the current device. The runtime is asked once for each device.
 template <cudaDeviceAttr ATTRIBUTE>
 int device_attribute() {
   constexpr int MAX_DEVICES = 64;                      // any further one is asked each time
@@ -192,7 +195,7 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// NaN of some lanes is left out.
+// The NaN of a lane is left out, unless all lanes have NaN.
 __device__ inline float warp_max(float value) {
   for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, lanes));
   return value;

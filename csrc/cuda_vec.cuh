@@ -1,5 +1,5 @@
-// Elements of a storage type as floats, 16 bytes at a time, for kernels that stream rows through registers.
-// A kernel takes N, the elements of an access: as many as 16 bytes hold, or 1 where rows are not aligned to that.
+// Elements of a storage type as floats, 16 bytes at a time, for kernels that stream rows through registers. A kernel
+// takes N, the elements of an access: as many as 16 bytes hold, or 1 where rows are not aligned to 16 bytes.
 #pragma once
 
 #include <bit>
@@ -32,8 +32,8 @@ struct Floats {
   __device__ float operator[](int i) const { return elements[i]; }
 };
 
-// One access. Loads wait where their elements are looked at first: a kernel that has several under way loads all before
-// it calls to_floats for one.
+// One access. A thread waits for a load where it first uses the elements. So a kernel that wants several loads under
+// way starts all of them before it calls to_floats for one.
 template <int N, typename T>
 __device__ inline Packed<T, N> load(const T* source) {
   if constexpr (N == 1) {
@@ -50,8 +50,8 @@ __device__ inline Packed<T, N> load(const T* source) {
   }
 }
 
-// One access, to global memory. An assignment of 16 bytes, the compiler may take apart into four stores; the intrinsic
-// stays one.
+// One access, to global memory. The compiler may take an assignment of 16 bytes apart into four stores. The intrinsic
+// stays one store.
 template <typename T, int N>
 __device__ inline void store(T* target, const Packed<T, N>& packed) {
   if constexpr (N == 1) {
@@ -120,7 +120,8 @@ __device__ inline void store(T* target, const Floats<N>& values) {
   store(target, packed);
 }
 
-// Whether 16-byte accesses can be made: at these addresses, at these distances in bytes from one to the next.
+// Whether accesses of 16 bytes are possible at these addresses, and at these distances in bytes from one access to the
+// next.
 inline bool is_aligned_16(std::initializer_list<const void*> addresses, std::initializer_list<int64_t> distances) {
   uintptr_t bits = 0;
   for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);

@@ -5,7 +5,7 @@
 
 namespace pagedattn {
 
-// Calls function.operator()<T>() with the storage type of `dtype`: what queries, weights and outputs have.
+// Calls function.operator()<T>() with the storage type of `dtype`, a dtype of queries, weights and outputs.
 template <typename Function>
 inline void dispatch_dtype(DType dtype, Function&& function) {
   switch (dtype) {

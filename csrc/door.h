@@ -34,8 +34,9 @@ using torch::stable::Tensor;
 // A size that a check leaves open.
 inline constexpr int64_t ANY = -1;
 
-// The text of a `str` argument, which torch leaves to the op to free: once, before anything can throw. An op does not
-// take a std::string: the conversion in the headers of torch 2.10 to 2.13 allocates one a call and frees none.
+// The text of a `str` argument. Torch leaves it to the op to free the string, so an op calls this once, before anything
+// can throw. An op does not take a std::string, because the conversion in the headers of torch 2.10 to 2.13 leaks a
+// string at each call.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* data = nullptr;
@@ -101,7 +102,7 @@ inline std::string device_text(const Device& device) {
   return "device type " + std::to_string(static_cast<int>(device.type()));
 }
 
-// Whether CUDA kernels are what reads and writes a tensor. For the simt device (tests/simt) that is any tensor.
+// Whether CUDA kernels read and write the tensor. On the simt device (tests/simt) they read and write every tensor.
 inline bool is_on_cuda([[maybe_unused]] const Tensor& tensor) {
 #if defined(PAGEDATTN_SIMT)
   return true;
@@ -110,12 +111,13 @@ inline bool is_on_cuda([[maybe_unused]] const Tensor& tensor) {
 #endif
 }
 
-// The tensor where the CPU can read it; waits for the GPU if that takes a copy.
+// The tensor in memory that the CPU can read. Waits for the GPU if the tensor must be copied.
 inline Tensor on_host(const Tensor& tensor) {
   return tensor.is_cpu() ? tensor : torch::stable::to(tensor, Device(DeviceType::CPU));
 }
 
-// PAGEDATTN_CHECK=1: index tensors on a GPU are fetched and checked. Looked up at every call, about 50 ns.
+// PAGEDATTN_CHECK=1: index tensors on a GPU are fetched and checked. The variable is looked up at every call, in about
+// 50 ns.
 inline bool values_are_checked_on_cuda() {
   const char* request = std::getenv("PAGEDATTN_CHECK");
   const std::string text = request == nullptr ? "" : request;
@@ -127,7 +129,7 @@ inline bool values_are_checked_on_cuda() {
 // The checks of one op's arguments.
 class Door {
  public:
-  // `first` says where the op runs, and so where its other tensors must be.
+  // The op runs on the device of `first`, and its other tensors must be there.
   Door(const char* op, const Tensor& first)
       : op_(op),
         device_(first.defined() ? first.device() : Device(DeviceType::CPU)),
@@ -136,8 +138,8 @@ class Door {
   const Device& device() const { return device_; }
   bool runs_on_cuda() const { return runs_on_cuda_; }
 
-  // Whether the op looks into its index tensors before anything runs. It does on the CPU; from a GPU they would have to
-  // be fetched, which waits for it.
+  // Whether the op checks what its index tensors hold before anything runs. On the CPU it does. From a GPU the tensors
+  // would have to be fetched, which waits for the GPU.
   bool checks_values() const { return !runs_on_cuda_ || values_are_checked_on_cuda(); }
 
   // `text` may hold sizes and dtypes as they are.
@@ -147,7 +149,7 @@ class Door {
       fail(argument, text...);
   }
 
-  // None reaches an op as a tensor without anything.
+  // None reaches an op as an undefined tensor.
   void defined(const char* argument, const Tensor& tensor) const {
     check(tensor.defined(), argument, "expected a tensor, got None");
   }
@@ -191,7 +193,7 @@ class Door {
           tensor.sizes(), ")");
   }
 
-  // Sizes that are ANY are not looked at.
+  // A size that is ANY is not checked.
   void shape(const char* argument, const Tensor& tensor, IntHeaderOnlyArrayRef expected) const {
     const auto sizes = tensor.sizes();
     const auto fits = [](int64_t size, int64_t wanted) { return wanted == ANY || size == wanted; };
@@ -203,7 +205,7 @@ class Door {
     shape(argument, tensor, IntHeaderOnlyArrayRef(expected.begin(), expected.size()));
   }
 
-  // Dimensions from `first_dim` on are contiguous; those before it may have any stride.
+  // Dimensions from `first_dim` on are contiguous; the dimensions before it may have any stride.
   void contiguous_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
     if (tensor.numel() == 0) return;
     int64_t expected = 1;
@@ -216,7 +218,8 @@ class Door {
 
   void contiguous(const char* argument, const Tensor& tensor) const { contiguous_from(argument, tensor, 0); }
 
-  // At least one dimension; the last is a row and contiguous, the leading ones collapse into rows of one stride.
+  // At least one dimension. The last dimension is a row and contiguous. The leading dimensions collapse into rows of
+  // one stride.
   RowView rows(const char* argument, const Tensor& tensor) const {
     check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
     const int64_t last = tensor.dim() - 1;
@@ -224,7 +227,8 @@ class Door {
     return rows_before(argument, tensor, last, tensor.size(last));
   }
 
-  // The dimensions before `first_dim` as rows of one stride; the others lie within `width` elements.
+  // The dimensions before `first_dim` as rows of one stride; the dimensions from `first_dim` on lie within `width`
+  // elements.
   RowView rows_before(const char* argument, const Tensor& tensor, int64_t first_dim, int64_t width) const {
     RowView view{1, width, width};
     if (tensor.numel() == 0) {
@@ -243,7 +247,7 @@ class Door {
     return view;
   }
 
-  // Rows that are written must not share memory, as those of an expanded tensor do.
+  // Rows that are written must not share memory, as the rows of an expanded tensor do.
   RowView written_rows(const char* argument, const Tensor& tensor) const {
     return apart(argument, tensor, rows(argument, tensor));
   }
@@ -260,13 +264,14 @@ class Door {
           tensor.strides());
   }
 
-  // Two that are written: seen where it costs nothing, in that they begin at the same place.
+  // Two tensors that are written must not share memory. Only tensors that begin at the same place are found: more would
+  // cost time.
   void other_memory(const char* argument, const Tensor& tensor, const char* other_argument, const Tensor& other) const {
     check(tensor.numel() == 0 || other.numel() == 0 || tensor.const_data_ptr() != other.const_data_ptr(), argument,
           "expected other memory than that of ", other_argument, ", got the same");
   }
 
-  // Kernels compute in float: what is finite as a double alone would be infinite to them.
+  // Kernels compute in float. A number that is finite only as a double would be infinite in a kernel.
   float finite(const char* argument, double value) const {
     check(std::abs(value) <= std::numeric_limits<float>::max(), argument, "expected a finite number of float32, got ",
           value);

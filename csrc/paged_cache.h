@@ -10,10 +10,11 @@ namespace pagedattn {
 constexpr int64_t MIN_BLOCK_SIZE = 8;
 constexpr int64_t MAX_BLOCK_SIZE = 256;
 
-// A factor: 1 if the cache is not fp8. One of the two is 1, or nullptr, which stands for 1.
+// The factor is on_host times *on_device, and one of the two is always 1 (nullptr stands for 1). The scale of a cache
+// that is not fp8 is 1.
 struct CacheScale {
   float on_host = 1.0f;              // for a kernel on a GPU
-  const float* on_device = nullptr;  // where the kernel reads its own memory, when it runs
+  const float* on_device = nullptr;  // in the kernel's own memory, read when the kernel runs
 };
 
 struct PagedCache {
@@ -52,8 +53,8 @@ inline float check_scale_value(const Door& door, const char* argument, float val
   return value;
 }
 
-// None is 1. With a cache that is not fp8 nothing is scaled, whatever the value: frameworks pass the scales of a layer
-// always. An op on a GPU takes a scale from the host, and from its own memory; on the CPU that is the same.
+// None is 1. A cache that is not fp8 is not scaled, whatever the scale says, because frameworks always pass the scales
+// of a layer. An op on a GPU takes a scale in the memory of the host or of the GPU.
 inline CacheScale cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
   if (!scale.has_value()) return {};
   door.dtype_anywhere(argument, *scale, ScalarType::Float);
@@ -98,7 +99,8 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   return cache;
 }
 
-// The dtype of a tensor that meets the cache: the cache's own, or, if that is fp8, any of fp32, fp16 and bf16.
+// The dtype of a tensor that is computed with the cache. It must be the cache's dtype. Beside an fp8 cache it may be
+// fp32, fp16 or bf16.
 inline DType check_meets_cache(const Door& door, const char* argument, const Tensor& tensor, const PagedCache& cache,
                                const Tensor& key_cache) {
   if (!is_float8(cache.dtype)) door.dtype(argument, tensor, key_cache.scalar_type());

@@ -9,14 +9,15 @@
 
 namespace pagedattn {
 
-// Elements that are worth waking a second thread for: below it, the wake-up costs more than the work (and, on a busy
-// machine, milliseconds).
+// Elements that are worth waking another thread for. With fewer, the wake-up costs more than the work, and on a busy
+// machine milliseconds.
 inline constexpr int64_t PARALLEL_GRAIN = 32768;
 
-// Multiply-adds that are, where there are many an element.
+// Multiply-adds that are worth another thread, in work with many of them for each element.
 inline constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
 
-// Workers for so many multiply-adds: no more than items and threads, and one where there is little to do.
+// How many workers share so many multiply-adds: no more than there are items and threads, and one if there is little to
+// do.
 inline int64_t num_workers_for(int64_t multiply_adds, int64_t num_items) {
   const int64_t most = std::clamp<int64_t>(num_items, 1, torch::stable::get_num_threads());
   return std::clamp<int64_t>(multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, most);
@@ -30,8 +31,8 @@ void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& b
   torch::stable::parallel_for(0, num_rows, grain, body);
 }
 
-// Calls body(item, worker) for every item of [0, num_items): a worker that is done takes the next item, so unequal
-// items and slow cores balance. Items with the same worker never overlap.
+// Calls body(item, worker) for every item of [0, num_items). A worker that is done with an item takes the next item, so
+// that unequal items and slow cores balance. Items of the same worker never run at the same time.
 template <typename Body>
 void parallel_for_items(int64_t num_items, int64_t num_workers, const Body& body) {
   std::atomic<int64_t> next{0};

@@ -1,7 +1,7 @@
 // Where an op runs past its door: on the CPU's threads, or on torch's current CUDA stream.
 //
 // PAGEDATTN_WITH_CUDA is defined in a build with CUDA kernels. PAGEDATTN_SIMT is defined for the simt device
-// (tests/simt), which runs the CUDA kernels on CPU tensors, and has nothing else.
+// (tests/simt), which runs the CUDA kernels on CPU tensors, and has no CPU kernels.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -14,8 +14,9 @@
 
 namespace pagedattn {
 
-// Calls ON_CPU(params), now or when a CPU graph is replayed; or on_cuda(stream), with the door's device made the
-// current one. ON_CPU is void (*)(const Params& params): a plain function has nothing but its parameters.
+// On the CPU: calls ON_CPU(params), now or when a CPU graph is replayed. On a GPU: calls on_cuda(stream), with the
+// door's device as the current device. ON_CPU is void (*)(const Params& params), because a plain function has nothing
+// but its parameters.
 template <auto ON_CPU, KeptByValue Params, typename OnCuda>
 void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const Params& params,
             [[maybe_unused]] const OnCuda& on_cuda) {
@@ -33,14 +34,14 @@ void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const Params& pa
 #endif
 }
 
-// The kernels of an op that works row by row; one that a build does not have is nullptr.
+// The kernels of an op that works row by row. A kernel that the build does not have is nullptr.
 template <typename Params>
 struct RowKernels {
   void (*cpu)(const Params& params, int64_t begin, int64_t end);
   void (*cuda)(const Params& params, cudaStream_t stream);
 };
 
-// Every row by a kernel of the CPU.
+// A kernel of the CPU, and the rows that it is called for.
 template <typename Params>
 struct RowLoop {
   void (*kernel)(const Params& params, int64_t begin, int64_t end);

@@ -79,7 +79,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 
 namespace {
 
-// One function an op for every device: it looks where its tensors are.
+// An op has one function for all devices. The function looks where its tensors are.
 void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention_v1", TORCH_BOX(&pagedattn::paged_attention_v1));
   m.impl("paged_attention_v2", TORCH_BOX(&pagedattn::paged_attention_v2));

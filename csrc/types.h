@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-using cudaStream_t = struct CUstream_st*;  // as in the CUDA toolkit, which op files do without
+using cudaStream_t = struct CUstream_st*;  // as the CUDA toolkit declares it; op files do not include the toolkit
 
 namespace pagedattn {
 

@@ -1,5 +1,5 @@
-// One pass in fp32, rounded once at the store. A thread has one column of several rows, so that as many loads are under
-// way, and the formulas hide behind them.
+// One pass in fp32, rounded once at the store. A thread has one column of several rows, so that several loads are under
+// way, and the formulas hide behind the loads.
 #include "activation/activation.h"
 #include "cuda_vec.cuh"
 
@@ -9,7 +9,7 @@ namespace {
 constexpr int ROWS_PER_THREAD = 4;
 
 // The arithmetic of an activation of T. Rounded to 16 bits, a result shows nothing of the approximations' errors; an
-// exact division is a branch and a call to each element.
+// exact division would be a branch and a call for each element.
 template <typename T>
 struct Arithmetic {
   __device__ static float exp(float x) {

@@ -1,5 +1,5 @@
-// One pass sums the squares of a row (and of the residual, if there is one), a second scales it. A row stays in the
-// nearest cache between the two, so memory is read and written once.
+// A first pass adds the residual to a row, if there is one, and sums the squares; a second pass scales the row. The row
+// stays in the nearest cache between the two passes, so memory is read and written once.
 #include "layernorm/layernorm.h"
 
 #include "cpu_memory.h"
@@ -21,9 +21,10 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
     if constexpr (HAS_RESIDUAL) x = x + load(residual + i);
     return x;
   };
-  // The hardware fetches ahead within a page of 4 KiB only. The second pass reads nothing new, so the next row is
-  // fetched meanwhile, and the first fetches the lines that the second will write. For 16 bits only with AVX512 but no
-  // bfloat16, where it was measured to gain (docs/cpu-kernels.md), and once, as there are two vectors in a line.
+  // The hardware fetches ahead only within a page of 4 KiB. The second pass reads nothing new, so it fetches the next
+  // row. The first pass fetches the lines that the second pass will write. Rows of 16 bits are fetched only with AVX512
+  // but no bfloat16, where this was measured to gain (docs/cpu-kernels.md). They are fetched with one try, as a line
+  // has two vectors.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
   constexpr bool FETCHES = true;
 #else
@@ -39,7 +40,7 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   const float mean = sum / static_cast<float>(p.hidden_size);
   const Vec inverse_rms = broadcast(1.0f / __builtin_sqrtf(mean + p.epsilon));
 
-  // The residual is added again, in fp32, rather than read back rounded.
+  // The residual is added again in fp32, because the sum in memory would be rounded.
   const auto norm = [&](Vec x, int64_t i, auto load) {
     if constexpr (FETCHES) prefetch_line<TRIES>(input + p.input_stride + i);
     if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<TRIES>(residual + p.residual_stride + i);

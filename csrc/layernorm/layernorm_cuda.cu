@@ -1,6 +1,6 @@
-// A row is read once: its sums with the residual stay in registers, in fp32, between the sum of their squares and the
-// store. Threads of a row take its vectors in turns; rows of one warp or less share a block and need no barrier.
-// What is too wide for the registers of 1024 threads is read again.
+// A row is read once. Its sums with the residual stay in registers, in fp32, until the sum of their squares is known
+// and they are stored. The threads of a row take its vectors in turns. Rows of one warp or less share a block and need
+// no barrier. The part of a row that does not fit into the registers of 1024 threads is read again.
 #include <algorithm>
 
 #include "cuda_vec.cuh"
@@ -12,7 +12,8 @@ namespace {
 constexpr int MAX_THREADS = 1024;
 constexpr int VECTORS_PER_THREAD = 4;
 
-// The sum over the threads of a row, in each of them: a power of two within a warp, or whole warps, alone in the block.
+// The sum over the threads of a row, for each of these threads. They are a power of two within a warp, or whole warps
+// that are alone in the block.
 __device__ float row_sum(float value) {
   const int num_threads = static_cast<int>(blockDim.x);
   for (int lanes = min(num_threads, WARP_SIZE) / 2; lanes > 0; lanes /= 2) {

@@ -14,7 +14,8 @@ struct Heads {
   int64_t head_stride;
 };
 
-// The sizes of positions, [num_tokens] or [batch, seq_len], then [num_heads * head_size] or [num_heads, head_size].
+// Expects the sizes of positions, [num_tokens] or [batch, seq_len], then [num_heads * head_size] or [num_heads,
+// head_size].
 Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, const Tensor& positions,
                   ScalarType dtype, int64_t head_size) {
   door.dtype(argument, tensor, dtype);

@@ -27,7 +27,7 @@ void rotate_neox(T* head, const T* cos, int64_t half) {
 }
 
 // The same for all heads of a token, with halves of HALF elements: cos and sin are converted once, and stay in
-// registers if these are enough.
+// registers if there are enough registers.
 template <int HALF, typename T>
 void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const T* cos_sin) {
   constexpr int NUM_STEPS = HALF / (2 * VEC_SIZE);

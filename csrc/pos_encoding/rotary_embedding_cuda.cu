@@ -1,5 +1,6 @@
-// In place, a block a token. A thread keeps its pairs' column over all the heads that it rotates, several at a time, so
-// that the token's cosines and sines are read once, into registers; of a head only the part that is rotated is touched.
+// In place, a block for each token. A thread keeps one column of pairs over all the heads that it rotates, several
+// heads at a time. So it reads the cosines and sines of its pairs once, into registers. Only the rotated part of a head
+// is touched.
 #include <algorithm>
 
 #include "cuda_vec.cuh"
@@ -12,8 +13,9 @@ namespace {
 constexpr int MAX_THREADS = 512;
 constexpr int HEADS_PER_THREAD = 4;
 
-// PAIRS pairs (x, y) of one head as they lie in memory: half the rotated part apart (neox: x in `first`, y in
-// `second`), or side by side (in `first` alone; in both, one element each, where elements are accessed one by one).
+// PAIRS pairs (x, y) of one head as they lie in memory. For neox, x and y lie half the rotated part apart: x is in
+// `first`, y in `second`. Otherwise they lie side by side: both are in `first`, or, where elements are accessed one by
+// one, one element is in each.
 template <typename T, int PAIRS, bool IS_NEOX>
 struct PackedPairs {
   static constexpr bool IS_ONE_ACCESS = !IS_NEOX && PAIRS > 1;
@@ -54,8 +56,8 @@ struct PackedPairs {
   }
 };
 
-// Grid: num_tokens blocks, of num_columns * heads_per_pass threads: a column is PAIRS pairs of a head. The heads of key
-// follow those of query.
+// Grid: num_tokens blocks of num_columns * heads_per_pass threads. A column is PAIRS pairs of a head. The heads of key
+// follow the heads of query.
 template <typename T, int PAIRS, bool IS_NEOX>
 __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
   const int64_t token = blockIdx.x;
@@ -117,7 +119,7 @@ void launch_rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t s
 void rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream) {
   if (params.rot_dim == 0 || params.num_heads + params.num_kv_heads == 0) return;
   const int64_t bytes = element_size(params.dtype);
-  // Of neighbours, 16 bytes hold half as many pairs, and their cosines are 8 bytes.
+  // If pairs are neighbours, 16 bytes hold half as many pairs, and the cosines of these pairs are 8 bytes.
   const int64_t rotated_bytes = (params.is_neox ? params.rot_dim / 2 : params.rot_dim) * bytes;
   const bool is_aligned = is_aligned_16({params.query, params.key, params.cos_sin_cache},
                                         {params.query_head_stride * bytes, params.query_stride * bytes,
