@@ -86,10 +86,11 @@ struct KeyPasses {
   static constexpr int NUM_KEYS = 4 * NUM_VECS;
 
   // A pass over the chunks takes as many keys as have sums in registers. LOADED_KEYS of them are loaded before any is
-  // multiplied, so that each part of the query is loaded once for all of the loaded keys.
+  // multiplied, so that each part of the query is loaded once for all of the loaded keys. Four keys are loaded where
+  // their parts fit beside the sums, which have half of the registers. Else GCC 12 keeps some sums in memory.
   static constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
   static constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
-  static constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : Dot::PARTS <= 2 ? 4 : 2;
+  static constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : 4 * Dot::PARTS < MAX_SUMS ? 4 : 2;
 
   // Where registers would not hold all parts of several keys beside the sums.
   static constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
