@@ -49,13 +49,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_quantized(
-    directory: Path, name: str, config: dict[str, Any], leave: Callable[[str], bool] = lambda name: False
+    directory: Path,
+    name: str,
+    config: dict[str, Any],
+    leave: Callable[[str], bool] = lambda name: False,
+    **overrides: Any,
 ) -> PreTrainedModel:
-    """One of VARIANTS with its linear layers quantized, but for lm_head and those to `leave`.
+    """One of VARIANTS, in its SHAPES but for `overrides`, with its linear layers quantized, but for lm_head and those
+    to `leave`.
 
     Returns the model with the weights that the checkpoint stands for.
     """
-    model = make_model(name, **SHAPES[name])
+    model = make_model(name, **{**SHAPES[name], **overrides})
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for layer_name, layer in linear_layers(model).items():

@@ -120,8 +120,8 @@ class Gptq(CheckpointFormat):
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         codes = unpack_nibbles("qweight", tensors["qweight"].t())
         scales = tensors["scales"].t()
-        order = tensors.get("g_idx", torch.empty(0)).long()  # of all ranks
-        if not torch.equal(order, torch.arange(len(order)) // (self.group_size or codes.shape[1])):
+        order = tensors.get("g_idx", torch.zeros(1)).long()  # of all ranks
+        if not torch.equal(order, torch.arange(len(order)) // (self.group_size or len(order))):
             raise ValueError("g_idx: expected groups in order, got a permutation of them")
         zeros = unpack_nibbles("qzeros", tensors["qzeros"]).add_(self.zero_offset).bitwise_and_(15).t()
         return Int4Weight(codes, scales, zeros)
