@@ -16,10 +16,8 @@ namespace pagedattn {
 namespace {
 
 constexpr int64_t LINE_BYTES = 64;
-// From here on a piece is summed by shares: measured by bench/collectives.py with 2 ranks.
-constexpr int64_t MIN_SHARED_BYTES = 64 << 10;
-// A piece is not larger, so that it stays in the second-level cache between the ranks' turns.
-constexpr int64_t MAX_PIECE_BYTES = 256 << 10;
+// From so many bytes on, of all ranks together, a piece is summed by shares: measured with 2 ranks (Zen 4).
+constexpr int64_t MIN_SHARED_BYTES = 1 << 20;
 
 // A call of this process in a group, with the errors of an op.
 template <typename Call>
@@ -75,12 +73,12 @@ void run_all_reduce(const AllReduceParams& p) {
   in_group("all_reduce_shared", p.group, [&](SharedGroup& group) {
     if (group.world_size() == 1) return;
     const int64_t size = element_size(p.dtype);
-    const int64_t most = std::min(group.buffer_bytes(), MAX_PIECE_BYTES) / size;
+    const int64_t most = group.buffer_bytes() / size;
     for (int64_t done = 0; done < p.num_elements; done += most) {
       const int64_t num_elements = std::min(most, p.num_elements - done);
       char* input = static_cast<char*>(p.input) + done * size;
       char* mine = group.buffer(group.rank());
-      if (num_elements * size < MIN_SHARED_BYTES) {
+      if (group.world_size() * num_elements * size < MIN_SHARED_BYTES) {
         copy_elements(mine, input, num_elements, p.dtype);
         group.meet(SharedCall::ALL_REDUCE, p.dtype, p.num_elements);
         sum_elements(sum_of(group, p.dtype, input, 0), num_elements);

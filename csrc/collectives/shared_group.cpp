@@ -35,8 +35,10 @@ constexpr int64_t MAX_BUFFER_BYTES = int64_t{1} << 40;
 constexpr uint64_t MAGIC = 0x3150554f52474150;  // "PAGROUP1": the layout of the memory
 constexpr int MAX_REASON_BYTES = 1000;
 
-// A wait spins as long as it would take to fall asleep and to be woken, and then sleeps. It wakes to look after the
-// ranks that are missing.
+// A wait spins for as long as ranks differ by that are about equally fast. Then it spins on, as long as it would take
+// to fall asleep and to be woken, but gives the CPU to whoever wants it: that may be the rank which is missing. Then it
+// sleeps, and wakes to look after the ranks that are missing.
+constexpr auto GREEDY_SPIN_TIME = std::chrono::microseconds(10);
 constexpr auto SPIN_TIME = std::chrono::microseconds(50);
 constexpr int SPINS_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr auto CHECK_INTERVAL = std::chrono::milliseconds(100);
@@ -305,17 +307,18 @@ void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements) {
   const uint32_t before = mine.arrived.exchange(2 * meeting_, std::memory_order_acq_rel);
   if (before & SLEEPER) wake_all(mine.arrived);
 
-  std::optional<Clock::time_point> spins_until;
+  std::optional<Clock::time_point> start;
   for (int64_t rank = 0; rank < world_size_; ++rank) {
     if (rank == rank_) continue;
     const Word& theirs = words(rank).arrived;
     while (!has_come(theirs.load(std::memory_order_acquire))) {
       const Clock::time_point now = Clock::now();
-      if (!spins_until) spins_until = now + SPIN_TIME;
-      if (now >= *spins_until) {
+      if (!start) start = now;
+      if (now - *start >= SPIN_TIME) {
         sleep_until_come(rank);
         break;
       }
+      if (now - *start >= GREEDY_SPIN_TIME) std::this_thread::yield();
       for (int i = 0; i < SPINS_PER_LOOK_AT_THE_CLOCK && !has_come(theirs.load(std::memory_order_relaxed)); ++i) {
         pause_spinning();
       }

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from attention_cases import Case, assert_attention, make_arguments
-from checks import assert_close_to_reference, assert_same_bits, random_bits, to_device
+from checks import assert_close_to_reference, assert_same_bits, for_wrapper, random_bits, to_device
 from op_calls import CALLS_ON_CUDA, CPU_OPS, op_of, positional, results
 from op_calls import make_arguments as arguments_of
 from op_table import OPS
@@ -29,7 +29,7 @@ def call_on(device: torch.device, call: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", CPU_OPS)
 def test_an_op_of_the_cpu_refuses_tensors_on_a_gpu(device, name):
     with pytest.raises(ValueError, match=f"{name}: input: expected a tensor on cpu, got one on {device}"):
-        getattr(ops, name)(**to_device(arguments_of(name), device))
+        getattr(ops, name)(**for_wrapper(name, to_device(arguments_of(name), device)))
 
 
 @pytest.mark.parametrize("call", CALLS_ON_CUDA)
