@@ -19,7 +19,7 @@ from torch import Tensor
 from pagedattn_ext import CPUGraph, SharedMemoryGroup, ops
 
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 60  # seconds, on a busy machine
+PATIENCE = 30  # seconds, on a busy machine
 
 
 class Ranks:
