@@ -1,7 +1,10 @@
 """A model that several ranks share gives what the whole model gives. The ranks are threads here."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ from quantized_checkpoints import CONFIGS, SHAPES, int8_rows, linear_layers, mat
 from safetensors.torch import load_file, save_file
 from thread_ranks import Ranks, ThreadCommunicator, run_ranks
 from torch import Tensor, nn
-from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedModel
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
@@ -388,6 +391,55 @@ def test_key_value_heads_of_a_rank_are_those_of_its_query_heads() -> None:
             read = heads.of(of_all.repeat_interleave(queries_per_head), 0)
             own = kv_heads.of(of_all, 0)
             assert torch.equal(read, own.repeat_interleave(heads.size // kv_heads.size))
+
+
+# Prints the largest memory that loading takes beside the memory before, and beside what is mapped from files.
+LOAD = """
+import sys, threading, time
+from pagedattn_serve.loading.loader import build_model, load_model
+from pagedattn_serve.models.partition import Partition
+from thread_ranks import Ranks, ThreadCommunicator
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
+
+def watch():
+    while not done.wait(0.0005):
+        seen.append(anonymous())
+
+partition = Partition(1, 2, ThreadCommunicator(Ranks(2), 1, 2))
+build_model(sys.argv[1], partition=partition)
+before, seen, done = anonymous(), [], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(sys.argv[1], partition=partition)
+seen.append(anonymous())
+done.set()
+watcher.join()
+print(max(seen) - before)
+"""
+
+
+def test_a_rank_holds_its_share_alone(tmp_path: Path) -> None:
+    """Half of the weights and a tenth, while they are loaded and afterwards."""
+    config = LlamaConfig(
+        **dict(vocab_size=4000, hidden_size=768, intermediate_size=2048, num_hidden_layers=10, dtype="bfloat16"),
+        **dict(num_attention_heads=12, num_key_value_heads=4, architectures=["LlamaForCausalLM"]),
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    assert weights > 100 << 20
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert weights / 4 < int(result.stdout) < weights / 2 * 1.1
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
