@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from warm_python import run_python
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -59,8 +59,7 @@ def test_short_calls_are_not_compared(find_notes):
 
 def test_targets(tmp_path):
     path = tmp_path / "targets.json"
-    command = [sys.executable, str(BENCH / "targets.py"), "--only", "rms_norm, 32 tokens, float32", "--json", path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_python(BENCH / "targets.py", "--only", "rms_norm, 32 tokens, float32", "--json", path)
     assert result.returncode == 0, result.stderr
     row = re.search(r"F\.rms_norm +(\S+)x +(\S+)x +(met|not met) \(cold: \d", result.stdout)
     required, measured, verdict = row.groups()
@@ -152,8 +151,7 @@ def test_results_that_differ_in_an_infinity_are_not_the_same():
 @pytest.mark.parametrize("program", ["attn", "targets"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device(program):
-    command = [sys.executable, str(BENCH / f"{program}.py"), "--device", "cuda"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_python(BENCH / f"{program}.py", "--device", "cuda")
     assert result.returncode == 2
     assert re.search(r"error: --device cuda: (this build of pagedattn_ext has no CUDA ops|torch finds no CUDA device)",
                      result.stderr)  # fmt: skip

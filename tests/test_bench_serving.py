@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import numpy
 import pytest
+from warm_python import run_python
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 PROGRAM = BENCH / "serving.py"
@@ -19,7 +20,7 @@ SHORT = ["--requests", "6", "--mean-input", "8", "--mean-output", "6"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=300)
+    return run_python(PROGRAM, *arguments)
 
 
 def report_of(path: Path, *arguments: str) -> dict:
@@ -212,11 +213,29 @@ def test_server(tmp_path):
         assert all(seconds > 0 for seconds in row["generate_cpu_seconds"])
 
 
-@pytest.mark.parametrize("workload", ["many", "one"])
-def test_engines(tmp_path, workload):
+def test_workloads_of_engines(monkeypatch):
+    """Prompts as long as the help says, and as many tokens: with --quick, and without."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from serve.engines import MAX_LEN, WORKLOADS, make_workload
+
+    def sizes(name: str, quick: bool) -> tuple[int, float, float]:
+        requests = make_workload(name, quick, 50, 0)
+        assert all(0 <= token < 50 for request in requests for token in request.prompt_token_ids)
+        assert all(len(request.prompt_token_ids) + request.max_tokens <= MAX_LEN for request in requests)
+        outputs = mean(request.max_tokens for request in requests)
+        return len(requests), mean(len(request.prompt_token_ids) for request in requests), outputs
+
+    exact = {"one": [(1, 128, 128), (1, 128, 32)], "long": [(8, 2048, 64), (2, 512, 16)]}
+    assert {name: [sizes(name, False), sizes(name, True)] for name in WORKLOADS if name != "many"} == exact
+    for quick, num_requests, mean_output in (False, 32, 100), (True, 8, 20):
+        count, _, output = sizes("many", quick)
+        assert count == num_requests and output == pytest.approx(mean_output, rel=0.1)
+
+
+def test_engines(tmp_path):
     """Beside those that are installed here."""
     path = tmp_path / "report.json"
-    result = run("engines", "--quick", "--shape", "tiny", "--workload", workload, "--json", str(path))
+    result = run("engines", "--quick", "--shape", "tiny", "--json", str(path))
     assert result.returncode == 0, result.stderr
     rows = json.loads(path.read_text())["engines"]
     for name, needed in {

@@ -8,21 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def run(program: str, *arguments: str, stdin: str = "") -> str:
-    command = [sys.executable, str(ROOT / program), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, input=stdin)
+    return checked(run_python(ROOT / program, *arguments, stdin=stdin))
+
+
+def checked(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
     assert not re.search("error|warning", result.stderr, re.IGNORECASE), result.stderr
     return result.stdout
 
 
 def test_demo():
-    out = run("python/examples/demo.py", "--requests", "5")
+    """In an interpreter of its own, as `make demo` starts one."""
+    command = [sys.executable, str(ROOT / "python/examples/demo.py"), "--requests", "5"]
+    out = checked(subprocess.run(command, capture_output=True, text=True, timeout=300))
     assert re.search(r"continuous batching on the paged cache +\d+ +1\.00x", out)
     assert re.search(r"one request at a time +\d+ +\d+\.\d\dx", out)
     assert re.search(r"padded batches of 16 +\d+ +\d+\.\d\dx", out)
@@ -71,7 +76,7 @@ def test_generate_batch():
 
 
 def test_train_demo_model(tmp_path):
-    run("python/examples/train_demo_model.py", "--steps", "2", "--output", str(tmp_path / "model"))
+    run("python/examples/train_demo_model.py", "--steps", "2", "--threads", "1", "--output", str(tmp_path / "model"))
     from pagedattn_serve import LLM, SamplingParams
 
     output = LLM(str(tmp_path / "model")).generate("The", SamplingParams(max_tokens=3), use_tqdm=False)[0]

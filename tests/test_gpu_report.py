@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]
@@ -579,9 +580,8 @@ def test_profiled_kernels_and_targets_exist() -> None:
 
 
 def collect(part: str, *options: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/ops/test_allocate.py", "--part", part]
-    asked += options
-    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    asked = ["-m", "pytest", "--collect-only", "-q", "tests/ops/test_allocate.py", "--part", part]
+    return run_python(*asked, *options, cwd=ROOT)
 
 
 def test_parts_are_the_whole() -> None:

@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import random
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from async_runs import TIMEOUT, Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
 from checkpoints import completions, run
+from warm_python import run_python
 
 from pagedattn_serve import (
     AsyncLLMEngine,
@@ -704,7 +703,7 @@ def test_a_program_may_end_amid_a_step(text_model: str) -> None:
         "loop = asyncio.new_event_loop()\n"
         "loop.run_until_complete(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, text_model], capture_output=True, text=True, timeout=TIMEOUT)
+    done = run_python("-c", program, text_model, timeout=TIMEOUT)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
