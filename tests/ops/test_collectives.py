@@ -141,11 +141,16 @@ def test_all_gather(world_size):
 
 
 def test_threads_of_a_rank():
-    """A large input is split among them."""
+    """A large input is split among them. If another test had several threads, OpenMP would wait for them in the main
+    thread of a forked child, which has none of them; a new thread starts threads of its own."""
 
-    def work(group: SharedMemoryGroup) -> str:
+    def on_three_threads(group: SharedMemoryGroup) -> str:
         torch.set_num_threads(3)
         return reduce_many_sizes(group)
+
+    def work(group: SharedMemoryGroup) -> str:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(on_three_threads, group).result()
 
     assert results(2, work) == ["done"] * 2
 
