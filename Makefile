@@ -4,6 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
+# Python keeps what it has compiled, also where the environment says otherwise (images of containers often do): without
+# that, `import torch` takes twice as long, 2.0 s instead of 0.9 s of CPU time, in each of the hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
   test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
@@ -87,7 +90,7 @@ test-rest: build
 .venv-clients/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip install --quiet --upgrade "pip>=25.1"
-	.venv-clients/bin/pip install --quiet --group clients
+	.venv-clients/bin/pip install --quiet --no-compile --group clients
 	touch $@
 
 test-clients: build .venv-clients/ready
