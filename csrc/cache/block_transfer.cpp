@@ -17,7 +17,8 @@ void check_mapping(const Door& door, const Tensor& mapping) {
   door.contiguous("block_mapping", mapping);
 }
 
-// Every (src, dst) pair in range, every dst named once. Returns the dst. `mapping` is on the host.
+// Checks that every (src, dst) pair is in range, and that no dst is named twice. Returns all dst. `mapping` is on the
+// host.
 std::unordered_set<int64_t> check_pairs(const Door& door, const Tensor& mapping, int64_t num_src_blocks,
                                         int64_t num_dst_blocks) {
   const int64_t* pairs = mapping.const_data_ptr<int64_t>();
@@ -44,10 +45,10 @@ void check_disjoint(const Door& door, const Tensor& mapping, const std::unordere
   }
 }
 
-// The mapping comes from any device, and is checked wherever that takes no wait for a GPU.
+// The mapping may be on any device. Its pairs are checked wherever that takes no wait for a GPU.
 bool checks_pairs(const Door& door, const Tensor& mapping) { return !is_on_cuda(mapping) || door.checks_values(); }
 
-// `src` is not empty. What it lacks is the mapping.
+// All parameters but the mapping. `src` is not empty.
 BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst) {
   const auto element_bytes = static_cast<int64_t>(src.element_size());
   BlockTransferParams params{};
@@ -61,10 +62,10 @@ BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst) {
 
 struct Transfers {
   std::vector<BlockTransferParams> all;
-  Tensor mapping;  // of all of them
+  Tensor mapping;  // of every transfer
 };
 
-// `mapping` is where the kernel that gets these reads it.
+// `mapping` is in memory that the kernel of these transfers reads.
 Transfers with_mapping(std::vector<BlockTransferParams> transfers, const Tensor& mapping) {
   for (BlockTransferParams& transfer : transfers) {
     transfer.num_pairs = mapping.size(0);
@@ -81,7 +82,7 @@ void transfer_on_cpu(const Transfers& transfers) {
   }
 }
 
-// On the CPU, and by `on_cuda` on a GPU, which brings the mapping there by itself.
+// Runs on the CPU, or by `on_cuda` on a GPU. `on_cuda` brings the mapping to the GPU itself.
 template <typename OnCuda>
 void transfer(const Door& door, const std::vector<BlockTransferParams>& transfers, const Tensor& mapping,
               const OnCuda& on_cuda) {
@@ -90,7 +91,8 @@ void transfer(const Door& door, const std::vector<BlockTransferParams>& transfer
 }
 
 // The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
-// as the op returns, so it is not that which is copied later. A graph would copy from what is gone when it is replayed.
+// as the op returns, so a copy of the mapping is sent. A CUDA graph would read this copy at its replay, when the copy
+// is gone.
 Tensor on_gpu(const Door& door, const Tensor& mapping, cudaStream_t stream) {
   if (is_on_cuda(mapping) && mapping.get_device_index() == door.device().index()) return mapping;
   door.check(!cuda::is_capturing(stream), "block_mapping", "expected a tensor on ", door.device(),
@@ -115,17 +117,17 @@ Span span_of(const Tensor& pool) {
   return {begin, begin + (pool.size(0) - 1) * stride + width, stride, width};
 }
 
-// Pools may lie in each other's gaps, as keys and values that are views of one tensor do. Where strides differ, that is
-// not looked at.
+// Pools may lie in each other's gaps, as keys and values that are views of one tensor do. Pools of different strides
+// overlap if their ranges of addresses do.
 bool overlap(const Span& a, const Span& b) {
   if (a.width == 0 || b.width == 0 || a.begin >= b.end || b.begin >= a.end) return false;
   if (a.stride != b.stride) return true;
   const int64_t distance =
-      ((b.begin - a.begin) % a.stride + a.stride) % a.stride;  // from a block of a to the next of b
+      ((b.begin - a.begin) % a.stride + a.stride) % a.stride;  // from a block of a to the next block of b
   return distance < a.width || a.stride - distance < b.width;
 }
 
-// Caches of all layers are written in any order.
+// The caches of all layers are written in any order, so none may overlap another.
 void check_apart(const Door& door, const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches) {
   struct Cache {
     Span span;

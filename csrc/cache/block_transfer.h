@@ -8,7 +8,7 @@
 
 namespace pagedattn {
 
-// Copies block mapping[i][0] of one pool to block mapping[i][1] of another, which may be the same pool.
+// Copies block mapping[i][0] of `src` to block mapping[i][1] of `dst`, which may be the same pool.
 struct BlockTransferParams {
   int64_t num_pairs;
   int64_t block_bytes;
@@ -23,15 +23,15 @@ struct BlockTransferParams {
 PAGEDATTN_DECLARE_CPU_KERNEL(transfer_blocks, const BlockTransferParams& params, int64_t begin, int64_t end)
 
 namespace cuda {
-// All of `transfers` in as few launches as there are `mapping`s: `mapping` and every pool are memory that the GPU
-// reads and writes (its own, or pinned host memory, `over_the_bus`).
+// Transfers of the same pairs share a launch. `mapping` and every pool are memory that the GPU reads and writes: its
+// own memory, or pinned host memory. `over_the_bus` says that a pool is host memory.
 void transfer_blocks(const std::vector<BlockTransferParams>& transfers, bool over_the_bus, cudaStream_t stream);
-// One copy for each run of adjacent blocks, through the driver: for host memory that is not pinned. `mapping` is on
-// the host.
+// Copies through the driver, one copy for each run of adjacent blocks: for host memory that is not pinned. `mapping` is
+// on the host.
 void copy_block_runs(const BlockTransferParams& transfer, cudaStream_t stream);
 // Whether kernels can read and write host memory at this address: pinned memory, not pageable memory.
 bool is_reachable(const void* host_pointer);
-// Whether what is launched on `stream` goes into a CUDA graph, to be run later.
+// Whether `stream` is being captured: what is launched goes into a CUDA graph, and runs later.
 bool is_capturing(cudaStream_t stream);
 }  // namespace cuda
 

@@ -1,4 +1,4 @@
-// One memcpy a block: blocks are whole in memory. Many of them are copied past the caches instead.
+// A block is contiguous, so one memcpy copies it. Where the blocks are many, they are copied past the caches instead.
 #include "cache/block_transfer.h"
 
 #include "cpu_memory.h"
@@ -7,15 +7,16 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Blocks lie in any order: the hardware would find the start of each one late, so what comes next is fetched this far
-// ahead, across blocks.
+// Blocks lie in any order, so the hardware would find the start of each block late. Bytes are fetched this far ahead,
+// also from the next block.
 constexpr int64_t BYTES_AHEAD = 4 << 10;
 constexpr int FETCH_TRIES = 4;
 
-// Less than for the outputs of other ops, which the next op reads: a copied block is read when its sequence runs again.
+// Less than for the outputs of other ops. The next op reads such an output, but a copied block is read only when its
+// sequence runs again.
 constexpr int64_t MIN_STREAMED_BLOCK_BYTES = 4 << 20;
 
-// `dst` is aligned to a cache line; `next_src` is the block after this one.
+// `dst` is aligned to a cache line; `next_src` is the block that is copied next.
 void stream_block(char* dst, const char* src, const char* next_src, int64_t num_bytes) {
   constexpr int64_t LINE_BYTES = 64, STEP = 4 * LINE_BYTES;
   constexpr int NUM_VECS = STEP / VEC_BYTES;

@@ -1,5 +1,5 @@
-// One kernel copies the blocks of many pools, in both directions over PCIe too where host memory is pinned: 16 bytes at
-// a time, several under way in each thread. What a kernel cannot reach, the driver copies, run by run.
+// One kernel copies the blocks of many pools, also over PCIe from and to pinned host memory. A thread copies 16 bytes
+// at a time and has several copies under way. Memory that a kernel cannot reach is copied by the driver, run by run.
 #include <algorithm>
 
 #include "cache/block_transfer.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr int UNITS_PER_THREAD = 4;
-// Of a transfer over the bus: enough to fill it. More would only keep other streams off the GPU while they wait.
+// Enough thread blocks to fill the bus. More would wait for the bus, and keep other streams off the GPU.
 constexpr unsigned MAX_BLOCKS_OVER_THE_BUS = 64;
 
 struct Pool {
@@ -21,7 +21,7 @@ struct Pool {
   int64_t block_bytes;
 };
 
-// Of one launch; kernel parameters are at most 4 KiB.
+// The pools of one launch. Kernel parameters are at most 4 KiB.
 struct Pools {
   static constexpr int CAPACITY = 96;
   const int64_t* mapping;  // [num_pairs, 2]
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(MAX_THREADS) transfer_blocks_kernel(const __gr
   }
 }
 
-// Transfers of the same pairs, at most Pools::CAPACITY.
+// Launches transfers of the same pairs, at most Pools::CAPACITY of them.
 void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers, bool over_the_bus,
                       cudaStream_t stream) {
   Pools pools{};
@@ -83,7 +83,7 @@ void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers
   }
   if (max_block_bytes == 0) return;
   pools.mapping = transfers[0].mapping;
-  // Small blocks, fewer threads, so that none is idle.
+  // Small blocks get fewer threads, so that no warp is idle.
   const int64_t threads_of_block = ceil_div<int64_t>(max_block_bytes, UNITS_PER_THREAD * 16);
   const int64_t num_threads =
       std::min<int64_t>(ceil_div<int64_t>(threads_of_block, WARP_SIZE) * WARP_SIZE, MAX_THREADS);

@@ -1,6 +1,6 @@
-// What a thread of reshape_and_cache and gather_cached_kv moves at a time: elements of rows or of a cache, packed into
-// 16 bytes or less, which it turns or rounds to float8 in its registers. Otherwise they are integers, moved bit for
-// bit.
+// What a thread of reshape_and_cache or gather_cached_kv moves at a time: elements of a row or of a cache, packed into
+// 16 bytes or less. The thread may transpose elements or round them to float8, in its registers. Elements that are not
+// rounded are integers, moved bit for bit.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ __device__ void set_element(Packed<T, N>& packed, int i, Bits<T> bits) {
   packed.words[i / PER_WORD] |= static_cast<uint32_t>(bits) << (i % PER_WORD * 8 * sizeof(T));
 }
 
-// Those at source[0], source[step], ...
+// The elements at source[0], source[step], ...
 template <int N, typename T>
 __device__ Packed<T, N> load_each(const T* source, int step) {
   Packed<T, N> packed = {};
@@ -59,8 +59,8 @@ __device__ void store_row(T* target, const Chunk<T>& chunk, bool is_aligned) {
   }
 }
 
-// The signs of element i of `low` and element j of `high` in bits 7 and 15, beside other bits: of what lies in memory,
-// as even the conversion of float16 to float may lose that of NaN.
+// The signs of element i of `low` and element j of `high`, in bits 7 and 15, beside other bits. The signs are taken
+// from the bits in memory, as even the conversion of float16 to float may lose the sign of a NaN.
 template <typename T, int N>
 __device__ uint32_t pair_signs(const Packed<T, N>& low, int i, const Packed<T, N>& high, int j) {
   constexpr int PER_WORD = 4 / sizeof(T);
@@ -103,8 +103,8 @@ struct SourceChunk {
   }
 };
 
-// Of N tokens E elements each; or, for gather_cached_kv, of N elements E tokens each. Turned, and converted on the way,
-// they are E chunks of N.
+// N rows, which become E chunks of N elements: transposed, and converted on the way. A row is E elements of a token.
+// For gather_cached_kv, a row is an element of E tokens.
 template <typename T, typename CacheT, int E>
 struct Transposition {
   static constexpr int N = ELEMENTS_PER_CHUNK<CacheT>;

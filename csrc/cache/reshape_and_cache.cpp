@@ -29,7 +29,7 @@ void check_rows(const Door& door, const char* argument, const Tensor& rows, int6
   door.contiguous_from(argument, rows, 1);
 }
 
-// What both ops have in common, but for the pointers.
+// The parameters that both ops have, but for the pointers.
 template <typename Params>
 void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
   params.num_kv_heads = cache.num_kv_heads;

@@ -21,9 +21,9 @@ struct ReshapeAndCacheParams {
   int64_t key_block_stride;  // elements between blocks
   void* value_cache;         // [num_blocks, num_kv_heads, head_size, block_size]
   int64_t value_block_stride;
-  float key_scale;  // stored key = key / key_scale; not for a cache of the same dtype
+  float key_scale;  // stored key = key / key_scale; unused if cache_dtype is dtype
   float value_scale;
-  const float* key_scale_on_device;  // where kernels read the scale when they run; nullptr: key_scale is it
+  const float* key_scale_on_device;  // kernels read the scale here when they run; nullptr: they use key_scale
   const float* value_scale_on_device;
   const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
 };

@@ -1,7 +1,7 @@
-// Works on runs: tokens that follow each other and go to slots that follow each other in one block, as the tokens of a
-// prompt do. A key goes to the cache in 16-byte chunks. A value is transposed: element d of the run's tokens is
-// contiguous in the cache, so as many tokens as 16 bytes have elements are transposed in registers at a time.
-// For an fp8 cache, a run's rows of one head are converted first.
+// Works on runs. A run is adjacent tokens with adjacent slots in one block, as the tokens of a prompt have. Keys go to
+// the cache in 16-byte chunks. Values are transposed, as the cache has element d of adjacent tokens side by side: as
+// many tokens as 16 bytes have elements are transposed in registers at a time. For an fp8 cache, a run's rows of one
+// head are converted first.
 #include "cache/reshape_and_cache.h"
 
 #include <type_traits>
@@ -34,7 +34,7 @@ Run find_run(const ReshapeAndCacheParams& p, int64_t token, int64_t end) {
   return run;
 }
 
-// An integer of the size of a cache's element: elements are moved, never looked at.
+// An integer of the size of a cache's element: elements are moved, and nothing is computed with them.
 template <typename CacheT>
 using CacheBits =
     std::conditional_t<sizeof(CacheT) == 4, uint32_t, std::conditional_t<sizeof(CacheT) == 2, uint16_t, uint8_t>>;
@@ -73,7 +73,7 @@ void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head, con
   }
 }
 
-// As many rows of 16 bytes as a row has elements.
+// SIZE rows of 16 bytes, with SIZE elements each.
 template <typename CacheT>
 struct Square {
   static constexpr int SIZE = ELEMENTS_PER_CHUNK<CacheT>;
@@ -86,8 +86,8 @@ struct Square {
     return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * SIZE)...);
   }
 
-  // Interleaving row i with row i + SIZE / 2 moves one bit of the column's index into the row's: log2(SIZE) times, and
-  // the two have changed places.
+  // Interleaving row i with row i + SIZE / 2 moves one bit of an element's column index into its row index. After
+  // log2(SIZE) times, the two indices have changed places.
   PAGEDATTN_INLINE void transpose() {
     constexpr auto INDICES = std::make_integer_sequence<int, SIZE>{};
     for (int moved = 1; moved < SIZE; moved *= 2) {
@@ -156,7 +156,7 @@ void gather_token(const GatherCachedKvParams& p, int64_t token) {
   const T* values = static_cast<const T*>(p.value_cache) + block * p.value_block_stride + offset;
   T* key = static_cast<T*>(p.key) + token * p.key_stride;
   T* value = static_cast<T*>(p.value) + token * p.value_stride;
-  // Heads follow each other on both sides.
+  // Heads follow each other in rows and in blocks, so one loop takes all elements of a token.
   const int64_t num_elements = p.num_kv_heads * p.head_size;
   for (int64_t d = 0; d < num_elements; d += X) __builtin_memcpy(key + d, keys + d * p.block_size, 16);
   for (int64_t d = 0; d < num_elements; ++d) value[d] = values[d * p.block_size];

@@ -1,10 +1,10 @@
-// 16 bytes of the value cache are one element of several tokens. Where those are a run that fills an aligned piece of a
-// block, a thread moves 16 bytes of each token of the piece (2 elements, where they are rounded to float8), which it
-// turns in its registers. Keys, and values of other tokens, go 16 bytes of a token at a time: on the side of the key
-// cache a warp has neighbours of several tokens (128 bytes of 8 tokens), on the side of the rows neighbours of several
-// chunks; values are an element each in their cache.
-#include "cache/cache_tiles.cuh"
+// 16 bytes of the value cache are one element of several tokens. Where adjacent tokens fill such a piece, a thread
+// loads 16 bytes of each token of the piece (2 elements, where they are rounded to float8), and transposes them in its
+// registers. Keys, and values of all other tokens, move 16 bytes of one token at a time. The chunks of a warp are
+// adjacent in the key cache (128 bytes of 8 tokens), and several chunks of a token are adjacent in its row. The
+// elements of such a chunk of values are stored one by one.
 #include "cache/reshape_and_cache.h"
+#include "cache/token_groups.cuh"
 #include "dispatch.h"
 
 namespace pagedattn::cuda {
@@ -13,24 +13,24 @@ namespace {
 // ---- reshape_and_cache
 
 template <typename T, typename CacheT>
-__global__ void __launch_bounds__(TILE_THREADS) reshape_and_cache_kernel(ReshapeAndCacheParams p, Access access) {
+__global__ void __launch_bounds__(GROUP_THREADS) reshape_and_cache_kernel(ReshapeAndCacheParams p, Access access) {
   constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
-  const Tile tile = block_tile(p.num_kv_heads);
+  const TokenGroup group = group_of_block(p.num_kv_heads);
   const auto block_size = static_cast<int>(p.block_size);
-  const int64_t row_stride = tile.is_value ? p.value_stride : p.key_stride;
-  const int64_t block_stride = tile.is_value ? p.value_block_stride : p.key_block_stride;
-  const T* rows =
-      static_cast<const T*>(tile.is_value ? p.value : p.key) + tile.first_token * row_stride + tile.head * p.head_size;
+  const int64_t row_stride = group.is_value ? p.value_stride : p.key_stride;
+  const int64_t block_stride = group.is_value ? p.value_block_stride : p.key_block_stride;
+  const T* rows = static_cast<const T*>(group.is_value ? p.value : p.key) + group.first_token * row_stride +
+                  group.head * p.head_size;
   CacheT* cache =
-      static_cast<CacheT*>(tile.is_value ? p.value_cache : p.key_cache) + tile.head * p.head_size * block_size;
-  const float* scale_on_device = tile.is_value ? p.value_scale_on_device : p.key_scale_on_device;
-  const float scale_on_host = tile.is_value ? p.value_scale : p.key_scale;
+      static_cast<CacheT*>(group.is_value ? p.value_cache : p.key_cache) + group.head * p.head_size * block_size;
+  const float* scale_on_device = group.is_value ? p.value_scale_on_device : p.key_scale_on_device;
+  const float scale_on_host = group.is_value ? p.value_scale : p.key_scale;
   const float scale = scale_on_device != nullptr ? *scale_on_device : scale_on_host;
 
-  unsigned by_chunks = ALL_LANES;  // the tokens, a bit each
-  if (tile.is_value) {
+  unsigned by_chunks = ALL_LANES;  // a bit for each token that moves by chunks
+  if (group.is_value) {
     constexpr int ELEMENTS = std::is_same_v<T, CacheT> ? X : 2;
-    by_chunks = move_pieces<X, ELEMENTS>(p, access, tile, [&](int d, int start, const Position& position) {
+    by_chunks = move_pieces<X, ELEMENTS>(p, access, group, [&](int d, int start, const Position& position) {
       Transposition<T, CacheT, ELEMENTS> turned;
 #pragma unroll
       for (int t = 0; t < X; ++t) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(TILE_THREADS) reshape_and_cache_kernel(Reshape
     });
   }
   const ThreadChunks chunks = thread_chunks();
-  const int64_t token = tile.first_token + chunks.token;
+  const int64_t token = group.first_token + chunks.token;
   if (token >= p.num_tokens || (by_chunks >> chunks.token & 1) == 0) return;
   const int64_t slot = p.slot_mapping[token];
   // Rows of padding are read too, so that no load of keys waits for a slot.
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(TILE_THREADS) reshape_and_cache_kernel(Reshape
         const Position position = position_of(slot, access);
         CacheT* target = cache + position.block * block_stride + chunk * X * block_size;
         const Chunk<CacheT> converted = source.converted(scale);
-        if (tile.is_value) {
+        if (group.is_value) {
           store_each(target + position.offset, block_size, converted);
         } else {
           store_row(target + position.offset * X, converted, access.is_cache_aligned);
@@ -67,19 +67,20 @@ __global__ void __launch_bounds__(TILE_THREADS) reshape_and_cache_kernel(Reshape
 // ---- gather_cached_kv
 
 template <typename T>
-__global__ void __launch_bounds__(TILE_THREADS) gather_cached_kv_kernel(GatherCachedKvParams p, Access access) {
+__global__ void __launch_bounds__(GROUP_THREADS) gather_cached_kv_kernel(GatherCachedKvParams p, Access access) {
   constexpr int X = ELEMENTS_PER_CHUNK<T>;
-  const Tile tile = block_tile(p.num_kv_heads);
+  const TokenGroup group = group_of_block(p.num_kv_heads);
   const auto block_size = static_cast<int>(p.block_size);
-  const int64_t row_stride = tile.is_value ? p.value_stride : p.key_stride;
-  const int64_t block_stride = tile.is_value ? p.value_block_stride : p.key_block_stride;
-  T* rows = static_cast<T*>(tile.is_value ? p.value : p.key) + tile.first_token * row_stride + tile.head * p.head_size;
+  const int64_t row_stride = group.is_value ? p.value_stride : p.key_stride;
+  const int64_t block_stride = group.is_value ? p.value_block_stride : p.key_block_stride;
+  T* rows =
+      static_cast<T*>(group.is_value ? p.value : p.key) + group.first_token * row_stride + group.head * p.head_size;
   const T* cache =
-      static_cast<const T*>(tile.is_value ? p.value_cache : p.key_cache) + tile.head * p.head_size * block_size;
+      static_cast<const T*>(group.is_value ? p.value_cache : p.key_cache) + group.head * p.head_size * block_size;
 
-  unsigned by_chunks = ALL_LANES;  // the tokens, a bit each
-  if (tile.is_value) {
-    by_chunks = move_pieces<X, X>(p, access, tile, [&](int d, int start, const Position& position) {
+  unsigned by_chunks = ALL_LANES;  // a bit for each token that moves by chunks
+  if (group.is_value) {
+    by_chunks = move_pieces<X, X>(p, access, group, [&](int d, int start, const Position& position) {
       const T* source = cache + position.block * block_stride + d * block_size + position.offset;
       Transposition<T, T, X> turned;
 #pragma unroll
@@ -91,15 +92,15 @@ __global__ void __launch_bounds__(TILE_THREADS) gather_cached_kv_kernel(GatherCa
     });
   }
   const ThreadChunks chunks = thread_chunks();
-  const int64_t slot = slot_of(p.slot_mapping, p.num_tokens, tile.first_token + chunks.token);
+  const int64_t slot = slot_of(p.slot_mapping, p.num_tokens, group.first_token + chunks.token);
   if (slot < 0 || (by_chunks >> chunks.token & 1) == 0) return;
   const Position position = position_of(slot, access);
-  const T* source = cache + position.block * block_stride + position.offset * (tile.is_value ? 1 : X);
+  const T* source = cache + position.block * block_stride + position.offset * (group.is_value ? 1 : X);
   move_chunks(
       chunks.first, static_cast<int>(p.head_size) / X,
       [&](int chunk) {
         const T* of_chunk = source + chunk * X * block_size;
-        return tile.is_value ? load_each<X>(of_chunk, block_size) : load_row<X>(of_chunk, access.is_cache_aligned);
+        return group.is_value ? load_each<X>(of_chunk, block_size) : load_row<X>(of_chunk, access.is_cache_aligned);
       },
       [&](int chunk, const Chunk<T>& loaded) {
         store_row(rows + chunks.token * row_stride + chunk * X, loaded, access.are_rows_aligned);
@@ -109,9 +110,10 @@ __global__ void __launch_bounds__(TILE_THREADS) gather_cached_kv_kernel(GatherCa
 // ---- launches
 
 template <typename CacheT, typename Params>
-void launch_tiles(void (*kernel)(Params, Access), const Params& params, int64_t row_element_size, cudaStream_t stream) {
-  const int64_t num_tiles = ceil_div<int64_t>(params.num_tokens, TILE_TOKENS);
-  launch(kernel, dim3(grid_size(2 * num_tiles * params.num_kv_heads)), dim3(TILE_THREADS), 0, stream, params,
+void launch_groups(void (*kernel)(Params, Access), const Params& params, int64_t row_element_size,
+                   cudaStream_t stream) {
+  const int64_t num_groups = ceil_div<int64_t>(params.num_tokens, GROUP_TOKENS);
+  launch(kernel, dim3(grid_size(2 * num_groups * params.num_kv_heads)), dim3(GROUP_THREADS), 0, stream, params,
          make_access<CacheT>(params, row_element_size));
 }
 
@@ -120,18 +122,18 @@ void launch_tiles(void (*kernel)(Params, Access), const Params& params, int64_t 
 void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
     if (params.cache_dtype == DType::FLOAT8_E4M3) {
-      launch_tiles<float8_e4m3>(reshape_and_cache_kernel<T, float8_e4m3>, params, sizeof(T), stream);
+      launch_groups<float8_e4m3>(reshape_and_cache_kernel<T, float8_e4m3>, params, sizeof(T), stream);
     } else if (params.cache_dtype == DType::FLOAT8_E5M2) {
-      launch_tiles<float8_e5m2>(reshape_and_cache_kernel<T, float8_e5m2>, params, sizeof(T), stream);
+      launch_groups<float8_e5m2>(reshape_and_cache_kernel<T, float8_e5m2>, params, sizeof(T), stream);
     } else {
-      launch_tiles<T>(reshape_and_cache_kernel<Bits<T>, Bits<T>>, params, sizeof(T), stream);
+      launch_groups<T>(reshape_and_cache_kernel<Bits<T>, Bits<T>>, params, sizeof(T), stream);
     }
   });
 }
 
 void gather_cached_kv(const GatherCachedKvParams& params, cudaStream_t stream) {
   dispatch_dtype(params.dtype,
-                 [&]<typename T>() { launch_tiles<T>(gather_cached_kv_kernel<Bits<T>>, params, sizeof(T), stream); });
+                 [&]<typename T>() { launch_groups<T>(gather_cached_kv_kernel<Bits<T>>, params, sizeof(T), stream); });
 }
 
 }  // namespace pagedattn::cuda

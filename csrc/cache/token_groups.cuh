@@ -1,6 +1,6 @@
-// How the blocks of reshape_and_cache and gather_cached_kv part the work. A block has a tile: a warp's number of
-// consecutive tokens, one KV head, their keys or their values. Its threads take it by pieces of the value cache where
-// these are whole, else by chunks of tokens.
+// How reshape_and_cache and gather_cached_kv share out their work on a GPU. A thread block has a token group: a warp's
+// number of consecutive tokens, and the keys or the values of one KV head. Its threads move whole pieces of the value
+// cache where the tokens fill them, and chunks of single tokens elsewhere.
 #pragma once
 
 #include <bit>
@@ -10,17 +10,17 @@
 
 namespace pagedattn::cuda {
 
-constexpr int TILE_TOKENS = WARP_SIZE;  // a lane for each
-constexpr int TILE_THREADS = 128;
-constexpr int TILE_WARPS = TILE_THREADS / WARP_SIZE;
-constexpr int BYTES_UNDER_WAY = 64;  // of a thread that moves chunks
+constexpr int GROUP_TOKENS = WARP_SIZE;  // one for each lane
+constexpr int GROUP_THREADS = 128;
+constexpr int GROUP_WARPS = GROUP_THREADS / WARP_SIZE;
+constexpr int BYTES_UNDER_WAY = 64;  // in a thread that moves chunks
 
-// What the host found out.
+// How the memory may be accessed. The host finds out.
 struct Access {
   int block_size_log2;
   bool are_rows_aligned;  // to 16 bytes, in every head of every token
   bool is_cache_aligned;  // to 16 bytes, in every chunk
-  bool do_pieces_fit;     // 16 bytes of the value cache are elements of one block
+  bool do_pieces_fit;     // 16 aligned bytes of the value cache are tokens of one block
 };
 
 template <typename CacheT, typename Params>
@@ -46,29 +46,29 @@ __device__ inline Position position_of(int64_t slot, const Access& access) {
   return {slot >> access.block_size_log2, static_cast<int>(slot & ((int64_t{1} << access.block_size_log2) - 1))};
 }
 
-struct Tile {
+struct TokenGroup {
   int64_t first_token;
   int64_t head;
   bool is_value;
 };
 
-// Grid: tiles of tokens x KV heads x (keys, values), the last one fastest.
-__device__ inline Tile block_tile(int64_t num_kv_heads) {
+// Grid: groups of tokens x KV heads x (keys, values), the last one fastest.
+__device__ inline TokenGroup group_of_block(int64_t num_kv_heads) {
   const auto num_heads = static_cast<unsigned>(num_kv_heads);
-  const unsigned head_of_tile = blockIdx.x / 2;
-  return {int64_t{head_of_tile / num_heads} * TILE_TOKENS, head_of_tile % num_heads, blockIdx.x % 2 == 1};
+  const unsigned head_of_group = blockIdx.x / 2;
+  return {int64_t{head_of_group / num_heads} * GROUP_TOKENS, head_of_group % num_heads, blockIdx.x % 2 == 1};
 }
 
-// Negative for padding, and past the last token.
+// The slot of a token. Negative for padding and past the last token.
 __device__ inline int64_t slot_of(const int64_t* slot_mapping, int64_t num_tokens, int64_t token) {
   return token < num_tokens ? slot_mapping[token] : -1;
 }
 
-// A thread's place among the 16-byte chunks of a tile: those of one token, from `first` on. A warp has 8 tokens x 4
-// chunks, neighbouring tokens in neighbouring lanes: as chunks lie in the key cache.
+// The chunks of a thread: 16 bytes each, of one token, every STEP-th from `first` on. A warp has 8 tokens x 4 chunks.
+// Adjacent lanes have adjacent tokens, as in the key cache.
 struct ThreadChunks {
   static constexpr int STEP = 4;
-  int token;  // of the tile
+  int token;  // of the group
   int first;
 };
 
@@ -77,9 +77,9 @@ __device__ inline ThreadChunks thread_chunks() {
   return {warp * 8 + lane % 8, lane / 8};
 }
 
-static_assert(TILE_WARPS * 8 == TILE_TOKENS);
+static_assert(GROUP_WARPS * 8 == GROUP_TOKENS);
 
-// write(chunk, read(chunk)) for a thread's chunks below `end`, with several reads under way.
+// Calls write(chunk, read(chunk)) for a thread's chunks below `end`, with several reads under way.
 template <typename Read, typename Write>
 __device__ void move_chunks(int first, int end, Read read, Write write) {
   using Loaded = decltype(read(0));
@@ -97,12 +97,13 @@ __device__ void move_chunks(int first, int end, Read read, Write write) {
   }
 }
 
-// How the tokens of a tile lie in the value cache. All lanes have the same but for `slot`, their token's.
+// Which tokens of a group fill pieces of the value cache. A piece is PIECE adjacent slots, 16 bytes for each element.
+// All members but `slot` are the same in every lane.
 template <int PIECE>
 struct Pieces {
-  int64_t slot;
+  int64_t slot;     // of the lane's token
   unsigned starts;  // bit t: tokens t, t + 1, ... are a piece
-  unsigned rest;    // tokens of no piece
+  unsigned rest;    // bit t: token t is in no piece
 
   __device__ Pieces(int64_t lane_slot, bool do_pieces_fit) : slot(lane_slot) {
     const int64_t next_slot = __shfl_down_sync(ALL_LANES, slot, 1);
@@ -125,26 +126,27 @@ struct Pieces {
     return __ffs(static_cast<int>(later)) - 1;
   }
 
-  // The slot of that token, or 0. All lanes take part.
+  // The slot of token `start`, or 0 if there is none. All lanes take part.
   __device__ int64_t slot_at(int start) const {
     const int64_t result = __shfl_sync(ALL_LANES, slot, max(start, 0));
     return start >= 0 ? result : 0;
   }
 };
 
-// move(d, start, position) for each piece of a tile and every ELEMENTS-th element d of the head, a thread each; `start`
-// is the piece's first token, at `position` of the cache. Returns the tokens of no piece.
+// Calls move(d, start, position) for each piece of a group and every ELEMENTS-th element d of the head, a thread for
+// each call. `start` is the first token of the piece, and lies at `position` of the cache. Returns a bit for each token
+// that is in no piece.
 template <int PIECE, int ELEMENTS, typename Params, typename Move>
-__device__ unsigned move_pieces(const Params& p, const Access& access, const Tile& tile, Move move) {
-  constexpr int NUM_PIECES = TILE_TOKENS / PIECE;
+__device__ unsigned move_pieces(const Params& p, const Access& access, const TokenGroup& group, Move move) {
+  constexpr int NUM_PIECES = GROUP_TOKENS / PIECE;
   const int lane = static_cast<int>(threadIdx.x) % WARP_SIZE;
-  const Pieces<PIECE> pieces(slot_of(p.slot_mapping, p.num_tokens, tile.first_token + lane), access.do_pieces_fit);
+  const Pieces<PIECE> pieces(slot_of(p.slot_mapping, p.num_tokens, group.first_token + lane), access.do_pieces_fit);
   if (pieces.starts != 0) {
     const int start = pieces.start(static_cast<int>(threadIdx.x) % NUM_PIECES);
     const Position position = position_of(pieces.slot_at(start), access);
     const int head_size = start >= 0 ? static_cast<int>(p.head_size) : 0;
     for (int d = static_cast<int>(threadIdx.x) / NUM_PIECES * ELEMENTS; d < head_size;
-         d += TILE_THREADS / NUM_PIECES * ELEMENTS) {
+         d += GROUP_THREADS / NUM_PIECES * ELEMENTS) {
       move(d, start, position);
     }
   }
