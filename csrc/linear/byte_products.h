@@ -1,5 +1,4 @@
-// What the products of quantized rows with panels of quantized weights share: sums of 4 products of bytes, tiles of
-// rows.
+// What linear_int8 and linear_int4 share: sums of 4 products of bytes, and tiles of rows.
 #pragma once
 
 #include "linear/linear_quantized.h"
@@ -8,8 +7,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// What leaves registers for operands. A single tile may have more rows than several have each: it is bound by memory,
-// and reads fewer panels side by side.
+// So many rows leave registers for the operands. A single tile is bound by memory: it may have more rows than one of
+// several tiles, and reads fewer panels side by side.
 constexpr int MAX_TILE_ROWS = VEC_BYTES == 64 ? 6 : 4;
 constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES == 64 ? 12 : 4;
 
@@ -17,13 +16,13 @@ constexpr int max_tile_rows(int64_t num_rows) {
   return num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
 }
 
-// Panels that a single tile meets at once, each a stream of memory.
+// How many panels a single tile is multiplied with at once. Each panel is a stream of memory.
 constexpr int panels_at_once(int rows) { return rows <= MAX_TILE_ROWS ? TILE_PANELS : 2; }
 
 PAGEDATTN_INLINE UintVec broadcast_quad(const int8_t* codes) { return UintVec{} + load_as<uint32_t>(codes); }
 
-// Adds the products of the weights of VEC_SIZE columns with a quad of codes, the same for each column. Modulo 2^32: the
-// sums fit when the 128s have been taken off.
+// Each of VEC_SIZE columns has 4 weights. Adds their products with a quad of codes, which is the same for each column.
+// Sums are modulo 2^32: they fit when the 128s have been taken off.
 PAGEDATTN_INLINE UintVec add_products(UintVec sums, UintVec weights, UintVec codes) {
 #if defined(__AVX512VNNI__)
   return (UintVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)codes);
@@ -39,7 +38,7 @@ PAGEDATTN_INLINE UintVec add_products(UintVec sums, UintVec weights, UintVec cod
 #endif
 }
 
-// Tiles as for_each_tile makes them.
+// The tile that a row belongs to, as for_each_tile makes tiles.
 PAGEDATTN_INLINE int64_t first_row_of_tile(int64_t num_rows, int64_t row) {
   return row - row % max_tile_rows(num_rows);
 }
@@ -47,12 +46,13 @@ PAGEDATTN_INLINE int64_t rows_of_tile(int64_t num_rows, int64_t first_row) {
   return smaller(num_rows - first_row, max_tile_rows(num_rows));
 }
 
-// The codes of a row: tile by tile, the quads of the rows of a tile side by side.
+// Where the codes of a row lie. Codes lie tile by tile, and in a tile quad by quad: the quads of all its rows are side
+// by side.
 struct RowCodes {
   int8_t* first;
   int64_t quad_stride;
 
-  // VEC_SIZE of them, from element `i` of the row on.
+  // Stores VEC_SIZE codes, from element `i` of the row on.
   PAGEDATTN_INLINE void store(int64_t i, IntVec codes) const {
     const ByteVec bytes = __builtin_convertvector((UintVec)codes, ByteVec);
     uint32_t quads[VEC_SIZE / QUAD];
@@ -70,7 +70,7 @@ PAGEDATTN_INLINE RowCodes row_codes(const Params& p, int64_t row) {
   return {p.codes + tile * p.code_stride + (row - tile) * QUAD, rows_of_tile(p.num_rows, tile) * QUAD};
 }
 
-// Calls tile.operator()<ROWS>(row) for tiles of MAX_ROWS rows, and once for those that are left.
+// Calls tile.operator()<ROWS>(row) for tiles of MAX_ROWS rows, and once for the rows that are left.
 template <int MAX_ROWS, typename Tile>
 PAGEDATTN_INLINE void for_each_tile(int64_t row, int64_t num_rows, const Tile& tile) {
   for (; row + MAX_ROWS <= num_rows; row += MAX_ROWS) tile.template operator()<MAX_ROWS>(row);

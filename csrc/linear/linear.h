@@ -1,6 +1,6 @@
-// What the linear ops share: rows that go in and come out, and panels of output features between them. A packed weight
-// consists of panels, each read from front to back, a step along in_features at a time. What the last panel has too
-// many is zero.
+// What the linear ops share: rows of input, rows of output, and a packed weight. A packed weight consists of panels of
+// LINEAR_PANEL output features. A panel is read from front to back, a step along in_features at a time. Where the last
+// panel has more features than the weight, they are zero.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,11 @@ namespace pagedattn {
 
 constexpr int LINEAR_PANEL = 16;  // output features
 
-// Rows that share a pass over the weights, at most: beside these, reading the weights again costs nothing.
+// At most so many rows share a pass over the weights. Beside the work for so many rows, reading the weights again costs
+// nothing.
 constexpr int64_t LINEAR_CHUNK_ROWS = 128;
 
-// What a kernel takes is a chunk of rows.
+// A kernel gets one chunk of the op's rows.
 struct LinearParams {
   DType dtype;  // of input and out
   int64_t num_rows;

@@ -1,6 +1,6 @@
 // A weight is (code - zero) * scale, with codes and zeros of 4 bits, and one scale and zero for each group of a column.
-// In a block of 32 elements all is summed in integers, exactly; blocks are summed in fp32, one after the other, so a
-// row's results do not depend on the rows beside it.
+// The products of a block of 32 elements are summed in integers, exactly. The sums of blocks are added in fp32, block
+// after block, so a row's results do not depend on the rows beside it.
 #include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
@@ -13,9 +13,9 @@ namespace {
 constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
-constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // in flight, of all panels at once
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
-// Sums of a block. Without VNNI they are 16 bits wide, two for each column: at most 16 products of at most 15 * 127.
+// The sums of a block. Without VNNI, a column has two sums of 16 bits, each of at most 16 products of at most 15 * 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
@@ -40,7 +40,7 @@ PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintV
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) { return (IntVec)sums; }
 #endif
 
-// Codes of a block of PANELS panels as they lie in memory. Quads come in pairs, which share bytes.
+// The codes of a block of PANELS panels, as they lie in memory. The two quads of a pair share bytes.
 template <int PANELS>
 struct PackedCodes {
   const uint8_t* bytes;
@@ -53,7 +53,7 @@ struct PackedCodes {
   }
 };
 
-// The same, a byte each: for several tiles of rows.
+// The same codes, a byte for each. Several tiles of rows share them.
 template <int PANELS>
 struct UnpackedCodes {
   UintVec quads[PAIRS_PER_BLOCK][2][PANELS * PANEL_VECS];
@@ -75,7 +75,7 @@ PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) {
   return LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
 }
 
-// What a group of each panel has in common.
+// The scales and zeros of one group of each panel.
 template <int PANELS>
 struct Group {
   Vec scales[PANELS * PANEL_VECS];
@@ -98,7 +98,7 @@ PAGEDATTN_INLINE Group<PANELS> load_group(const uint8_t* panel_scales, int64_t p
   return group;
 }
 
-// Adds the products of a block with ROWS rows to their sums, [ROWS][PANELS * PANEL_VECS].
+// Adds the products of a block with ROWS rows to sums [ROWS][PANELS * PANEL_VECS].
 template <int ROWS, int PANELS, typename Codes>
 PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
                                const QuantizedBlock* blocks, Vec* sums) {
@@ -161,7 +161,7 @@ void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t pan
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = tile_sums[i];
 }
 
-// Those of several, which take blocks that are unpacked once for all.
+// The sums of several tiles. Each block is unpacked once for all tiles.
 template <int PANELS>
 void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;

@@ -1,8 +1,10 @@
-// Each of the 16 columns of a panel has 4 adjacent weights, which meet 4 codes of a row, in int32: exact, so a row's
-// results do not depend on the rows beside it. The instructions for it want one factor without a sign. That is the
-// weight, 128 too large; 128 times the sum of a row's codes is taken off at the end.
+// 4 adjacent weights of each of the 16 columns of a panel are multiplied with 4 codes of a row. The products are summed
+// in int32, which is exact, so a row's results do not depend on the rows beside it. The instructions for such products
+// take one factor without a sign. This factor is the weight, stored 128 too large. 128 times the sum of a row's codes
+// is taken off at the end.
 //
-// A tile of rows passes over a block of some panels, then the next tile, which finds the block in the nearest cache.
+// One tile of rows after another passes over a block of some panels. All tiles but the first find the block in the
+// nearest cache.
 #include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
@@ -13,13 +15,14 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
-constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;   // of all panels of a tile 16 KiB, half of the nearest cache
-constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 768;  // in flight for a single tile, of all panels at once
+constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;   // 16 KiB of all panels of a tile, half of the nearest cache
+constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 768;  // under way for a single tile, of all panels together
 
-// Without VNNI two products are added in 16 bits, with saturation, before they become 32. Two adjacent codes whose sum
-// is at most this never come so far; what is more goes into an ExcessQuad, which the row's panels take in one by one.
-// Of 768 normally distributed elements it is 2% of the pairs. Factors of 16 bits, without a limit, took 1.15 times as
-// long then on a Zen 3; and 0.8 times as long for evenly distributed elements, of which 25% of the pairs are too large.
+// Without VNNI, two products are added in 16 bits, with saturation, before they are widened to 32. A pair of adjacent
+// codes whose sum is at most this never saturates. The excess of a pair goes into an ExcessQuad, which is multiplied
+// separately. Of rows of 768 normally distributed elements, 2% of the pairs have an excess; 16-bit factors, which need
+// no limit, took 1.15 times as long for these rows on a Zen 3. Of evenly distributed elements, 25% of the pairs have an
+// excess; 16-bit factors took 0.8 times as long.
 constexpr int MAX_PAIR_SUM = 128;
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 constexpr bool LIMITS_PAIRS = true;
@@ -27,8 +30,8 @@ constexpr bool LIMITS_PAIRS = true;
 constexpr bool LIMITS_PAIRS = false;
 #endif
 
-// Adds the products of `num_quads` quads of ROWS rows with PANELS panels to their sums, [ROWS][PANELS * PANEL_VECS].
-// Calls prefetch(quad) for each.
+// Adds the products of `num_quads` quads of ROWS rows with PANELS panels to row_sums [ROWS][PANELS * PANEL_VECS]. Calls
+// prefetch(quad) for each quad.
 template <int ROWS, int PANELS, typename Prefetch>
 void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads, const int8_t* codes,
               const Prefetch& prefetch, UintVec* row_sums) {
@@ -61,7 +64,7 @@ void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads, co
   }
 }
 
-// Adds the excess of each row to its sums.
+// Adds the products of each row's excess quads to the row's sums.
 template <int PANELS>
 void add_excess(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
@@ -95,7 +98,7 @@ void sum_one_tile(const LinearInt8Params& p, const uint8_t* weights, int64_t num
   add_tile<ROWS, PANELS>(weights, panel_bytes, num_quads, p.codes, prefetch, sums);
 }
 
-// Those of several.
+// The sums of several tiles.
 template <int PANELS>
 void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_t num_quads, UintVec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
@@ -133,7 +136,7 @@ void write_panels(const LinearInt8Params& p, int64_t first_column, const UintVec
   });
 }
 
-// Takes from the pairs of a row what is too much for them; returns the number of quads that have such a pair.
+// Moves the excess of a row's pairs into `excess`. Returns the number of quads that have an excess.
 int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
   const auto excess_of = [](const int8_t* pair) {
     const int sum = pair[0] + pair[1];
@@ -145,7 +148,7 @@ int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
     const int first = excess_of(codes), second = excess_of(codes + 2);
     if ((first | second) == 0) [[likely]]
       continue;
-    // The codes of such a pair have the same sign, so its second one only becomes smaller.
+    // The two codes of a pair with an excess have the same sign, so the second code only comes closer to zero.
     codes[1] = static_cast<int8_t>(codes[1] - first);
     codes[3] = static_cast<int8_t>(codes[3] - second);
     excess[count++] = {static_cast<int32_t>(quad), {0, static_cast<int8_t>(first), 0, static_cast<int8_t>(second)}};

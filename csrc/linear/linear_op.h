@@ -1,5 +1,5 @@
-// What the linear ops share: their arguments `input`, `out_features` and `bias`, what they return, and how they go
-// about it.
+// What the linear ops share: the arguments `input`, `out_features` and `bias`, the tensor that is returned, and the
+// loop over chunks of rows.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline void set_out_features(const Door& door, LinearParams& params, int64_t out
   params.out_features = out_features;
 }
 
-// For params.out_features.
+// params.out_features is set already.
 inline void set_bias(const Door& door, LinearParams& params, const std::optional<Tensor>& bias) {
   if (!bias.has_value()) return;
   door.dtype("bias", *bias, ScalarType::Float);
@@ -39,7 +39,7 @@ inline void set_bias(const Door& door, LinearParams& params, const std::optional
   params.bias = bias->const_data_ptr<float>();
 }
 
-// The tensor that the op returns, [..., out_features] of input's dtype: after all checks.
+// The tensor that the op returns, [..., out_features] of input's dtype. To be called after all checks.
 inline Tensor new_out(LinearParams& params, const Tensor& input) {
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = params.out_features;
@@ -51,11 +51,11 @@ inline Tensor new_out(LinearParams& params, const Tensor& input) {
 template <typename Params>
 using LinearKernel = void (*)(const Params& params, int64_t begin, int64_t end);
 
-// Chunk by chunk of rows: prepare_rows takes ranges of them, then multiply takes ranges of panels.
+// For each chunk of rows: prepare_rows takes ranges of its rows, then multiply takes ranges of panels.
 template <typename Params>
 void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<Params> multiply) {
   constexpr int64_t PANELS_PER_ITEM = 4;  // as many as a kernel takes at once
-  if (params.out_features == 0) return;   // of any number of rows, as an expanded input may have
+  if (params.out_features == 0) return;   // however many rows an expanded input has
   const int64_t num_rows = params.num_rows, num_panels = num_panels_of(params.out_features);
   const int64_t num_items = ceil_div(num_panels, PANELS_PER_ITEM);
   const int64_t row_bytes = params.input_stride * element_size(params.dtype);

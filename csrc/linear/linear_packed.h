@@ -6,20 +6,21 @@
 
 namespace pagedattn {
 
-constexpr int64_t MAX_PACKED_BLOCK = 256;  // elements along in_features, whatever the kernel
+constexpr int64_t MAX_PACKED_BLOCK = 256;  // elements along in_features; a multiple of each kernel's block
 
 struct LinearPackedParams : LinearParams {
   DType weight_dtype;
   const void* packed_weight;  // [num_panels, in_features, LINEAR_PANEL]
 
-  // Scratch: the rows as they meet the weights, in fp32 or in pairs of bf16. [blocks of in_features, num_rows, steps of
-  // a block]; of num_rows times in_features floats, up to a whole MAX_PACKED_BLOCK.
+  // Scratch: the rows as they are multiplied, in fp32 or in pairs of bf16, [blocks of in_features, num_rows, steps of a
+  // block]. Its size is num_rows times in_features floats, with in_features rounded up to a multiple of
+  // MAX_PACKED_BLOCK.
   void* rows;
 };
 
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(convert_rows, const LinearPackedParams& params, int64_t begin, int64_t end)
-// Panels [begin, end), for rows that are converted.
+// Panels [begin, end). The rows are converted already.
 PAGEDATTN_DECLARE_CPU_KERNEL(linear_packed, const LinearPackedParams& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

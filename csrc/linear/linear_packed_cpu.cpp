@@ -1,12 +1,12 @@
-// Few rows read each weight once and are bound by that; many are bound by multiply-adds. So a tile of sums stays in
-// registers along in_features: as many rows as there are registers for, by one panel of output features, by several
-// where rows are few, so that the additions to one sum hide behind those to others, and by 4 where a panel is one
-// vector wide. Several tiles go together, block by block along in_features: each finds the block of weights in the
-// nearest cache.
+// Few rows are bound by memory: each weight is read once. Many rows are bound by multiply-adds, so a tile of sums stays
+// in registers along in_features. A tile has as many rows as there are registers for, by one panel of output features,
+// or by 4 panels where a panel is one vector wide. Where rows are few, a tile has several panels, so that the additions
+// to one sum hide behind the additions to other sums. Several tiles go together, block by block along in_features, and
+// all but the first find the block of weights in the nearest cache.
 //
-// Rows and weights meet in fp32, or in bf16 where both are and the CPU has an instruction for their products. The
-// products of a block are one chain of additions, and the blocks are added in their order, whatever the tile: the bits
-// of a row do not depend on the rows beside it.
+// Rows and weights are multiplied in fp32, or in bf16 where both are bf16 and the CPU has an instruction for their
+// products. The products of a block are one chain of additions, and the blocks are added in their order, whatever the
+// tile: the bits of a row do not depend on the rows beside it.
 #include "cpu_memory.h"
 #include "cpu_rows.h"
 #include "dispatch.h"
@@ -16,24 +16,25 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Vectors: what leaves registers for operands.
+// In vectors. So many sums leave registers for the operands.
 constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : VEC_BYTES == 32 ? 12 : 24;
 constexpr int MAX_TILE_ROWS = NUM_SUMS / (TILE_PANELS * PANEL_VECS);
-// A single tile is bound by memory: it may have more rows, and read fewer panels side by side.
+// A single tile is bound by memory: it may have more rows, and reads fewer panels side by side.
 constexpr int MAX_SINGLE_TILE_ROWS = TILE_PANELS == 1 ? MAX_TILE_ROWS : 2 * MAX_TILE_ROWS;
-// Along in_features: 16 KiB of weights as they meet the rows, half of a first-level cache.
+// Steps along in_features. Their weights, as they are multiplied, take 16 KiB, half of a first-level cache.
 constexpr int64_t BLOCK_STEPS = 256 / TILE_PANELS;
-// In flight for a single tile, of all panels at once. Where lines are fetched into the first-level cache alone, more
-// would push each other out of it.
+// Under way for a single tile, of all panels together. Where lines are fetched into the first-level cache alone, more
+// lines would push each other out of it.
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 1024;
 // Conversions from fp16 leave the core less time to wait for the second-level cache.
 template <typename W>
 constexpr int NEAR_BYTES = VEC_BYTES == 64 && std::is_same_v<W, float16> ? 256 : 0;
 
-// What rows and weights are when they meet, step by step along in_features. Element: of converted rows, and of blocks
-// of weights that are converted once for many rows; a step has one for each row and for each feature of a panel.
+// The form in which rows and weights are multiplied, step by step along in_features. Converted rows consist of
+// Elements, and so do blocks of weights that are converted once for many rows. A step has one Element for each row, and
+// one for each feature of a panel.
 
-// In a step one element, in fp32.
+// A step is one element, in fp32.
 struct Floats {
   using Element = float;
   static constexpr int STEP = 1;
@@ -52,12 +53,12 @@ struct Floats {
 };
 
 #if defined(__AVX512BF16__)
-// In a step two elements, as they are. One instruction adds both products to a sum in fp32; denormals count as zeros.
+// A step is two elements, in bf16. One instruction adds both products to a sum in fp32; denormals count as zeros.
 struct Bfloat16Pairs {
   using Element = uint32_t;
   static constexpr int STEP = 2;
 
-  // In a packed weight the second elements of all features of a panel follow the first ones.
+  // In a packed weight, the second elements of all features of a panel follow the first elements of all features.
   static PAGEDATTN_INLINE Vec load_weights(const bfloat16* weights) {
     const UintVec side_by_side = (UintVec)iota() * 0x10001 + 0x100000;  // 0, 16, 1, 17, ... in 16 bits each
     return (Vec)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)side_by_side, load_as<__m512i>(weights));
@@ -74,11 +75,11 @@ struct Bfloat16Pairs {
 };
 #endif
 
-// Weights of a panel that a step meets.
+// The number of weights of a panel in one step.
 template <typename Operands, typename W>
 constexpr int STEP_SIZE = std::is_same_v<W, typename Operands::Element> ? LINEAR_PANEL : Operands::STEP * LINEAR_PANEL;
 
-// Tiles of rows, as equal as can be.
+// Tiles of rows, as equal in size as can be.
 struct Tiles {
   int64_t num_rows;
   int64_t num_tiles;
@@ -90,7 +91,7 @@ struct Tiles {
   int64_t rows_of(int64_t tile) const { return begin_of(tile + 1) - begin_of(tile); }
 };
 
-// Panels that a single tile meets at once, up to 4: each is a stream of memory.
+// How many panels a single tile is multiplied with at once, up to 4. Each panel is a stream of memory.
 constexpr int panels_at_once(int tile_rows) {
   return tile_rows > MAX_TILE_ROWS ? 2 : static_cast<int>(smaller(NUM_SUMS / (PANEL_VECS * tile_rows), 4));
 }
@@ -211,7 +212,8 @@ void several_tiles(const LinearPackedParams& p, int64_t panel) {
     if constexpr (TILE_PANELS == 1 || std::is_same_v<W, Element>) {
       add_tiles(block, panel_size);
     } else {
-      // Once for all tiles: beside so few rows each would spend a sixth of its time on it.
+      // Converts the block once for all tiles. A tile has so few rows that it would spend a sixth of its time on the
+      // conversion.
       constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * LINEAR_PANEL;
       alignas(64) Element converted[PANELS * BLOCK_SIZE];
       for (int i = 0; i < PANELS; ++i) {

@@ -1,6 +1,6 @@
 // linear_int8 and linear_int4: parameters and kernels. They have no CUDA kernels.
 //
-// Rows of input become 8-bit integers first, in chunks that stay in a cache while the panels pass by.
+// Rows of input are converted to 8-bit integers first, in chunks that stay in a cache while the panels are read.
 #pragma once
 
 #include "cpu_dispatch.h"
@@ -8,24 +8,24 @@
 
 namespace pagedattn {
 
-constexpr int QUAD = 4;            // elements of a row that meet adjacent weights
-constexpr int CODE_MULTIPLE = 16;  // codes are written so many or fewer at a time
+constexpr int QUAD = 4;            // adjacent elements of a row, multiplied with adjacent weights
+constexpr int CODE_MULTIPLE = 16;  // at most so many codes are written at a time
 
-constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // so many products of at most 128 * 127 have a sum below 2^31
+constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // the sum of so many products of at most 128 * 127 is below 2^31
 
-// Codes of a quad that add to those that the row has there.
+// Codes of a quad, to be added to the codes of the row.
 struct ExcessQuad {
   int32_t quad;
   int8_t codes[QUAD];
 };
 
 struct LinearInt8Params : LinearParams {
-  const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each 128 more than it is
+  const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each stored 128 too large
   const float* weight_scales;  // [out_features]
 
   // Scratch: the quantized rows.
   int8_t* codes;          // tiles of [code_stride / 4, rows of the tile, 4]
-  int64_t code_stride;    // in_features, up to a whole CODE_MULTIPLE
+  int64_t code_stride;    // in_features, rounded up to a multiple of CODE_MULTIPLE
   float* row_scales;      // [num_rows]
   int32_t* code_sums;     // [num_rows]
   ExcessQuad* excess;     // [num_rows, ceil(in_features / 4)]
@@ -39,9 +39,9 @@ struct QuantizedBlock {
   float sum_of_codes;
 };
 
-// In a packed weight a group of a panel is its blocks, then 16 scales, float16 or float32, then 16 zeros, a byte each.
-// A block is [4, 16, 4] bytes for 4 pairs of quads: the first quad of a pair in the low bits, the second in the high
-// ones.
+// In a packed weight, a group of a panel consists of its blocks, then 16 scales in float16 or float32, then 16 zeros of
+// a byte each. A block is [4, 16, 4] bytes for 4 pairs of quads. The low bits of a byte are from the first quad of a
+// pair, the high bits from the second quad.
 struct LinearInt4Params : LinearParams {
   const uint8_t* weight;  // [num_panels, num_groups, bytes of a group]
   int64_t num_groups;
@@ -56,7 +56,7 @@ struct LinearInt4Params : LinearParams {
 
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
-// Panels [begin, end), for rows that are quantized.
+// Panels [begin, end). The rows are quantized already.
 PAGEDATTN_DECLARE_CPU_KERNEL(linear_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
 
 PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int4, const LinearInt4Params& params, int64_t begin, int64_t end)

@@ -1,7 +1,8 @@
-// What the kernels of the linear layers share: tiles of rows by panels.
+// What the kernels of the linear ops share: tiles and panels. In this folder, a tile is a register tile: the sums of a
+// few rows by the output features of a few panels, which stay in registers while weights are read along in_features.
 //
-// Many rows are bound by multiply-adds, and next to that by loads: with 4 vectors of weights for each element of a row,
-// a tile of 6 rows takes 10 loads for 24 multiply-adds.
+// Many rows are bound by multiply-adds, and after that by loads. With 4 vectors of weights for each element of a row, a
+// tile of 6 rows takes 10 loads for 24 multiply-adds.
 #pragma once
 
 #include "cpu_memory.h"
@@ -11,11 +12,12 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int PANEL_VECS = LINEAR_PANEL / VEC_SIZE;
-constexpr int TILE_PANELS = PANEL_VECS == 1 ? 4 : 1;  // where there are several tiles of rows
+constexpr int TILE_PANELS = PANEL_VECS == 1 ? 4 : 1;  // of a tile, where there are several tiles of rows
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Calls body.operator()<PANELS>(panel) for so many panels at a time, and <1> for those that are left.
+// Calls body.operator()<PANELS>(panel) for PANELS panels at a time, and body.operator()<1>(panel) for the panels that
+// are left.
 template <int PANELS, typename Body>
 PAGEDATTN_INLINE void for_each_panels(int64_t begin, int64_t end, const Body& body) {
   int64_t panel = begin;
@@ -25,7 +27,7 @@ PAGEDATTN_INLINE void for_each_panels(int64_t begin, int64_t end, const Body& bo
   }
 }
 
-// Calls body.operator()<ROWS>() for the rows of a tile.
+// Calls body.operator()<tile_rows>(), where tile_rows is from 1 to ROWS.
 template <int ROWS, typename Body>
 PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, const Body& body) {
   if constexpr (ROWS > 1) {
@@ -34,8 +36,9 @@ PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, const Body& body) {
   body.template operator()<ROWS>();
 }
 
-// Calls one_tile.operator()<ROWS, PANELS>(panel) for these panels where the rows are a single tile, which meets
-// PANELS_AT_ONCE(ROWS) of them; else several_tiles.operator()<PANELS>(panel).
+// For panels [begin, end). If the rows are a single tile, calls one_tile.operator()<ROWS, PANELS>(panel) for
+// PANELS_AT_ONCE(ROWS) panels at a time; otherwise calls several_tiles.operator()<PANELS>(panel) for TILE_PANELS panels
+// at a time.
 template <int MAX_SINGLE_TILE_ROWS, auto PANELS_AT_ONCE, typename OneTile, typename SeveralTiles>
 PAGEDATTN_INLINE void dispatch_tiles(int64_t num_rows, int64_t begin, int64_t end, const OneTile& one_tile,
                                      const SeveralTiles& several_tiles) {
@@ -46,16 +49,17 @@ PAGEDATTN_INLINE void dispatch_tiles(int64_t num_rows, int64_t begin, int64_t en
   });
 }
 
-// Fetches ahead for what reads PANELS panels side by side: so many BYTES of all together, and at their end the first
-// ones of the panels that come next. The hardware fetches ahead within a page of 4 KiB only. With
-// NEAR_BYTES, lines so far ahead in each panel go on from the second-level cache into the first.
+// Fetches ahead for a loop that reads PANELS panels side by side, as the hardware fetches ahead only within a page of 4
+// KiB. BYTES are under way, of all panels together. At the end of the panels, the first bytes of the next panels are
+// fetched. With NEAR_BYTES, lines that are so far ahead in each panel move on from the second-level cache into the
+// first.
 template <int PANELS, int BYTES, int NEAR_BYTES = 0>
 class FetchAhead {
  public:
   PAGEDATTN_INLINE FetchAhead(const void* panels, int64_t panel_bytes)
       : panel_bytes_(panel_bytes), end_(static_cast<const char*>(panels) + panel_bytes) {}
 
-  // address: where the first panel is read.
+  // address: where the first panel is being read.
   PAGEDATTN_INLINE void operator()(const void* address) const {
     const char* ahead = static_cast<const char*>(address) + BYTES / PANELS;
     if (ahead >= end_) ahead += (PANELS - 1) * panel_bytes_;
@@ -73,9 +77,10 @@ class FetchAhead {
   const char* end_;
 };
 
-// Calls add(prefetch), with prefetch(step) for each step of a block, for a tile of several, PANELS / 2 or more: each of
-// the first ones fetches the next block of one panel or, if the tiles are fewer than the panels, of two, as all at once
-// would wait for memory. A step has STEP_SIZE weights.
+// Calls add(prefetch) for one of several tiles, which are PANELS / 2 or more. add calls prefetch(step) for each step of
+// a block. To fetch the next block of all panels at once would wait for memory, so the first tiles share this: each
+// fetches the next block of one panel, or of two panels if the tiles are fewer than the panels. A step has STEP_SIZE
+// weights.
 template <int PANELS, int STEP_SIZE, typename W, typename Add>
 PAGEDATTN_INLINE void fetch_next_block(int64_t tile, int64_t num_tiles, const W* next_block, int64_t panel_size,
                                        const Add& add) {

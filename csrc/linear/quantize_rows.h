@@ -1,4 +1,4 @@
-// Elements to 8-bit integers with a scale of their own: what both quantized linear layers do with their input.
+// Quantizes elements to 8-bit integers with one scale. linear_int8 and linear_int4 do so with their input.
 #pragma once
 
 #include "cpu_memory.h"
@@ -8,11 +8,11 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr float MAX_CODE = 127.0f;
-// Elements that are all smaller count as zeros: MAX_CODE divided by them could be infinite.
+// If all elements are smaller, they count as zeros: MAX_CODE divided by the largest could be infinite.
 constexpr float MIN_LARGEST = 0x1p-119f;
 
 struct Quantized {
-  float scale;         // element = code * scale; NaN if one of them is not finite
+  float scale;         // element = code * scale; NaN if an element is not finite
   float sum_of_codes;  // exact for up to 2^17 codes
 };
 
@@ -30,8 +30,8 @@ PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
   return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
 }
 
-// Calls store(i, codes) with round(x * 127 / max|x|) for each of `size` elements, and zeros behind them up to a whole
-// vector.
+// Calls store(i, codes) with round(x * 127 / max|x|) for each of `size` elements, and with zeros for the rest of the
+// last vector.
 template <typename T, typename Store>
 PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store) {
   // Ordered as integers, infinity and NaN are larger than any finite magnitude.
