@@ -141,43 +141,44 @@ inline void dispatch_access(DType dtype, bool is_aligned, const Function& functi
   });
 }
 
-// ---- tiles of [num_rows, num_columns], for kernels in which a thread needs no other. A column is N elements wide
+// ---- grids over [num_rows, num_columns], for kernels whose threads work alone. A column is N elements wide
 
-// A block covers blockDim.x columns of num_rows_per_thread * blockDim.y rows; the tiles of a row follow each other.
-struct TileGrid {
+// A thread block covers blockDim.x columns of num_rows_per_thread * blockDim.y rows. Thread blocks of the same rows
+// follow each other.
+struct RowGrid {
   static constexpr int NUM_THREADS = 256;
   dim3 grid;
   dim3 block;
-  unsigned num_column_tiles;
+  unsigned num_column_blocks;
   int num_rows_per_thread;
 };
 
-// Several rows a thread, so that it has as many loads under way; one, where there is so little to do that threads are
-// worth more.
-inline TileGrid make_tile_grid(int64_t num_rows, int64_t num_columns, int max_rows_per_thread) {
+// A thread has several rows, so that several loads are under way. It has one row where there is so little to do that
+// more threads help more.
+inline RowGrid make_row_grid(int64_t num_rows, int64_t num_columns, int max_rows_per_thread) {
   constexpr int64_t ENOUGH_BLOCKS_OF_MULTIPROCESSOR = 8;
-  TileGrid tiles{};
-  tiles.grid.x = 0;
-  if (num_rows == 0 || num_columns == 0) return tiles;
-  tiles.block.x = num_columns < WARP_SIZE ? std::bit_ceil(static_cast<unsigned>(num_columns)) : TileGrid::NUM_THREADS;
+  RowGrid row_grid{};
+  row_grid.grid.x = 0;
+  if (num_rows == 0 || num_columns == 0) return row_grid;
+  row_grid.block.x = num_columns < WARP_SIZE ? std::bit_ceil(static_cast<unsigned>(num_columns)) : RowGrid::NUM_THREADS;
   // As wide as leaves few threads past the last column.
   const auto num_idle_columns = [&] {
-    return ceil_div<int64_t>(num_columns, tiles.block.x) * tiles.block.x - num_columns;
+    return ceil_div<int64_t>(num_columns, row_grid.block.x) * row_grid.block.x - num_columns;
   };
-  while (tiles.block.x > WARP_SIZE && num_idle_columns() > num_columns / 16) tiles.block.x /= 2;
-  tiles.block.y = TileGrid::NUM_THREADS / tiles.block.x;
-  tiles.num_column_tiles = static_cast<unsigned>(ceil_div<int64_t>(num_columns, tiles.block.x));
+  while (row_grid.block.x > WARP_SIZE && num_idle_columns() > num_columns / 16) row_grid.block.x /= 2;
+  row_grid.block.y = RowGrid::NUM_THREADS / row_grid.block.x;
+  row_grid.num_column_blocks = static_cast<unsigned>(ceil_div<int64_t>(num_columns, row_grid.block.x));
   const auto num_blocks = [&](int num_rows_per_thread) {
-    return tiles.num_column_tiles * ceil_div<int64_t>(num_rows, int64_t{tiles.block.y} * num_rows_per_thread);
+    return row_grid.num_column_blocks * ceil_div<int64_t>(num_rows, int64_t{row_grid.block.y} * num_rows_per_thread);
   };
   const int64_t enough_blocks = ENOUGH_BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors();
-  tiles.num_rows_per_thread = num_blocks(max_rows_per_thread) < enough_blocks ? 1 : max_rows_per_thread;
-  tiles.grid.x = grid_size(num_blocks(tiles.num_rows_per_thread));
-  return tiles;
+  row_grid.num_rows_per_thread = num_blocks(max_rows_per_thread) < enough_blocks ? 1 : max_rows_per_thread;
+  row_grid.grid.x = grid_size(num_blocks(row_grid.num_rows_per_thread));
+  return row_grid;
 }
 
-// What a thread of a TileGrid does: row(i) for i < num_rows, at one column.
-struct ThreadTile {
+// The rows of a thread in a RowGrid: row(i) for i < num_rows, at one column.
+struct ThreadRows {
   int64_t first_row;
   int num_rows;  // none for a column past the last
   int64_t column;
@@ -185,16 +186,16 @@ struct ThreadTile {
   __device__ int64_t row(int i) const { return first_row + static_cast<int64_t>(i) * blockDim.y; }
 };
 
-__device__ inline ThreadTile thread_tile(const TileGrid& tiles, int64_t num_rows, int64_t num_columns) {
-  ThreadTile tile;
-  tile.column = static_cast<int64_t>(blockIdx.x % tiles.num_column_tiles) * blockDim.x + threadIdx.x;
-  const int64_t row_tile = blockIdx.x / tiles.num_column_tiles;
-  tile.first_row = row_tile * tiles.num_rows_per_thread * blockDim.y + threadIdx.y;
-  tile.num_rows = 0;
-  if (tile.column < num_columns) {
-    for (int i = 0; i < tiles.num_rows_per_thread; ++i) tile.num_rows += tile.row(i) < num_rows ? 1 : 0;
+__device__ inline ThreadRows thread_rows(const RowGrid& row_grid, int64_t num_rows, int64_t num_columns) {
+  ThreadRows rows;
+  rows.column = static_cast<int64_t>(blockIdx.x % row_grid.num_column_blocks) * blockDim.x + threadIdx.x;
+  const int64_t row_block = blockIdx.x / row_grid.num_column_blocks;
+  rows.first_row = row_block * row_grid.num_rows_per_thread * blockDim.y + threadIdx.y;
+  rows.num_rows = 0;
+  if (rows.column < num_columns) {
+    for (int i = 0; i < row_grid.num_rows_per_thread; ++i) rows.num_rows += rows.row(i) < num_rows ? 1 : 0;
   }
-  return tile;
+  return rows;
 }
 
 }  // namespace pagedattn::cuda

@@ -72,25 +72,25 @@ struct GeluQuick {
 };
 
 // out = Activation(input), or Activation(input from column `gate` on) * input from column `factor` on.
-// Grid: tiles of rows x columns (TileGrid).
+// Grid: rows x columns (RowGrid).
 template <typename T, int N, bool IS_GATED, typename Activation>
-__global__ void __launch_bounds__(TileGrid::NUM_THREADS)
-    activation_kernel(ActivationParams p, TileGrid tiles, int64_t gate, int64_t factor) {
-  const ThreadTile tile = thread_tile(tiles, p.num_rows, ceil_div<int64_t>(p.width, N));
-  const T* input = static_cast<const T*>(p.input) + tile.column * N;
-  T* out = static_cast<T*>(p.out) + tile.column * N;
+__global__ void __launch_bounds__(RowGrid::NUM_THREADS)
+    activation_kernel(ActivationParams p, RowGrid row_grid, int64_t gate, int64_t factor) {
+  const ThreadRows rows = thread_rows(row_grid, p.num_rows, ceil_div<int64_t>(p.width, N));
+  const T* input = static_cast<const T*>(p.input) + rows.column * N;
+  T* out = static_cast<T*>(p.out) + rows.column * N;
 
   Packed<T, N> gates[ROWS_PER_THREAD] = {}, factors[ROWS_PER_THREAD] = {};
 #pragma unroll
   for (int r = 0; r < ROWS_PER_THREAD; ++r) {
-    if (r >= tile.num_rows) break;
-    const T* row = input + tile.row(r) * p.input_stride;
+    if (r >= rows.num_rows) break;
+    const T* row = input + rows.row(r) * p.input_stride;
     gates[r] = load<N>(row + gate);
     if constexpr (IS_GATED) factors[r] = load<N>(row + factor);
   }
 #pragma unroll
   for (int r = 0; r < ROWS_PER_THREAD; ++r) {
-    if (r >= tile.num_rows) break;
+    if (r >= rows.num_rows) break;
     Floats<N> x = to_floats(gates[r]);
     const Floats<N> y = to_floats(factors[r]);
 #pragma unroll
@@ -98,16 +98,16 @@ __global__ void __launch_bounds__(TileGrid::NUM_THREADS)
       const float activated = Activation::template apply<T>(x[e]);
       x[e] = IS_GATED ? activated * y[e] : activated;
     }
-    store(out + tile.row(r) * p.out_stride, x);
+    store(out + rows.row(r) * p.out_stride, x);
   }
 }
 
 template <bool IS_GATED, typename Activation>
 void run(const ActivationParams& params, int64_t gate, int64_t factor, cudaStream_t stream) {
   const auto launch_with = [&]<typename T, int N>() {
-    const TileGrid tiles = make_tile_grid(params.num_rows, ceil_div<int64_t>(params.width, N), ROWS_PER_THREAD);
-    launch(activation_kernel<T, N, IS_GATED, Activation>, tiles.grid, tiles.block, 0, stream, params, tiles, gate,
-           factor);
+    const RowGrid row_grid = make_row_grid(params.num_rows, ceil_div<int64_t>(params.width, N), ROWS_PER_THREAD);
+    launch(activation_kernel<T, N, IS_GATED, Activation>, row_grid.grid, row_grid.block, 0, stream, params, row_grid,
+           gate, factor);
   };
   const int64_t bytes = element_size(params.dtype);
   const bool is_aligned = is_aligned_16({params.input, params.out},

@@ -1,5 +1,5 @@
-// A weighted mean of two outputs; the weights are the shares of their sums of exponentials. Each thread computes the
-// weights of its rows itself, as its loads of the outputs are under way.
+// A weighted mean of two outputs. An output's weight is its share of the sum of exponentials. Each thread computes the
+// weights of its rows itself, while its loads of the outputs are under way.
 #include <cmath>
 
 #include "attention/merge_attn_states.h"
@@ -10,19 +10,19 @@ namespace {
 
 constexpr int ROWS_PER_THREAD = 4;
 
-// Grid: tiles of (token, head) pairs x columns (TileGrid).
+// Grid: (token, head) pairs x columns (RowGrid).
 template <typename T, int N>
-__global__ void __launch_bounds__(TileGrid::NUM_THREADS)
-    merge_attn_states_kernel(MergeAttnStatesParams p, TileGrid tiles) {
-  const ThreadTile tile = thread_tile(tiles, p.num_tokens * p.num_heads, ceil_div<int64_t>(p.head_size, N));
-  const int64_t column = tile.column * N;
+__global__ void __launch_bounds__(RowGrid::NUM_THREADS)
+    merge_attn_states_kernel(MergeAttnStatesParams p, RowGrid row_grid) {
+  const ThreadRows rows = thread_rows(row_grid, p.num_tokens * p.num_heads, ceil_div<int64_t>(p.head_size, N));
+  const int64_t column = rows.column * N;
 
   Packed<T, N> prefixes[ROWS_PER_THREAD] = {}, suffixes[ROWS_PER_THREAD] = {};
   float prefix_lses[ROWS_PER_THREAD] = {}, suffix_lses[ROWS_PER_THREAD] = {};
 #pragma unroll
   for (int r = 0; r < ROWS_PER_THREAD; ++r) {
-    if (r >= tile.num_rows) break;
-    const int64_t row = tile.row(r);
+    if (r >= rows.num_rows) break;
+    const int64_t row = rows.row(r);
     prefixes[r] = load<N>(static_cast<const T*>(p.prefix_output) + row * p.head_size + column);
     suffixes[r] = load<N>(static_cast<const T*>(p.suffix_output) + row * p.head_size + column);
     prefix_lses[r] = p.prefix_lse[row];
@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(TileGrid::NUM_THREADS)
   }
 #pragma unroll
   for (int r = 0; r < ROWS_PER_THREAD; ++r) {
-    if (r >= tile.num_rows) break;
-    const int64_t row = tile.row(r);
-    // NaN of either part stays.
+    if (r >= rows.num_rows) break;
+    const int64_t row = rows.row(r);
+    // NaN of either output stays.
     const float largest = prefix_lses[r] > suffix_lses[r] ? prefix_lses[r] : suffix_lses[r];
-    // Both saw nothing: relative to 0, both weights are 0.
+    // Where both saw nothing, exponentials are relative to 0, and both weights are 0.
     const float base = largest == -INFINITY ? 0.0f : largest;
     const float prefix_sum = expf(prefix_lses[r] - base);
     const float suffix_sum = expf(suffix_lses[r] - base);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(TileGrid::NUM_THREADS)
 #pragma unroll
     for (int e = 0; e < N; ++e) merged[e] = fmaf(prefix[e], prefix_weight, suffix[e] * suffix_weight);
     store(static_cast<T*>(p.output) + row * p.head_size + column, merged);
-    if (p.output_lse != nullptr && tile.column == 0) p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum);
+    if (p.output_lse != nullptr && rows.column == 0) p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum);
   }
 }
 
@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(TileGrid::NUM_THREADS)
 
 void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream) {
   const auto launch_with = [&]<typename T, int N>() {
-    const TileGrid tiles =
-        make_tile_grid(params.num_tokens * params.num_heads, ceil_div<int64_t>(params.head_size, N), ROWS_PER_THREAD);
-    launch(merge_attn_states_kernel<T, N>, tiles.grid, tiles.block, 0, stream, params, tiles);
+    const RowGrid row_grid =
+        make_row_grid(params.num_tokens * params.num_heads, ceil_div<int64_t>(params.head_size, N), ROWS_PER_THREAD);
+    launch(merge_attn_states_kernel<T, N>, row_grid.grid, row_grid.block, 0, stream, params, row_grid);
   };
   const bool is_aligned = is_aligned_16({params.output, params.prefix_output, params.suffix_output},
                                         {params.head_size * element_size(params.dtype)});

@@ -8,7 +8,8 @@
 namespace pagedattn {
 namespace {
 
-// Every index a row of logits, and no row twice: two threads would write to it. `indices` is on the host.
+// Checks that every index is a row of logits, and that no row is named twice, as two threads would write to it.
+// `indices` is on the host.
 void check_indices(const Door& door, const Tensor& indices, int64_t num_rows) {
   const int64_t* rows = indices.const_data_ptr<int64_t>();
   std::vector<bool> has_mask(num_rows);

@@ -6,18 +6,18 @@
 
 namespace pagedattn {
 
-// Tokens that a word of a mask speaks of: bit i of word w is set where token 32 w + i is allowed.
+// How many tokens a word of a mask has bits for. Bit i of word w is set where token 32 w + i is allowed.
 constexpr int TOKENS_PER_WORD = 32;
 
 struct ApplyTokenBitmaskParams {
   DType dtype;
   int64_t num_masks;
   int64_t vocab_size;
-  void* logits;            // [num_rows, vocab_size], -inf put where a token is not allowed
+  void* logits;            // [num_rows, vocab_size]; becomes -inf where a token is not allowed
   int64_t logits_stride;   // elements between rows
   const int32_t* bitmask;  // [num_masks, at least ceil(vocab_size / TOKENS_PER_WORD)]
   int64_t bitmask_stride;
-  const int64_t* indices;  // [num_masks], the row of each mask, all different; nullptr: mask i is that of row i
+  const int64_t* indices;  // [num_masks], the row of each mask, all different; nullptr: mask i is for row i
 };
 
 // Masks [begin, end).

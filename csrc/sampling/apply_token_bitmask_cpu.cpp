@@ -1,5 +1,6 @@
-// A word of a mask at a time: where all of its tokens are allowed, logits are not touched; where none is, they are
-// written without being read; else they are read, and written back with -inf in between.
+// Takes a mask word by word. Where all tokens of a word are allowed, its logits are not touched. Where no token is
+// allowed, the logits are written without being read. Otherwise the logits are read, and are written back with -inf
+// where a token is not allowed.
 #include "sampling/apply_token_bitmask.h"
 
 #include <type_traits>
@@ -12,7 +13,7 @@ namespace {
 
 static_assert(TOKENS_PER_WORD % VEC_SIZE == 0);
 
-// VEC_SIZE elements as integers: they stay or are replaced, and nothing is computed.
+// VEC_SIZE logits as integers: a logit stays or is replaced, and nothing is computed.
 template <typename T>
 using BitsVec = std::conditional_t<sizeof(T) == 4, UintVec, ShortVec>;
 
@@ -26,7 +27,7 @@ PAGEDATTN_INLINE BitsVec<T> one_bit_a_lane() {
   }
 }
 
-// Of the TOKENS_PER_WORD logits of a word.
+// `logits` are the TOKENS_PER_WORD logits of the word.
 template <typename T>
 PAGEDATTN_INLINE void apply_word(uint32_t word, T* logits) {
   if (word == ~0u) return;
@@ -35,7 +36,7 @@ PAGEDATTN_INLINE void apply_word(uint32_t word, T* logits) {
   for (int i = 0; i < TOKENS_PER_WORD; i += VEC_SIZE) {
     BitsVec<T> bits = not_allowed;
     if (word != 0) {
-      // A variable: GCC with sanitizers takes the cast alone for an int, and refuses to add it to 16-bit lanes.
+      // A variable, as GCC with sanitizers takes the cast alone for an int, and refuses to add an int to 16-bit lanes.
       const auto bits_of_lanes = static_cast<uint16_t>(word >> i);
       const BitsVec<T> allowed = (BitsVec<T>{} + bits_of_lanes) & one_bit_a_lane<T>();
       bits = allowed == 0 ? not_allowed : load_as<BitsVec<T>>(logits + i);
