@@ -1,5 +1,5 @@
-// The PTX that kernels use, one function an instruction, and nothing else ("PTX ISA", NVIDIA). tests/simt/ptx.h holds
-// the emulated twin of each function; both are called the same way.
+// The PTX instructions that kernels use, with a function for each, and nothing else ("PTX ISA", NVIDIA).
+// tests/simt/ptx.h holds the emulated twin of each function; both are called the same way.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // ---- matrices, spread over the lanes of a warp. All 32 lanes take part
-// ------------------------------------------------
 
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8 * i + r holds the address of row r of matrix
-// i: 16 bytes, aligned to 16. matrices[i] becomes elements (lane / 4, 2 * (lane % 4)) and the next of matrix i.
+// i: 16 bytes, aligned to 16. matrices[i] becomes element (lane / 4, 2 * (lane % 4)) of matrix i and the element after
+// it.
 __device__ inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -29,8 +29,9 @@ __device__ inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row) {
                : "memory");
 }
 
-// d += a * b: a is 16 x 16 (row-major), b 16 x 8 (column-major), both of T (float16 or bfloat16); d is 16 x 8 of
-// float. With group = lane / 4 and pair = 2 * (lane % 4), a lane holds, two elements a register, low half first:
+// d += a * b: a is 16 x 16 (row-major), b 16 x 8 (column-major), both of T (float16 or bfloat16); d is 16 x 8 of float.
+// With group = lane / 4 and pair = 2 * (lane % 4), a lane holds the following. Two elements of T share a register, the
+// first in its low half:
 //   a[0] (group, pair...)  a[1] (group + 8, pair...)  a[2] (group, pair + 8...)  a[3] (group + 8, pair + 8...)
 //   b[0] (pair..., group)  b[1] (pair + 8..., group)
 //   d[0], d[1] (group, pair...)  d[2], d[3] (group + 8, pair...)
@@ -56,9 +57,8 @@ __device__ inline void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)
 }
 
 // ---- matrices, spread over a warpgroup: four warps, of which the first one's index is a multiple of four. sm_90a
-// -----------------------------------------------------------------------------------------------------------------
 
-// So that the compiler computes registers before what follows, and uses none of them before it.
+// Makes the compiler compute registers before this point, and use them only after it.
 template <int N>
 __device__ inline void hold(float (&d)[N][4]) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ inline void hold(uint32_t (&a)[N][4]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]));
 }
 
-// Before the wgmma that take these registers, if anything else has used them since the last one.
+// Called before the wgmma that take these registers, if anything else has used the registers since the last wgmma.
 template <int NUM_TILES, int NUM_STEPS>
 __device__ inline void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4]) {
   hold(d);
@@ -97,10 +97,10 @@ __device__ inline void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_S
                : PAGEDATTN_TILES(0), PAGEDATTN_TILES(4), PAGEDATTN_TILES(8), PAGEDATTN_TILES(12)                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
 
-// d = a * b, plus d if `accumulate`: a is 64 x 16, of which each warp has 16 rows as in mma_m16n8k16, b is 16 x 64 or
-// 16 x 128 in shared memory (wgmma_descriptor), both of T; d[i] is columns [8 * i, 8 * i + 8) as in mma_m16n8k16. All
-// 128 threads take part, with the same b. Asynchronous: d, a and b are in use until wgmma_wait, but several in a row
-// may accumulate in the same d.
+// d = a * b, plus d if `accumulate`. a is 64 x 16, and each warp has 16 of its rows, as in mma_m16n8k16. b is 16 x 64
+// or 16 x 128, in shared memory (wgmma_descriptor). Both are of T. d[i] is columns [8 * i, 8 * i + 8), as in
+// mma_m16n8k16. All 128 threads take part, with the same b. Asynchronous: d, a and b are in use until wgmma_wait, but
+// several calls in a row may accumulate in the same d.
 template <typename T, int NUM_TILES>
 __device__ inline void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(NUM_TILES == 8 || NUM_TILES == 16);
@@ -121,10 +121,10 @@ __device__ inline void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a
 #undef PAGEDATTN_WGMMA_64
 #undef PAGEDATTN_WGMMA_128
 
-// Closes a group: all wgmma since the last one.
+// Closes a group: all wgmma since the last group.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most PENDING of the latest groups are under way; the registers are those of the groups before.
+// Waits until at most PENDING of the latest groups are under way. d and a are registers of the groups before these.
 template <int PENDING, int NUM_TILES, int NUM_STEPS>
 __device__ inline void wgmma_wait(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -133,33 +133,31 @@ __device__ inline void wgmma_wait(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_ST
 }
 
 // ---- barriers
-// ------------------------------------------------------------------------------------------------------------
 
-// Waits for `num_threads` threads of the block, whole warps, to be here with the same `id`: 1 to 15, as __syncthreads
-// is 0.
+// Waits until `num_threads` threads of the block, in whole warps, are here with the same `id`. `id` is 1 to 15, as 0 is
+// __syncthreads.
 __device__ inline void barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 // ---- asynchronous copies to shared memory
-// -----------------------------------------------------------------------------
 
-// Copies 16 bytes, both ends aligned to 16; zeros if not `valid` (`source` is not read then). Other threads see them
-// after this thread's cp_async_wait and a barrier.
+// Copies 16 bytes, with both addresses aligned to 16. If not `valid`, writes zeros, and `source` is not read. Other
+// threads see the bytes after this thread's cp_async_wait and a barrier.
 __device__ inline void cp_async_16(void* target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// The same with 8 bytes.
+// As cp_async_16, with 8 bytes.
 __device__ inline void cp_async_8(void* target, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(valid ? 8 : 0)
                : "memory");
 }
 
-// Closes a group: all copies since the last one, which may be none.
+// Closes a group: all copies since the last group, which may be none.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's latest groups are under way.
@@ -168,18 +166,17 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- kernels that follow each other in a stream; before sm_90 each begins when the last has ended
-// ---------------------
+// ---- kernels that follow each other in a stream. Before sm_90, each begins when the one before it has ended
 
-// The next kernel may begin once all blocks of this one have said so, or ended, if it was launched with
-// launch_dependent.
+// A next kernel that was launched with launch_dependent may begin once all blocks of this kernel have called this, or
+// ended.
 __device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the kernel before this one has ended, and what it wrote can be read.
+// Waits until the kernel before this one has ended, and its writes can be read.
 __device__ inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -187,7 +184,6 @@ __device__ inline void griddepcontrol_wait() {
 }
 
 // ---- bulk copies to shared memory, and the barriers that count their bytes. sm_90
-// ---------------------------------------------------------------------------------------------------------
 
 // Whether the functions of this section may be called: known when the kernel is compiled.
 __device__ constexpr bool is_sm90() {
@@ -198,20 +194,20 @@ __device__ constexpr bool is_sm90() {
 #endif
 }
 
-// `barrier` is in shared memory. A phase of it ends when `num_arrivals` arrivals have come, and all bytes that they
-// said. By one thread, before a fence_proxy_async of its own and a barrier of the threads.
+// `barrier` is in shared memory. A phase of the barrier ends when `num_arrivals` arrivals have come, and all bytes that
+// they announced. One thread calls this, then calls fence_proxy_async, and then comes to a barrier of all threads.
 __device__ inline void mbarrier_init(uint64_t* barrier, uint32_t num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
 }
 
-// Arrives, and says that bulk copies of so many bytes belong to the phase, too.
+// Arrives, and announces that bulk copies of so many bytes belong to the phase.
 __device__ inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// Waits for the end of a phase, 0 for the first one, of which only the parity is told: it returns at once if the phase
-// that the barrier is in has the other one. What was copied is there for this thread then.
+// Waits for the end of a phase, of which only the parity is given; the first phase has parity 0. Returns at once if the
+// current phase of the barrier has the other parity. Then this thread sees what was copied.
 __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t is_over = 0;
   while (!is_over) {
@@ -222,16 +218,16 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// True in one lane of the warp, the same each time; all 32 take part. The compiler knows by it that one lane alone
-// starts bulk copies, and makes no loop over lanes.
+// True in one lane of the warp, always the same lane. All 32 lanes take part. By this the compiler knows that only one
+// lane starts bulk copies, and makes no loop over lanes.
 __device__ inline bool elect() {
   uint32_t is_elected = 0;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
   return is_elected != 0;
 }
 
-// Copies from global to shared memory; both addresses and the number of bytes are multiples of 16. One thread calls it,
-// and `barrier` counts the bytes as they come.
+// Copies from global to shared memory. Both addresses and the number of bytes are multiples of 16. One thread calls
+// this, and `barrier` counts the bytes as they come.
 __device__ inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(target)),
@@ -239,34 +235,36 @@ __device__ inline void bulk_copy(void* target, const void* source, uint32_t byte
                : "memory");
 }
 
-// What threads have written to shared memory before is there for bulk copies that begin after it, and is not written
-// over what they bring. By the thread that starts them, after a barrier, or by those that wrote, before one. For wgmma,
-// which reads what they have written, by those that wrote.
+// Orders what threads have written to shared memory before later bulk copies into it, and before wgmma that read it.
+// For bulk copies, the thread that starts them calls this after a barrier, or the threads that wrote call it before a
+// barrier. For wgmma, the threads that wrote call it.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- clusters: up to 8 blocks that run at the same time and can read each other's shared memory. sm_90
-// ---------------------------------------------------------------------------------------------------------
 
-// Waits for all threads of all blocks of the cluster; what they have written to shared memory before can be read then.
-// The lanes of a warp call it together. A kernel that was not launched in clusters has clusters of a block each.
+// Waits for all threads of all blocks of the cluster. After this, all can read what they wrote to shared memory before
+// it. The lanes of a warp call this together. In a kernel that was not launched in clusters, each block is a cluster.
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same, but orders nothing: for the end of blocks that are read from, when those that read have used what they got.
+// As cluster_sync, but orders nothing. For the end of a block that other blocks read from: they have used what they
+// read.
 __device__ inline void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Where `pointer`, into the shared memory of this block, lies in that of the `rank`-th block of the cluster.
+// `pointer` is in the shared memory of this block. Returns the address of the same place in the `rank`-th block of the
+// cluster.
 __device__ inline uint32_t map_shared(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
 
-// Loads 8 or 16 bytes from such an address, aligned to as many: after a cluster_sync, which says that the block has
-// begun, and before another one or a cluster_sync_relaxed, until which it does not end.
+// Loads 8 or 16 bytes from an address of map_shared, which is aligned to as many bytes. A cluster_sync comes before, so
+// that the other block has begun. Another cluster_sync or a cluster_sync_relaxed comes after, so that the other block
+// has not ended.
 __device__ inline void load_cluster(uint32_t (&words)[2], uint32_t address) {
   asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
 }
@@ -277,7 +275,6 @@ __device__ inline void load_cluster(uint32_t (&words)[4], uint32_t address) {
 }
 
 // ---- numbers
-// ----------------------------------------------------------------------------------------------------------
 
 // 2^x with a relative error of 2^-22; 0 for minus infinity, and for results below the normal range.
 __device__ inline float exp2_approx(float x) {
@@ -286,7 +283,7 @@ __device__ inline float exp2_approx(float x) {
   return result;
 }
 
-// 1 / x with a relative error of 2^-23; numbers below the normal range, x and the result, count as 0.
+// 1 / x with a relative error of 2^-23. x and results below the normal range count as 0.
 __device__ inline float reciprocal_approx(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -329,8 +326,8 @@ __device__ inline uint32_t pack<bfloat16>(float low, float high) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// Two numbers rounded to T (float8_e4m3 or float8_e5m2), `low` in the low byte: to the nearest, ties to even, the
-// largest number beyond it, NaN for NaN.
+// Two numbers rounded to T (float8_e4m3 or float8_e5m2), `low` in the low byte: to the nearest, ties to even. A number
+// beyond the largest becomes the largest; NaN stays NaN.
 template <typename T>
 __device__ inline uint32_t to_float8x2(float low, float high);
 
@@ -356,8 +353,8 @@ __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(x)));
   return result;
 #else
-  // As upper bytes of float16, shifted to its fields, they are 2^-8 of what they should be: the biases differ. 0x7f is
-  // NaN.
+  // The numbers become the upper bytes of float16, shifted to its fields. As the biases differ, they are then 2^-8 of
+  // what they should be. 0x7f is NaN.
   const uint32_t upper = __byte_perm(x, 0, 0x1404);
   const uint32_t scaled = (upper & 0x80008000u) | (upper & 0x7f007f00u) >> 1;
   const uint32_t is_nan = ((upper & 0x7f007f00u) + 0x01000100u & 0x80008000u) >> 15;
@@ -373,9 +370,10 @@ __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
 
 namespace pagedattn::ptx {
 
-// Of a matrix b of wgmma in shared memory, not swizzled, in pieces of 8 columns (n) x 8 elements of them (k): 128
-// adjacent bytes, 16 a column. `leading_bytes` from a piece to the next 8 of k, `stride_bytes` to the next 8 of n.
-// Multiples of 16, all three. A number of bytes divided by 16 may be added: the matrix that begins there.
+// The descriptor of a matrix b of wgmma in shared memory, not swizzled. The matrix is in pieces of 8 columns (n) x 8
+// elements of a column (k): 128 adjacent bytes, 16 for each column. `leading_bytes` is the distance from a piece to the
+// next 8 of k, `stride_bytes` to the next 8 of n. The address and both distances are multiples of 16. A number of bytes
+// divided by 16 may be added to a descriptor: it then describes the matrix that begins there.
 __device__ inline uint64_t wgmma_descriptor(const void* matrix, uint32_t leading_bytes, uint32_t stride_bytes) {
   const auto encode = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
   return encode(shared_address(matrix)) | encode(leading_bytes) << 16 | encode(stride_bytes) << 32;

@@ -19,7 +19,7 @@ struct MergeAttnStatesParams {
   const float* suffix_lse;    // [num_tokens, num_heads]
 };
 
-// Rows [begin, end), a (token, head) pair each.
+// Rows [begin, end). A row is a (token, head) pair.
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_attn_states, const MergeAttnStatesParams& params, int64_t begin, int64_t end)
 
 namespace cuda {

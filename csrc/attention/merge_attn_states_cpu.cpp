@@ -1,4 +1,4 @@
-// A weighted mean of two outputs; the weights are the shares of their sums of exponentials.
+// A weighted mean of two outputs. An output's weight is its share of the sum of exponentials.
 #include "attention/merge_attn_states.h"
 
 #include "cpu_math.h"

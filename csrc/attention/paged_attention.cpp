@@ -10,7 +10,7 @@
 namespace pagedattn {
 namespace {
 
-// Where none is given, a sequence is bound by its row of block_tables alone.
+// Where max_seq_len is not given, only a row of block_tables bounds the length of a sequence.
 constexpr int64_t NO_MAX_SEQ_LEN = INT64_MAX;
 
 const float* check_per_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
@@ -32,7 +32,7 @@ void check_query_start_loc(const Door& door, const int32_t* starts, int64_t num_
              ", last, got ", starts[num_seqs]);
 }
 
-// Lengths within the table, and every block that a row sees within the cache.
+// Checks that every length is within the table, and that every block that a row sees is within the cache.
 void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_blocks, int64_t max_blocks_per_seq) {
   const int64_t num_slots = max_blocks_per_seq * p.block_size;
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
@@ -56,7 +56,7 @@ void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t 
   }
 }
 
-// What the index tensors hold.
+// Checks the values of the index tensors.
 void check_values(const Door& door, const PagedAttentionParams& params, const Tensor& block_tables,
                   const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, int64_t num_blocks,
                   int64_t max_seq_len) {
@@ -76,7 +76,7 @@ void check_values(const Door& door, const PagedAttentionParams& params, const Te
   check_max_seq_len(door, host_params, max_seq_len);
 }
 
-// All that the doors have in common. Leaves `out`, `lse` and what only some doors offer to them.
+// Checks the arguments that all ops have. The op itself sets `out`, `lse` and the parameters that only some ops have.
 PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
                                      const Tensor& value_cache, double scale, const Tensor& block_tables,
                                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
@@ -138,14 +138,15 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   return params;
 }
 
-// A line of the caches: aligned to it, a vector is not read from two of them, and no two threads write to the same.
+// A line of the CPU's caches. In memory that is aligned to lines, no vector lies in two lines, and no two threads write
+// to the same line.
 struct alignas(64) CacheLine {
   float floats[16];
 };
 
-// The (row, head) pairs of an item of prefill. Where a tile is converted once for all of them, more are better, until
-// their queries and sums leave the second-level cache; where it is not, in bfloat16 with dot product instructions, they
-// only see more that the causal mask hides.
+// The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
+// better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
+// is converted: more pairs would only take in more tokens that the causal mask hides.
 int64_t prefill_results(DType dtype) {
   return cpu_capability() == CpuCapability::AVX512_BF16 && dtype == DType::BFLOAT16 ? 64 : 128;
 }
@@ -163,7 +164,7 @@ void attend_on_cpu(const PagedAttentionParams& params) {
 
   const auto attend = PAGEDATTN_CPU_KERNEL(attend);
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
-    // As a rule, the workers take turns.
+    // As a rule, the workers take turns, and this is the worker's next item.
     const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
     attend(params, plan.rows.data(), plan.items[i], next_item, scratch_of(worker), partials.get());
   });
@@ -183,7 +184,7 @@ void run(const Door& door, const Tensor& query, const PagedAttentionParams& para
   });
 }
 
-// One row a sequence, into `out`: what v1 and v2 are.
+// Checks the arguments of v1 and v2: one row for each sequence, which goes into `out`.
 PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
                                   const Tensor& value_cache, int64_t num_kv_heads, double scale,
                                   const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
@@ -219,7 +220,7 @@ void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cach
                    max_seq_len, alibi_slopes, cache_dtype, k_scale, v_scale));
 }
 
-// The scratch is checked and left alone: the kernels take their own, as they need it.
+// exp_sums, max_logits and tmp_out are checked and left alone: the kernels take scratch of their own, as they need it.
 void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tensor& tmp_out, const Tensor& query,
                         const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads, double scale,
                         const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,

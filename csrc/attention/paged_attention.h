@@ -1,5 +1,5 @@
-// Attention of a ragged batch of query rows over a paged cache: parameters, work items and kernels. Every door
-// (paged_attention_v1, paged_attention) fills the same parameters and runs the same kernels.
+// Attention of a ragged batch of query rows over a paged cache: parameters, work items and kernels. The ops
+// paged_attention_v1, paged_attention_v2 and paged_attention fill the same parameters and run the same kernels.
 #pragma once
 
 #include <cstdint>
@@ -37,38 +37,38 @@ struct PagedAttentionParams {
   int64_t value_block_stride;
   const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]
   int64_t block_table_stride;      // elements between sequences
-  int64_t max_seq_len;             // no sequence is longer; the slots of a row of block_tables at most
-  const int32_t* seq_lens;         // [num_seqs], tokens in cache, those of this batch included
+  int64_t max_seq_len;             // no sequence is longer; at most the slots of a row of block_tables
+  const int32_t* seq_lens;         // [num_seqs], tokens in cache, including the tokens of this batch
   const int32_t* query_start_loc;  // [num_seqs + 1]; nullptr: one row a sequence
   const float* alibi_slopes;       // [num_heads]; may be nullptr
   const float* sinks;              // [num_heads], a logit without a value; may be nullptr
 
   constexpr int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
-  // The token that a row stands for: the rows are the last tokens of their sequence. Negative: the row sees nothing.
+  // The position of a row's token. The rows are the last tokens of their sequence. Negative: the row sees nothing.
   constexpr int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
   constexpr int64_t first_visible(int64_t position) const {
     return position >= sliding_window ? position - sliding_window + 1 : 0;
   }
 };
 
-// A softmax over part of the tokens is kept as (maximum, sum of exponentials, weighted sum of values) and merged with
-// the others: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. A row's tokens are always
-// parted at the same places, multiples of PARTITION_TOKENS and TILE_TOKENS, whatever else is in the batch and however
-// many threads run: a row's result depends on its own sequence alone, to the last bit.
+// A softmax over part of the tokens is kept as (maximum, sum of exponentials, weighted sum of values), and is merged
+// with the softmax over the other tokens: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. A
+// row's tokens are always split at the same places, multiples of PARTITION_TOKENS and TILE_TOKENS, whatever else is in
+// the batch and however many threads run. So a row's result depends on its own sequence alone, to the last bit.
 constexpr int64_t PARTITION_TOKENS = 512;
 constexpr int64_t TILE_TOKENS = 128;
 
-// A query row at work.
+// A query row, as the plan lists it.
 struct AttentionRow {
   int32_t seq;
   int64_t row;            // of query and out
   int64_t position;       // of its token
-  int64_t first_partial;  // plus a partition: the index of its partial result
+  int64_t first_partial;  // plus a partition: the index of the row's partial result
 };
 
-// Some rows, some KV heads, some partitions. The rows of a sequence are adjacent; those of several sequences lie in one
-// item where they share blocks.
+// Some rows, some KV heads, some partitions. The rows of a sequence are adjacent. Several sequences are in one item
+// where they share blocks.
 struct AttentionItem {
   int64_t row_begin, row_end;    // of the plan's rows
   int64_t head_begin, head_end;  // KV heads
@@ -76,7 +76,7 @@ struct AttentionItem {
   bool is_partial;  // writes a partial result for each row and partition, instead of `out`
 };
 
-// A row whose partitions were computed one by one, over all heads.
+// A row whose partitions were computed one by one. They are merged for all heads.
 struct MergeItem {
   int64_t row;
   int64_t first_partial, num_partials;
@@ -85,12 +85,12 @@ struct MergeItem {
 // Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
 constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { return num_results * (head_size + 2); }
 
-// Floats that the queries of as many pairs take at most, in the order in which keys are multiplied with them.
+// Floats that the queries of `num_results` pairs take at most, in the order in which keys are multiplied with them.
 constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
 
-// `rows` are those that the items count. `partials` holds one set of partial results, of a row's heads, after the
-// other. `scratch` has room for the queries and for two sets. The start of what `next_item` (may be nullptr) reads is
-// fetched towards the end.
+// Items count their rows in `rows`. `partials` holds sets of partial results, one after the other; a set is of all
+// heads of a row. `scratch` has room for the queries of an item, and twice for its partial results. Towards the end,
+// the start of what `next_item` (may be nullptr) reads is fetched.
 PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionRow* rows,
                              const AttentionItem& item, const AttentionItem* next_item, float* scratch, float* partials)
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,

@@ -1,12 +1,13 @@
-// Sequences with few rows (decode) read far more than they compute: an item is one partition with all KV heads, so
-// that blocks are read front to back, and long sequences spread over the threads. Sequences with many rows (prefill)
-// compute more than they read: an item is a tile of rows and one KV head with all partitions, so that its state stays
-// in cache and nothing needs merging. On one thread, an item of decode has all partitions as well.
+// Sequences with few rows (decode) read far more than they compute. An item of decode is one partition with all KV
+// heads, so that blocks are read front to back, and long sequences spread over the threads. On one thread, an item of
+// decode has all partitions. Sequences with many rows (prefill) compute more than they read. An item of prefill is some
+// rows and one KV head with all partitions, so that the state of the rows stays in cache and nothing needs merging.
 //
-// Sequences of decode that begin a partition with the same block (parallel samples, beams, hits of a prefix cache) have
-// items in common there. The kernel takes their rows together over a tile that is the same for all of them, and one
-// sequence after the other over any other, so what is found here decides about speed alone. It is looked for in each
-// partition by itself: of a sequence with a sliding window, the first blocks of the table may be anything.
+// Decode sequences that begin a partition with the same block (parallel samples, beams, hits of a prefix cache) have
+// items in common for this partition. Over a tile of tokens that is the same for all these sequences, the kernel takes
+// their rows together. Over any other tile, the kernel takes one sequence after the other. So what is found here
+// decides about speed alone. Each partition is searched by itself: where a sequence has a sliding window, the first
+// blocks of its table may be anything.
 #include "attention/paged_attention_plan.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace pagedattn {
 namespace {
 
 constexpr int64_t MAX_DECODE_ROWS = 8;
-constexpr int64_t SHARED_RESULTS = 64;  // (row, head) pairs of an item of sequences that share blocks
+constexpr int64_t SHARED_RESULTS = 64;  // (row, head) pairs of an item whose sequences share blocks
 
 struct PartitionRange {
   int64_t begin, end;
@@ -32,10 +33,10 @@ struct Decode {
 // Sequences that share blocks of these partitions.
 struct SharedPart {
   PartitionRange partitions;
-  std::vector<size_t> decodes;  // those that have more in common are neighbours
+  std::vector<size_t> decodes;  // sequences with more blocks in common are neighbours
 };
 
-// What a sequence sees of a partition.
+// The blocks of a partition that a sequence sees.
 struct VisibleBlocks {
   int64_t first;       // in the sequence's table
   const int32_t* ids;  // [num_blocks]
@@ -74,7 +75,7 @@ class Planner {
       if (num_rows <= MAX_DECODE_ROWS) {
         decodes_.push_back({begin, begin + num_rows, visible_partitions(begin, begin + num_rows), false});
       } else {
-        add_tiles(begin, begin + num_rows);
+        add_prefill(begin, begin + num_rows);
       }
     }
     add_decodes();
@@ -84,7 +85,7 @@ class Planner {
   }
 
  private:
-  // The partitions with tokens that some of these rows of a sequence see; empty if there is none.
+  // The partitions with tokens that any of these rows of a sequence sees; empty if there is none.
   PartitionRange visible_partitions(int64_t row_begin, int64_t row_end) const {
     const int64_t visible_end = plan_.rows[row_end - 1].position + 1;
     if (visible_end <= 0) return {0, 0};
@@ -108,14 +109,14 @@ class Planner {
     max_results_ = std::max(max_results_, (row_end - row_begin) * (head_end - head_begin) * group_size_);
   }
 
-  // Of all partitions; or, where several threads could share them, one by one.
+  // Calls function for all partitions at once; or, where several threads could share them, for one at a time.
   template <typename Function>
   void for_each_range(PartitionRange partitions, const Function& function) const {
     if (num_threads_ == 1) return function(partitions);
     for (int64_t i = partitions.begin; i < partitions.end; ++i) function(PartitionRange{i, i + 1});
   }
 
-  void add_tiles(int64_t row_begin, int64_t row_end) {
+  void add_prefill(int64_t row_begin, int64_t row_end) {
     const int64_t item_rows = std::max<int64_t>(1, prefill_results_ / group_size_);
     for (int64_t begin = row_begin; begin < row_end; begin += item_rows) {
       const int64_t end = std::min(begin + item_rows, row_end);
@@ -165,7 +166,7 @@ class Planner {
       all = {std::min(all.begin, decode.partitions.begin), std::max(all.end, decode.partitions.end)};
     }
     std::vector<VisibleBlocks> seen;
-    std::vector<size_t> last_part(decodes_.size());  // of those whose first sequence this is
+    std::vector<size_t> last_part(decodes_.size());  // for each sequence, the last part that it comes first in
     for (int64_t partition = all.begin; partition < all.end; ++partition) {
       seen.clear();
       for (size_t i = 0; i < decodes_.size(); ++i) {

@@ -13,12 +13,12 @@ struct AttentionPlan {
   std::vector<MergeItem> merges;
   int64_t num_partials = 0;
   int64_t scratch_floats = 0;  // of each thread
-  int64_t multiply_adds = 0;   // of the whole batch, about
+  int64_t multiply_adds = 0;   // of the whole batch, approximately
 };
 
-// Needs the lengths and the block tables of `params`, no other tensor data. An item of prefill has up to
-// `prefill_results` (row, head) pairs. The results of attention depend neither on that, nor on the number of threads,
-// nor on which sequences share blocks.
+// Reads the lengths and the block tables of `params`, and no other tensor data. An item of prefill has up to
+// `prefill_results` (row, head) pairs. The results of attention depend neither on `prefill_results`, nor on the number
+// of threads, nor on which sequences share blocks.
 AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results);
 
 }  // namespace pagedattn

@@ -1,30 +1,31 @@
 // A slice of the cache: 16 tokens of one KV head in shared memory, loaded by cp.async and read as operands of
 // mma.m16n8k16.
 //
-// The cache's layout is made for it. 8 consecutive elements of a 16-bit key are 16 bytes, those of 8 consecutive
-// tokens 128: the 8 x 8 matrix that ldmatrix wants. A row of values holds consecutive tokens, the operand of P.V. Both
-// are copied 16 bytes at a time, a warp 512 adjacent bytes where a block has 16 tokens or more:
+// The cache's layout is made for slices. 8 consecutive elements of a 16-bit key are 16 bytes. The same elements of 8
+// consecutive tokens are 128 adjacent bytes: the 8 x 8 matrix that ldmatrix wants. A row of values holds consecutive
+// tokens, as the operand of P.V does. Keys and values are copied 16 bytes at a time; a warp copies 512 adjacent bytes
+// where a block has 16 tokens or more:
 //
 //   16 bit   keys   [head_size / 8][16 tokens]     units of 8 elements of a token
-//            values [head_size][2]                 units of 8 tokens; the two swapped where d & 4, so that the 8 rows
-//                                                  of a matrix lie in all 32 banks
-//   8 bit    keys   [head_size / 16][16 tokens]    units of 16 elements of a token; the upper 8 tokens swapped in
+//            values [head_size][2]                 units of 8 tokens; the two are swapped where d & 4, so that the 8
+//                                                  rows of a matrix lie in all 32 banks
+//   8 bit    keys   [head_size / 16][16 tokens]    units of 16 elements of a token; the upper 8 tokens are swapped in
 //                                                  pairs, for the same reason
 //            values [head_size]                    units of 16 tokens
 //
-// Bulk copies bring units as they lie in memory, not SWAPPED: a warp then reads half of its matrices (values of 16
-// bits, keys of 8) in two steps.
+// Bulk copies bring units as they lie in memory, not SWAPPED. A warp then reads half of its matrices (values of 16
+// bits, keys of 8 bits) in two steps.
 //
-// ldmatrix moves pairs of 16 bits. Of 8-bit elements it gives a lane four neighbours, 4 * (lane % 4)..., where the
-// operand has 2 * (lane % 4)... and 8 more: the order within a sum does not matter, so query and probabilities are
-// arranged the same way (`element_of`, `token_of`).
+// ldmatrix moves 16-bit pairs. With 8-bit elements, a lane gets four neighbours, from 4 * (lane % 4) on. The operand
+// has two neighbours from 2 * (lane % 4) on, and two more 8 elements later. The order within a sum does not matter, so
+// query and probabilities are arranged in the order that ldmatrix gives (`element_of`, `token_of`).
 #pragma once
 
 #include "attention/cuda/paged_attention.cuh"
 
 namespace pagedattn::cuda {
 
-// The blocks that the two halves of a slice lie in: one block, unless blocks have 8 tokens.
+// The blocks that the two halves of a slice lie in. It is the same block, unless blocks have 8 tokens.
 struct SliceBlocks {
   int32_t first;
   int32_t second;
@@ -32,7 +33,7 @@ struct SliceBlocks {
   __device__ int64_t of_half(int half) const { return half == 0 ? first : second; }
 };
 
-// The blocks of the slice at `token`; 0 for what no row of the work sees, whose table entry may be anything.
+// The blocks of the slice at `token`. 0 for a half that no row of the work sees, as its table entry may be anything.
 __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Work& work, int token) {
   constexpr int HALF = SLICE_TOKENS / 2;
   const int32_t* table = a.p.block_tables + work.seq * a.p.block_table_stride;
@@ -40,19 +41,20 @@ __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Wor
     const int first = max(begin, work.begin);
     return first < min(begin + num_tokens, work.end) ? table[first >> a.block_shift] : 0;
   };
-  // Two loads, also of the same block: a copy of the first would wait for it.
+  // Two loads, even of the same entry: a copy of the first result would wait for the first load.
   const bool is_parted = (1 << a.block_shift) == HALF;
   const int num_tokens = is_parted ? HALF : SLICE_TOKENS;
   return {block_of(token, num_tokens), block_of(is_parted ? token + HALF : token, num_tokens)};
 }
 
-// Two neighbouring tokens' 16-bit elements: ones where a row of the work may see the token.
+// A mask for the 16-bit elements of two neighbouring tokens: ones where a row of the work may see the token.
 __device__ inline uint32_t visible_pair(const Work& work, int token) {
   const auto visible = [&](int t) { return t >= work.begin && t < work.end; };
   return (visible(token) ? 0x0000ffffu : 0u) | (visible(token + 1) ? 0xffff0000u : 0u);
 }
 
-// Copies BYTES (8 or 16) from the cache to shared memory; zeros if not `valid`. As cp_async: to be waited for.
+// Copies BYTES (8 or 16) from the cache to shared memory, or writes zeros if not `valid`. As with cp_async, the caller
+// waits for the copy.
 template <int BYTES, bool ALIGNED>
 __device__ inline void copy_async(unsigned char* target, const void* source, bool valid) {
   if constexpr (!ALIGNED) {
@@ -65,12 +67,12 @@ __device__ inline void copy_async(unsigned char* target, const void* source, boo
   }
 }
 
-// Four 8-bit elements as two registers of pairs of float16, exactly.
+// Four 8-bit elements become two registers of pairs of float16, exactly.
 __device__ inline void widen(float8_e4m3, uint32_t x, uint32_t& low, uint32_t& high) {
   low = ptx::e4m3x2_to_f16x2(x);
   high = ptx::e4m3x2_to_f16x2(x >> 16);
 }
-__device__ inline void widen(float8_e5m2, uint32_t x, uint32_t& low, uint32_t& high) {  // the upper bytes
+__device__ inline void widen(float8_e5m2, uint32_t x, uint32_t& low, uint32_t& high) {  // the upper bytes of float16
   low = __byte_perm(x, 0, 0x1404);
   high = __byte_perm(x, 0, 0x3424);
 }
@@ -98,8 +100,8 @@ struct CacheSlice {
     }
   };
 
-  // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units of which no row of the work sees
-  // anything are zeros and cost no memory traffic, and so are the elements from head_size to HEAD_SIZE.
+  // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units that no row of the work sees become
+  // zeros and cost no memory traffic. So do the elements from head_size to HEAD_SIZE.
   template <int NUM_THREADS, typename PlacesT>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token, const SliceBlocks& blocks,
                               const PlacesT& places, int thread) {
@@ -107,29 +109,31 @@ struct CacheSlice {
       load<NUM_THREADS, true>(a, work, token, blocks, places, thread);
     } else {
       load<NUM_THREADS, false>(a, work, token, blocks, places, thread);
-      __syncwarp();  // loops of bytes may part the lanes; ldmatrix and mma come next, and want them together
+      __syncwarp();  // loops over bytes may part the lanes; ldmatrix and mma come next, and want all lanes together
     }
   }
 
-  // The values that a thread copies of a slice of 16-bit elements: of rows first_value_row, + NUM_THREADS / 2, ...
+  // The values that a thread copies of a slice of 16-bit elements: the unit value_half of rows first_value_row,
+  // first_value_row + NUM_THREADS / 2, ...
   static __device__ int value_half(int thread) { return thread % 2; }
   static __device__ int first_value_row(int thread) { return thread / 2; }
 
   // ---- where a lane's operands lie in the tensors
 
-  // The first of the two elements in register 2 * half (rows 0 to 7) and 2 * half + 1 of the query's operand `step`.
+  // The first of the two elements that the query's operand `step` has in register 2 * half (rows 0 to 7) and in
+  // register 2 * half + 1 (rows 8 to 15).
   static __device__ int element_of(int lane, int step, int half) {
     return step * 16 + (IS_FLOAT8 ? lane % 4 * 4 + half * 2 : lane % 4 * 2 + half * 8);
   }
 
-  // The first of the two tokens, counted from the slice's, of the logits in tile `tile` of 8 tokens.
+  // The first of the two tokens of a lane's logits in tile `tile` of 8 tokens, counted from the slice's first token.
   static __device__ int token_of(int lane, int tile) {
     return IS_FLOAT8 ? lane % 4 * 4 + tile * 2 : lane % 4 * 2 + tile * 8;
   }
 
   // ---- operands
 
-  // Keys of elements [32 * step, 32 * step + 32): operands[i][2 * tile + r] is register r for multiplication i
+  // Loads the keys' elements [32 * step, 32 * step + 32). operands[i][2 * tile + r] is register r for multiplication i
   // (16 elements each) and tile `tile` of 8 tokens.
   static __device__ void load_keys(const unsigned char* slice, int lane, int step, uint32_t (&operands)[2][4]) {
     const int row = lane % 8;
@@ -153,7 +157,7 @@ struct CacheSlice {
     }
   }
 
-  // Values of elements [32 * step, 32 * step + 32): operands[i] for the i-th 8 of them.
+  // Loads the values' elements [32 * step, 32 * step + 32). operands[i] is for the i-th 8 elements.
   static __device__ void load_values(const unsigned char* slice, int lane, int step, uint32_t (&operands)[4][2]) {
     const unsigned char* values = slice + UNITS * 16;
     const int row = lane % 8;

@@ -1,8 +1,8 @@
-// How decode comes by its slices. A block is of teams, which part the tokens; a team has a warp for each tile of 16
-// rows, works on a slice at a time and loads NUM_STAGES - 1 slices ahead:
-//   AsyncStages  by cp.async, 16 bytes a thread and instruction: any cache, any GPU
-//   BulkStages   by two bulk copies a slice that one lane starts: from sm_90 on, where a block's slice of a head is
-//                adjacent in memory
+// How decode loads its slices. A block consists of teams, which share out the tokens. A team has a warp for each tile
+// of 16 rows. It works on one slice at a time and loads NUM_STAGES - 1 slices ahead:
+//   AsyncStages  by cp.async, 16 bytes for each thread and instruction: any cache, any GPU
+//   BulkStages   by two bulk copies for each slice, which one lane starts: from sm_90 on, where a block's slice of
+//                a head is adjacent in memory
 // Both bring the same numbers to the same operands: results are the same to the last bit.
 #pragma once
 
@@ -11,9 +11,10 @@
 
 namespace pagedattn::cuda {
 
-// What every GPU since sm_80 lets a block have.
+// The shared memory that every GPU since sm_80 lets a block have.
 constexpr int MAX_SHARED_BYTES = 99 * 1024;
-// What the largest, since sm_90, have for all blocks of a multiprocessor; of which the system takes some for each.
+// The shared memory that the largest GPUs, since sm_90, have for all blocks of a multiprocessor. The system takes some
+// of it for each block.
 constexpr int MULTIPROCESSOR_SHARED_BYTES = 228 * 1024;
 constexpr int SYSTEM_SHARED_BYTES = 1024;
 
@@ -25,14 +26,14 @@ struct Decode {
   static constexpr int NUM_WARPS = NUM_TEAMS * NUM_TILES;
   static constexpr int NUM_STAGES = NUM_TEAMS * SLICE_BYTES > 16 * 1024 ? 3 : 4;
   static constexpr int TEAM_BYTES = NUM_STAGES * SLICE_BYTES;
-  static constexpr int STEP = NUM_TEAMS * SLICE_TOKENS;  // from a slice of a team to its next one
-  static constexpr bool IS_LOOP = HEAD_SIZE <= 128;      // over works; larger heads leave no registers for it
+  static constexpr int STEP = NUM_TEAMS * SLICE_TOKENS;  // from a slice of a team to its next slice
+  static constexpr bool IS_LOOP = HEAD_SIZE <= 128;      // over works; larger heads leave no registers for the loop
   using Results = BlockResults<NUM_TEAMS, NUM_TILES * MMA_ROWS, HEAD_SIZE>;
   static constexpr int BARRIERS_BEGIN = std::max<int>(NUM_TEAMS * TEAM_BYTES, sizeof(Results));  // of BulkStages
   static constexpr int SHARED_BYTES = BARRIERS_BEGIN + NUM_TEAMS * NUM_STAGES * sizeof(uint64_t);
   static_assert(SHARED_BYTES <= MAX_SHARED_BYTES);
-  // Of a multiprocessor: as far as registers go, and no more than it has shared memory for, as a block has the more
-  // registers the fewer there are.
+  // Blocks of a multiprocessor: as many as registers allow, but no more than there is shared memory for, as fewer
+  // blocks may have more registers each.
   static constexpr int BLOCKS_BY_REGISTERS = (HEAD_SIZE <= 64                           ? 4
                                               : HEAD_SIZE <= 128 && sizeof(CacheT) == 1 ? 3
                                                                                         : 2) /
@@ -48,7 +49,7 @@ struct Decode {
       ptx::barrier_sync(1 + team(), TEAM_THREADS);
     }
   }
-  // The team's first slice of a work.
+  // The first token of the team's first slice of a work.
   static __device__ int first_token(const Work& work) {
     return work.begin / SLICE_TOKENS * SLICE_TOKENS + team() * SLICE_TOKENS;
   }
@@ -62,7 +63,7 @@ class AsyncStages {
 
   __device__ AsyncStages() : stages_(shared_memory + Shape::team() * Shape::TEAM_BYTES) {}
 
-  // Starts with another work.
+  // Begins a work.
   __device__ void begin(const AttentionArguments& a, const Work& work) {
     next_token_ = Shape::first_token(work);
     next_blocks_ = find_blocks(a, work, next_token_);
@@ -82,7 +83,7 @@ class AsyncStages {
     next_stage_ = Shape::stage_after(next_stage_);
   }
 
-  // Waits for the slice that is next in use. The team has done with the one before then, whose place is filled next.
+  // Waits for the slice that is used next. The team is then done with the slice before it, whose place is filled next.
   __device__ const unsigned char* wait() {
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
     Shape::sync_team();
@@ -102,14 +103,14 @@ class AsyncStages {
   int stage_, next_stage_;
 };
 
-// The same functions. An mbarrier for each stage says when its slice has come; their phases go on from work to work.
-// One lane of the team's first warp makes them and starts the copies.
+// Has the functions of AsyncStages. Each stage has an mbarrier, which says when its slice has come. The phases of an
+// mbarrier go on from work to work. One lane of the team's first warp initializes the mbarriers and starts the copies.
 template <typename CacheT, int HEAD_SIZE, int NUM_TILES>
 class BulkStages {
  public:
   using Slice = CacheSlice<CacheT, HEAD_SIZE, false>;
 
-  // What no row of a work sees is loaded with a slice, and masked where it is used.
+  // Tokens that no row of a work sees are loaded with their slice, and are masked where they would be used.
   static __device__ bool fits(const AttentionArguments& a) { return ptx::is_sm90() && has_bulk_slices(a, HEAD_SIZE); }
 
   __device__ BulkStages()
@@ -144,7 +145,7 @@ class BulkStages {
         ptx::bulk_copy(slice + Slice::BYTES / 2, values_ + int64_t{next_block_} * a.p.value_block_stride,
                        Slice::BYTES / 2, barrier);
       });
-      __syncwarp();  // ldmatrix and mma come next, and want the lanes together
+      __syncwarp();  // ldmatrix and mma come next, and want all lanes together
       next_stage_ = Shape::stage_after(next_stage_);
       next_token_ += Shape::STEP;
       next_entry_ += Shape::NUM_TEAMS;
@@ -168,8 +169,8 @@ class BulkStages {
 
   static __device__ int tile_of_thread() { return threadIdx.x % Shape::TEAM_THREADS / WARP_SIZE; }
 
-  // Calls it in one lane of the team's first warp. Two branches: of one, with a condition that is more than elect(),
-  // the compiler makes a loop over lanes around each bulk copy.
+  // Calls function in one lane of the team's first warp. There are two branches: with one, whose condition is more than
+  // elect(), the compiler makes a loop over lanes around each bulk copy.
   template <typename Function>
   __device__ void as_loader(const Function& function) const {
     if (is_first_warp_) {
@@ -183,13 +184,13 @@ class BulkStages {
 
   unsigned char* stages_;
   uint64_t* barriers_;
-  bool is_first_warp_;            // of the team: by a shuffle, which tells the compiler that lanes do not part
+  bool is_first_warp_;            // of the team; found by a shuffle, which tells the compiler that lanes do not part
   const CacheT *keys_, *values_;  // of the work's head in block 0
   const int32_t* next_entry_;     // of the block table
   int32_t next_block_ = 0;
   int next_token_;
   int stage_ = 0, next_stage_ = 0;
-  uint32_t parity_ = 0;  // of the phase that ends with the next slice in use
+  uint32_t parity_ = 0;  // of the phase that ends when the next slice has come
 };
 
 }  // namespace pagedattn::cuda

@@ -1,5 +1,5 @@
-// The end of a row whose tokens were split: its partitions' results become one. They come from the scratch, for
-// merge_kernel, or from the shared memory of a cluster's blocks; what is computed is the same to the last bit.
+// The end of a row whose tokens were split: the results of its partitions are merged. They are in the scratch, for
+// merge_kernel, or in the shared memory of a cluster's blocks. Both ways compute the same, to the last bit.
 #pragma once
 
 #include "attention/cuda/row_results.cuh"
@@ -18,7 +18,8 @@ struct ScratchPartials {
   }
 };
 
-// Those of a row of the tile in the cluster's blocks, which have a partition each, in the place of their first results.
+// A row's partial results in the blocks of a cluster. A block has one partition, and its result is in the place of the
+// block's first results.
 template <typename Results>
 struct ClusterPartials {
   const Results& results;
@@ -36,12 +37,12 @@ struct ClusterPartials {
   }
 };
 
-// The values of 8 partitions, of which a lane has 4 elements each: 16 bytes, all under way together.
+// The values of 8 partitions. A lane has 4 elements of each partition, 16 bytes. All 8 loads are under way together.
 class PartitionValues {
  public:
   static constexpr int COUNT = 8;
 
-  // From `partition` on, as far as there are any; elements [d, d + 4).
+  // Loads elements [d, d + 4) of up to COUNT partitions, from `partition` on.
   template <typename Partials>
   __device__ void load(const Partials& partials, int d, int partition, int num_partitions) {
 #pragma unroll
@@ -66,8 +67,8 @@ class PartitionValues {
   Packed<float, LANE_ELEMENTS> values_[COUNT];
 };
 
-// A warp merges the partitions of a row of out, of type Out: first a lane each for their maxima and sums, then lanes
-// along the head.
+// A warp merges the partitions of a row of out, which is of type Out. At first each lane has the maximum and sum of a
+// partition. Then lanes lie along the head.
 template <typename Out, typename Partials>
 __device__ void merge_partitions(const AttentionArguments& a, const Partials& partials, int num_partitions, int64_t row,
                                  int head) {
@@ -96,8 +97,8 @@ __device__ void merge_partitions(const AttentionArguments& a, const Partials& pa
   }
 }
 
-// The same for the rows of a tile in a cluster along y, between the cluster's barriers: the warps of the blocks that
-// have a partition take them in turns.
+// Merges the rows of a tile in a cluster along y, between the cluster's barriers. The warps of all blocks that have a
+// partition take the rows in turns.
 template <typename Out, int NUM_WARPS, typename Results>
 __device__ void merge_cluster(const AttentionArguments& a, const Work& work, const Results& results) {
   const int num_rows = work.tile_end - work.tile_begin;

@@ -1,15 +1,15 @@
 // What the attention kernels for CUDA share: which rows and tokens a block works on, and how the tokens are split.
 //
-// Packed rows: the rows of a sequence times the heads of a group, which read the same keys and values. Packed row m is
-// head m % group_size of row m / group_size. A block holds a tile of packed rows, so K and V are read once for all of
-// them.
+// A packed row is a row of a sequence with one head of a group. The heads of a group read the same keys and values.
+// Packed row m is head m % group_size of row m / group_size. A block holds a tile of packed rows, so K and V are read
+// once for the whole tile.
 //
-// Two kinds of sequence, told apart on the device, as only the device knows query_start_loc:
-//   decode   at most max_decode_rows rows: few packed rows, many tokens. The tokens are split into partitions, a block
-//            each, and a second kernel merges the partial results (flash-decoding). Where all blocks run at the same
-//            time, those of a tile are a cluster instead, and merge what they have themselves.
-//   prefill  more rows: a block for a tile of packed rows walks over all their tokens. Only where that makes few blocks
-//            are the tokens split, too.
+// There are two kinds of sequence. They are told apart on the device, as only the device knows query_start_loc:
+//   decode   at most max_decode_rows rows: few packed rows, many tokens. The tokens are split into partitions, with a
+//            block for each, and a second kernel merges the partial results (flash-decoding). Where all blocks run at
+//            the same time, the blocks of a tile are a cluster, and merge their results themselves.
+//   prefill  more rows. A block has a tile of packed rows and walks over all their tokens. Only where this makes few
+//            blocks are the tokens split, too.
 #pragma once
 
 #include <algorithm>
@@ -22,35 +22,36 @@ namespace pagedattn::cuda {
 constexpr int MMA_ROWS = 16;  // of mma.m16n8k16
 constexpr int SLICE_TOKENS = 16;
 constexpr int PREFILL_WARPS = 8;
-constexpr int WIDE_TILES = 2;  // of 16 rows, in a decode block for a group of more than 16 heads
+constexpr int WIDE_TILES = 2;  // tiles of 16 rows in a decode block for a group of more than 16 heads
 constexpr int FMA_ROWS = 8;    // packed rows of a block without tensor cores
 constexpr int MAX_DECODE_ROWS = 8;
-constexpr int MAX_PARTITIONS = WARP_SIZE;  // a lane each when they are merged
+constexpr int MAX_PARTITIONS = WARP_SIZE;  // one for each lane of the warp that merges
 constexpr int MIN_PARTITION_SHIFT = 9;     // log2 of the tokens of a partition
 constexpr int MIN_PARTITION_TOKENS = 1 << MIN_PARTITION_SHIFT;
-constexpr int64_t ENOUGH_BLOCKS = 128;  // of a prefill: about one for each multiprocessor of a large GPU
-// Of decode, which share its works: some times as many as fit. With fewer the last of them end late; with more, they
-// begin more often, and where block_tables are wide and sequences short, most for nothing. 32 and 64 (at 64 sequences x
-// 32 KV heads x 1,024 tokens, a work each) are to be tried on a GPU.
+constexpr int64_t ENOUGH_BLOCKS = 128;  // in prefill: about one for each multiprocessor of a large GPU
+// The blocks that share the works of decode: some times as many as fit. With fewer blocks, the last block ends late.
+// With more, blocks begin more often, and where block_tables are wide and sequences short, most of them begin for
+// nothing. 32 and 64 (at 64 sequences x 32 KV heads x 1,024 tokens, a work each) are to be tried on a GPU.
 constexpr int64_t DECODE_BLOCKS_OF_MULTIPROCESSOR = 16;
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// How rows of one kind are split: in at most num_partitions, of shapes alone, so nothing is read back from the device.
-// Where a sequence is parted depends on that and on its own length: the result of a decode row, which has
-// MAX_PARTITIONS whenever it needs them, does not depend on the batch.
+// How one kind of sequence is split: into at most num_partitions, which follows from shapes alone, so nothing is read
+// back from the device. The places where a sequence is split follow from num_partitions and from its own length. Decode
+// has as many partitions as its sequences may need, up to MAX_PARTITIONS, so the result of a decode row does not depend
+// on the batch.
 struct Split {
   int num_partitions;
   // Partial results, [slots, num_heads, num_partitions]: maximum and sum of a softmax, and the weighted values. Both
-  // begin at 16 bytes.
+  // arrays begin at a multiple of 16 bytes.
   float2* softmax;
   float* values;  // [..., head_size]
 };
 
-// What GPUs of sm_90 have beside those of sm_80. Whatever a GPU has is used, unless PAGEDATTN_CUDA_WITHOUT names it.
+// What GPUs of sm_90 have and GPUs of sm_80 lack. Whatever a GPU has is used, unless PAGEDATTN_CUDA_WITHOUT names it.
 struct Mechanisms {
   bool wgmma = true;    // in prefill
   bool cluster = true;  // in decode of small batches
-  bool bulk = true;     // copies of slices in decode; clusters have no other way
+  bool bulk = true;     // copies of slices in decode; clusters cannot do without
   bool pdl = true;      // programmatic dependent launch: the kernel that merges begins early
 };
 
@@ -60,20 +61,20 @@ struct AttentionArguments {
   Split decode;
   Split prefill;
   int group_size;
-  int sliding_window;    // p.sliding_window, or as many tokens as there can be
+  int sliding_window;    // p.sliding_window, or the largest int
   int max_decode_rows;   // a sequence of at most so many rows is decode
   int decode_tile_rows;  // packed rows of a block
   int prefill_tile_rows;
   int block_shift;             // log2 of block_size
-  bool aligned;                // every block of both caches begins at 16 bytes
-  bool query_in_pairs;         // every row of query begins at 4 bytes
-  bool out_aligned;            // every row of out at 16
-  bool decode_slots_are_rows;  // a row's slot in decode.softmax: its own index, or seq * max_decode_rows + its index
-                               // there
-  bool decode_in_clusters;     // and without partial results in the scratch
+  bool aligned;                // every block of both caches begins at a multiple of 16 bytes
+  bool query_in_pairs;         // every row of query begins at a multiple of 4 bytes
+  bool out_aligned;            // every row of out begins at a multiple of 16 bytes
+  bool decode_slots_are_rows;  // a row's slot in decode.softmax is its own index; otherwise seq * max_decode_rows + its
+                               // index in the sequence
+  bool decode_in_clusters;     // then decode has no partial results in the scratch
 };
 
-// Tile of packed rows and the tokens to attend to: [begin, end), as far as the rows see any.
+// A tile of packed rows, and the tokens [begin, end) that it attends to, as far as the rows see any.
 struct Work {
   int seq;
   int kv_head;
@@ -85,7 +86,7 @@ struct Work {
   int begin;
   int end;
   bool is_prefill;
-  int partition;       // whose partial result this is; negative: it is the whole result
+  int partition;       // of the partial result; negative: the result is whole
   int num_partitions;  // of the tile's tokens
 };
 
@@ -109,7 +110,7 @@ __device__ inline const Split& split_of(const AttentionArguments& a, const Work&
   return work.is_prefill ? a.prefill : a.decode;
 }
 
-// Where the partial results of a row of the sequence and a head begin, in partitions.
+// The index of the first partial result of a row of the sequence and a head.
 __device__ inline int64_t partial_index(const AttentionArguments& a, const Work& work, int row_of_sequence, int head) {
   const bool slots_are_rows = work.is_prefill || a.decode_slots_are_rows;
   const int64_t first_slot = slots_are_rows ? work.first_row : int64_t{work.seq} * a.max_decode_rows;
@@ -125,7 +126,7 @@ __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& 
   work.is_prefill = num_rows > a.max_decode_rows;
 }
 
-// The sequence's `tile`-th tile, and all the tokens that its rows see. False: there is none.
+// Sets the sequence's `tile`-th tile, and all the tokens that its rows see. False: there is no such tile.
 __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work& work) {
   const int tile_rows = work.is_prefill ? a.prefill_tile_rows : a.decode_tile_rows;
   if (tile * tile_rows >= work.num_packed) return false;
@@ -137,16 +138,17 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
 }
 
 struct Partitions {
-  int shift;  // log2 of the tokens of one
+  int shift;  // log2 of the tokens of a partition
   int first;
   int last;
 };
 
-// Those that the tile's tokens lie in. A multiple of 512 tokens each, so that no slice lies in two.
+// The partitions that the tile's tokens lie in. A partition has a multiple of 512 tokens, so that no slice lies in two
+// partitions.
 __device__ inline Partitions find_partitions(const AttentionArguments& a, const Work& work) {
   Partitions partitions{MIN_PARTITION_SHIFT, 0, 0};
   const int64_t seq_len = a.p.seq_lens[work.seq];
-  constexpr int MAX_SHIFT = 30;  // ends the loop, whatever a length holds
+  constexpr int MAX_SHIFT = 30;  // ends the loop, whatever seq_len is
   while (int64_t{split_of(a, work).num_partitions} << partitions.shift < seq_len && partitions.shift < MAX_SHIFT) {
     ++partitions.shift;
   }
@@ -155,7 +157,7 @@ __device__ inline Partitions find_partitions(const AttentionArguments& a, const 
   return partitions;
 }
 
-// Leaves the tokens of the `index`-th partition to the work. False: there is none.
+// Reduces the work to the tokens of its `index`-th partition. False: there is no such partition.
 __device__ inline bool take_partition(const AttentionArguments& a, int index, Work& work) {
   const Partitions partitions = find_partitions(a, work);
   const int partition = partitions.first + index;
@@ -167,22 +169,23 @@ __device__ inline bool take_partition(const AttentionArguments& a, int index, Wo
   return true;
 }
 
-// Decode works, in this order: KV heads, which lie side by side in memory, then tiles, then sequences, and the
-// partitions last: those that only the longest sequences have. There is one for each partition that a sequence could
-// have, and most do not exist where block_tables is wide.
+// The number of decode works. Works are numbered by KV head first, as heads lie side by side in memory, then by tile,
+// then by sequence. They are numbered by partition last, as only the longest sequences have the last partitions. There
+// is a work for each partition that a sequence could have. Where block_tables is wide, most of these partitions do not
+// exist.
 inline int64_t num_decode_works(const AttentionArguments& a) {
   return a.p.num_kv_heads * ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows) * a.p.num_seqs *
          a.decode.num_partitions;
 }
 
-// Blocks that share the decode works: an odd number, so that the partitions of a sequence, which are often a power of
-// two apart, fall to different blocks.
+// The blocks that share the decode works. Their number is odd, so that the partitions of a sequence, which are often a
+// power of two apart, fall to different blocks.
 inline dim3 decode_grid(const AttentionArguments& a) {
   const int64_t num_blocks = DECODE_BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors() | 1;
   return dim3(std::min(grid_size(num_decode_works(a)), grid_size(num_blocks)));
 }
 
-// False: there is no such work.
+// Finds the decode work of a number. False: there is no such work.
 __device__ inline bool find_decode_work(const AttentionArguments& a, unsigned index, Work& work) {
   const auto num_kv_heads = static_cast<unsigned>(a.p.num_kv_heads);
   const auto num_tiles = static_cast<unsigned>(ceil_div(a.max_decode_rows * a.group_size, a.decode_tile_rows));
@@ -196,8 +199,8 @@ __device__ inline bool find_decode_work(const AttentionArguments& a, unsigned in
   return take_partition(a, static_cast<int>(seq_and_partition / num_seqs), work);
 }
 
-// attend(work) for this block's share of the decode works, a barrier after each. The lanes of a warp look for 32 of
-// them at a time, every warp for the same.
+// Calls attend(work) for this block's share of the decode works, with a barrier after each call. The lanes of a warp
+// look for 32 works at a time, and all warps look for the same works.
 template <typename Attend>
 __device__ void for_each_decode_work(const AttentionArguments& a, int64_t num_works, const Attend& attend) {
   for (int64_t first = blockIdx.x; first < num_works; first += int64_t{WARP_SIZE} * gridDim.x) {
@@ -214,8 +217,8 @@ __device__ void for_each_decode_work(const AttentionArguments& a, int64_t num_wo
   }
 }
 
-// Tiles before those of sequence `seq` in a grid over prefill tiles: at least as many as the sequences before it have.
-// So a tile finds its sequence without a table.
+// The number of tiles before the first tile of sequence `seq` in a grid over prefill tiles: at least as many as the
+// sequences before `seq` have. So a block finds the sequence of its tile without a table.
 __device__ inline int64_t tiles_before(const AttentionArguments& a, int seq) {
   return a.p.row_begin(seq) * a.group_size / a.prefill_tile_rows + seq;
 }
@@ -234,8 +237,8 @@ inline dim3 prefill_grid(const AttentionArguments& a) {
               static_cast<unsigned>(a.prefill.num_partitions));
 }
 
-// The last sequence for which begins_before(seq) is true; it is for sequence 0, and for none after one for which it is
-// not.
+// The last sequence for which begins_before(seq) is true. It is true for sequence 0, and once it is false it stays
+// false.
 template <typename Condition>
 __device__ int find_sequence(const AttentionArguments& a, const Condition& begins_before) {
   int low = 0;
@@ -247,9 +250,10 @@ __device__ int find_sequence(const AttentionArguments& a, const Condition& begin
   return low;
 }
 
-// For a block of prefill_grid. False: the tile or its partition does not exist, or the sequence is decode.
+// Finds the work of a block of prefill_grid. False: the tile or its partition does not exist, or the sequence is
+// decode.
 __device__ inline bool find_prefill_work(const AttentionArguments& a, Work& work) {
-  // The last tiles of a sequence see most tokens: they begin first, and the short ones fill the gaps at the end.
+  // The last tiles of a sequence see most tokens. They begin first, and shorter tiles fill the gaps at the end.
   const int64_t tile = int64_t{gridDim.x} - 1 - blockIdx.x;
   set_sequence(a, find_sequence(a, [&](int seq) { return tiles_before(a, seq) <= tile; }), work);
   work.kv_head = static_cast<int>(blockIdx.y);
@@ -270,28 +274,28 @@ __device__ inline float logit_scale(const AttentionArguments& a) {
   return a.p.key_scale_on_device == nullptr ? a.p.logit_scale : a.p.logit_scale * *a.p.key_scale_on_device;
 }
 
-// Whether decode has such blocks. Larger heads have too many results for shared memory; over 8-bit caches three blocks
-// of 4 warps share a multiprocessor (head of 128), where there would be one of 8.
+// Whether decode has blocks with WIDE_TILES. Larger heads have too many results for shared memory. Over 8-bit caches,
+// three blocks of 4 warps share a multiprocessor (head of 128), where there would be one block of 8 warps.
 constexpr bool has_wide_tiles(int64_t head_size, int64_t cache_element_bytes) {
   return head_size <= 128 && cache_element_bytes > 1;
 }
 
-// What kernels on tensor cores are compiled for: the smallest that holds the head.
+// The head size that the kernel on tensor cores is compiled for: the smallest that holds the head.
 constexpr int head_size_of_kernel(int64_t head_size) { return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256; }
 
-// Whether bulk copies can bring the slices: all keys of a slice lie side by side in memory, and all values.
+// Whether bulk copies can load the slices: all keys of a slice lie side by side in memory, and so do all its values.
 constexpr bool has_bulk_slices(const AttentionArguments& a, int kernel_head_size) {
   return a.may_use.bulk && a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == kernel_head_size;
 }
 
-// One instantiation file each. Runs decode and, where there may be any, prefill.
+// Each instantiation has a file of its own. Runs decode and, where there may be any, prefill.
 template <typename T, typename CacheT>
 void attend_mma(const AttentionArguments& a, cudaStream_t stream);
 template <typename CacheT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream);
 
-// Prefill alone, on GPUs of compute capability 9.0, over a cache of T and heads of at most 128. In a build with
-// PAGEDATTN_SM90A.
+// Runs prefill alone, on GPUs of compute capability 9.0, over a cache of T and heads of at most 128. Only a build with
+// PAGEDATTN_SM90A has it.
 template <typename T>
 void prefill_wgmma(const AttentionArguments& a, cudaStream_t stream);
 

@@ -11,8 +11,9 @@ namespace {
 
 constexpr int MERGE_WARPS = 4;
 
-// The `row`-th of the rows that may have partial results: all there are if `prefill`, else max_decode_rows of each
-// sequence. Leaves what it sees to the work, and its number in its sequence. False: there is no such row of that kind.
+// Finds the `row`-th of the rows that may have partial results: all rows if `prefill`, else max_decode_rows of each
+// sequence. Sets the work to what the row sees, and row_of_sequence to the row's index in its sequence. False: there is
+// no such row of this kind.
 __device__ bool find_row(const AttentionArguments& a, bool prefill, int row, int head, Work& work,
                          int& row_of_sequence) {
   if (prefill) {
@@ -28,7 +29,8 @@ __device__ bool find_row(const AttentionArguments& a, bool prefill, int row, int
   return packed < work.num_packed && set_tile(a, packed / (prefill ? a.prefill_tile_rows : a.decode_tile_rows), work);
 }
 
-// Grid: rows x heads, a warp each. It may begin before the kernel that writes the partial results has ended.
+// Grid: rows x heads, a warp for each. This kernel may begin before the kernel that writes the partial results has
+// ended.
 template <typename Out>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
     merge_kernel(const __grid_constant__ AttentionArguments a, bool prefill) {
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
     num_partitions = partitions.last - partitions.first + 1;
   }
   ptx::griddepcontrol_wait();
-  if (num_partitions <= 1) return;  // of one, the block that had it has written the row
+  if (num_partitions <= 1) return;  // the block of a single partition has written the row
 
   const Split& split = split_of(a, work);
   const auto head_size = static_cast<int>(a.p.head_size);
@@ -80,7 +82,7 @@ void attend(const AttentionArguments& a, cudaStream_t stream) {
   }
 }
 
-// All but those that PAGEDATTN_CUDA_WITHOUT names, as in "wgmma,bulk". It is looked up at each call.
+// All mechanisms but those that PAGEDATTN_CUDA_WITHOUT names, as in "wgmma,bulk". The variable is read at each call.
 Mechanisms allowed_mechanisms() {
   Mechanisms allowed;
   const char* without = std::getenv("PAGEDATTN_CUDA_WITHOUT");
@@ -111,9 +113,9 @@ Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
   return {static_cast<int>(std::clamp<int64_t>(needed, 1, max_partitions)), nullptr, nullptr};
 }
 
-// Whether the partitions of a tile are a cluster: they fit in one, and all works run at the same time. With a
-// multiprocessor for each of them, though most kernels have two blocks there: a cluster lies within a part of the GPU,
-// and must find room. Two are to be tried on a GPU.
+// Whether the partitions of a tile are a cluster: they fit in one, and all works run at the same time. Each work is to
+// have a multiprocessor of its own, though with most kernels two blocks fit there: a cluster lies within a part of the
+// GPU, and must find room. Two works for each multiprocessor are to be tried on a GPU.
 bool fits_in_clusters(const AttentionArguments& a) {
   return a.may_use.cluster && a.p.dtype != DType::FLOAT32 && a.decode.num_partitions > 1 &&
          a.decode.num_partitions <= MAX_CLUSTER_BLOCKS && has_bulk_slices(a, head_size_of_kernel(a.p.head_size)) &&
@@ -152,10 +154,10 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   return a;
 }
 
-// Takes what the split needs from the scratch at `begin`; returns where it ends.
+// Gives the split its place in the scratch, from `begin` on. Returns where it ends.
 char* place(Split& split, int64_t num_slots, const PagedAttentionParams& p, char* begin) {
   if (split.num_partitions == 1) return begin;
-  // An even number of 8 bytes, so that the values begin at 16.
+  // An even number of float2, so that the values begin at a multiple of 16 bytes.
   const int64_t num_partials = ceil_div<int64_t>(num_slots * p.num_heads * split.num_partitions, 2) * 2;
   split.softmax = reinterpret_cast<float2*>(begin);
   split.values = reinterpret_cast<float*>(split.softmax + num_partials);

@@ -1,10 +1,10 @@
 // Attention in fp32, for fp32 queries: multiply-adds on the CUDA cores, as tensor cores would round fp32 to 10 bits.
 // The cache may be fp32 or 8 bit.
 //
-// A block has a tile of 8 packed rows; its warps part the tokens, 32 at a time. For query . key a lane has a token
-// (neighbouring lanes read neighbouring 16 bytes of the key cache), for probability . value it has elements of the
-// head (each reads a row of values, of which all that is fetched is used). K and V are read from device memory once
-// for each tile.
+// A block has a tile of 8 packed rows. Its warps share out the tokens, 32 at a time. For query . key, a lane has a
+// token, and neighbouring lanes read neighbouring 16 bytes of the key cache. For probability . value, a lane has
+// elements of the head. It reads a row of values for each, and all that is fetched is used. K and V are read from
+// device memory once for each tile.
 #pragma once
 
 #include <cstring>
@@ -24,7 +24,7 @@ namespace {
 constexpr int FMA_WARPS = 4;
 constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
 
-// NUM elements of the cache at `source`: of 16 bytes at most, all of one block.
+// Loads NUM elements of the cache from `source`: 16 bytes at most, all in one block.
 template <typename CacheT, int NUM>
 __device__ inline void load_elements(const AttentionArguments& a, const CacheT* source, float (&elements)[NUM]) {
   alignas(16) CacheT loaded[NUM];
@@ -47,7 +47,7 @@ struct FmaShared {
   BlockResults<FMA_WARPS, FMA_ROWS, HEAD_SIZE> results;
 };
 
-// What a warp does: 32 tokens after another. HEAD_SIZE is the largest head that a lane's registers hold.
+// The work of a warp, 32 tokens at a time. HEAD_SIZE is the largest head that a lane's registers hold.
 template <typename CacheT, int HEAD_SIZE>
 class FmaWarp {
  public:
@@ -221,7 +221,7 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
 template <typename CacheT, int HEAD_SIZE>
 __global__ void __launch_bounds__(FMA_THREADS, 2)
     fma_decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
-  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
+  ptx::griddepcontrol_launch_dependents();  // merge_kernel may begin: its blocks that wait take no place of ours
   for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE>(a, work); });
 }
 

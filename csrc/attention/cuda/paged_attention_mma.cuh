@@ -1,13 +1,14 @@
-// Attention on tensor cores, for queries of 16 bits: mma.m16n8k16 with fp32 accumulation, online softmax
-// (Dao et al., "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh).
+// Attention on tensor cores, for queries of 16 bits: mma.m16n8k16 with fp32 accumulation, online softmax (Dao et al.,
+// "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh).
 //
-// A warp holds 16 packed rows (warp_rows.cuh). With
-//   decode   the warps of a block share the rows and part the tokens: warp w takes slices w, w + 4, ..., each through a
-//            pipeline of its own (decode_stages.cuh), and the results are merged at the end. Memory bound; 16 rows
-//            cost no more than one, so tensor cores serve every group size. Of 32 rows, two warps share a slice.
-//   prefill  each warp has rows of its own, and all share a tile of 4 slices. Compute bound.
+// A warp holds 16 packed rows (warp_rows.cuh).
+//   decode   The warps of a block have the same rows and share out the tokens. Warp w takes slices w, w + 4, ...
+//            through a pipeline of its own (decode_stages.cuh), and the results are merged at the end. Decode is memory
+//            bound: 16 rows cost no more than one, so tensor cores serve every group size. With 32 rows, two warps
+//            share a slice.
+//   prefill  Each warp has rows of its own, and all warps share a tile of 4 slices. Prefill is compute bound.
 //
-// Bytes: decode reads K and V once for each tile of 16 or 32 packed rows; prefill once for each tile of 128.
+// Bytes: decode reads K and V once for each tile of 16 or 32 packed rows, prefill once for each tile of 128.
 #pragma once
 
 #include "attention/cuda/decode_stages.cuh"
@@ -17,8 +18,8 @@
 namespace pagedattn::cuda {
 namespace {
 
-// store.operator()<Out>() with the type of out: that of the queries, which over an 8-bit cache are multiplied in
-// float16 whatever they are.
+// Calls store.operator()<Out>() with the type of out, which is the type of the queries. Over an 8-bit cache, queries of
+// any type are multiplied in float16.
 template <typename T, typename CacheT, typename Store>
 __device__ void with_out_type(const AttentionArguments& a, const Store& store) {
   if constexpr (sizeof(CacheT) == 1) {
@@ -29,7 +30,7 @@ __device__ void with_out_type(const AttentionArguments& a, const Store& store) {
 
 // ---- decode
 
-// Returns what the teams have summed, for all threads to read.
+// Returns the sums of all teams, which all threads may read.
 template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, typename Stages>
 __device__ auto& attend_decode(const AttentionArguments& a, const Work& work, Stages& stages) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
@@ -70,14 +71,14 @@ __device__ void attend_decode_works(const AttentionArguments& a, int64_t num_wor
   }
 }
 
-// Grid: decode_grid; num_decode_works where IS_LOOP is false.
+// Grid: decode_grid, or num_decode_works where IS_LOOP is false.
 template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
 __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE,
                                   Decode<CacheT, HEAD_SIZE, NUM_TILES>::MIN_BLOCKS)
     decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
   using Bulk = BulkStages<CacheT, HEAD_SIZE, NUM_TILES>;
   using Async = AsyncStages<CacheT, HEAD_SIZE, NUM_TILES>;
-  ptx::griddepcontrol_launch_dependents();  // merge_kernel: a block that waits takes no place of ours
+  ptx::griddepcontrol_launch_dependents();  // merge_kernel may begin: its blocks that wait take no place of ours
   if (Bulk::fits(a)) {
     attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Bulk>(a, num_works);
   } else {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARP
                                   Decode<CacheT, HEAD_SIZE, NUM_TILES>::MIN_BLOCKS)
     decode_cluster_kernel(const __grid_constant__ AttentionArguments a) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
-  if (!ptx::is_sm90()) return;  // it is not launched there
+  if (!ptx::is_sm90()) return;  // this kernel is not launched there
   Work work;
   if (!find_decode_work(a, blockIdx.y * gridDim.x + blockIdx.x, work)) work.num_partitions = 0;
   if (work.num_partitions > 0) {
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARP
     const auto& results = *reinterpret_cast<const typename Shape::Results*>(shared_memory);
     with_out_type<T, CacheT>(a, [&]<typename Out>() { merge_cluster<Out, Shape::NUM_WARPS>(a, work, results); });
   }
-  ptx::cluster_sync_relaxed();  // others may read what this block has
+  ptx::cluster_sync_relaxed();  // other blocks may still read this block's results
 }
 
 // ---- prefill
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARP
 template <typename CacheT, int HEAD_SIZE>
 struct Prefill {
   static constexpr int NUM_WARPS = PREFILL_WARPS;
-  // Of a tile. Limited by the registers for their logits: all of them with large heads, and half with small ones, where
-  // two blocks share a multiprocessor.
+  // The slices of a tile are limited by the registers for their logits. With large heads, a block has all registers of
+  // a multiprocessor. With small heads it has half of them, as two blocks share a multiprocessor.
   static constexpr bool TWO_BLOCKS = HEAD_SIZE <= 64 && sizeof(CacheT) > 1;
   static constexpr int NUM_SLICES = HEAD_SIZE > 128 ? 1 : TWO_BLOCKS ? 2 : 4;
   static constexpr int NUM_STAGES = HEAD_SIZE > 128 ? 4 : 3;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
   WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, work.tile_begin + warp * MMA_ROWS);
   for (int stage = 0; token < work.end; token += STEP) {
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
-    __syncthreads();  // as in decode
+    __syncthreads();  // the tile is there for all threads, and all are done with the tile before it
     load_next();
     if (!rows.is_before(work, token)) {
       rows.template attend<Shape::NUM_SLICES>(a, work, shared_memory + stage * Shape::STAGE_BYTES, token);

@@ -1,11 +1,11 @@
-// Prefill by wgmma, on sm_90a, for queries and caches of the same 16 bits and heads of up to 128. Two warpgroups of 64
-// packed rows read a tile of keys and values twice from shared memory, where the eight warps of paged_attention_mma.cuh
-// read it eight times. Rows, masks and softmax are the same.
+// Prefill by wgmma, on sm_90a, for queries and caches of the same 16-bit type and heads of up to 128. There are two
+// warpgroups of 64 packed rows, so a tile of keys and values is read twice from shared memory. The eight warps of
+// paged_attention_mma.cuh read it eight times. Rows, masks and softmax are the same.
 //
 //   S = Q K^T     Q in registers; K as it lies in the cache, where 8 elements of 8 tokens are 128 adjacent bytes
-//   O = O + P V   P in registers; V with its units moved, so that 8 tokens of 8 elements are, too
+//   O = O + P V   P in registers; V with its units moved, so that 8 tokens of 8 elements are 128 adjacent bytes, too
 //
-// While the values of a tile are multiplied, the softmax of the next one is computed.
+// While the values of a tile are multiplied, the softmax of the next tile is computed.
 #pragma once
 
 #include "attention/cuda/warp_rows.cuh"
@@ -15,8 +15,8 @@ namespace {
 
 // A tile in shared memory, in units of 16 bytes:
 //   keys    [HEAD_SIZE / 8][TOKENS]        units of 8 elements of a token
-//   values  [TOKENS / 8][HEAD_SIZE + 4]    units of 8 tokens. 4 units are left empty: the 8 that neighbours copy at a
-//                                          time, 4 elements of 16 tokens, then lie in all 32 banks
+//   values  [TOKENS / 8][HEAD_SIZE + 4]    units of 8 tokens. 4 units are left empty, so that the 8 units that
+//                                          neighbours copy at a time, 4 elements of 16 tokens, lie in all 32 banks
 template <int HEAD_SIZE>
 struct WgmmaTile {
   static constexpr int TOKENS = HEAD_SIZE <= 64 ? 128 : 64;
@@ -48,8 +48,8 @@ struct WgmmaTile {
   };
 };
 
-// The 16 rows of a warp, one of four that multiply together. What multiply_... starts is under way until a wait, and so
-// long the registers that it takes are not touched.
+// The 16 rows of a warp, one of four warps that multiply together. A multiplication that multiply_... starts is under
+// way until a wait. Until then, its registers are not touched.
 template <typename T, int HEAD_SIZE>
 class WarpgroupRows : public WarpRows<T, T, HEAD_SIZE> {
  public:
@@ -76,7 +76,7 @@ class WarpgroupRows : public WarpRows<T, T, HEAD_SIZE> {
     ptx::wgmma_commit();
   }
 
-  // NUM_LATER: multiplications that were started after that of the keys.
+  // NUM_LATER: how many multiplications were started after that of the keys.
   template <int NUM_LATER>
   __device__ void wait_for_logits() {
     ptx::wgmma_wait<NUM_LATER>(logits_, this->query_);
@@ -90,7 +90,8 @@ class WarpgroupRows : public WarpRows<T, T, HEAD_SIZE> {
     WarpRows<T, T, HEAD_SIZE>::exponentiate(logits_);
   }
 
-  // After wait_for_values. The values' sums are taken to the new maxima, and the probabilities are an operand.
+  // Called after wait_for_values. The sums of values become relative to the new maxima, and the probabilities become an
+  // operand.
   __device__ void pack_probabilities() {
     if (is_raised_) this->scale_values(weight_);
 #pragma unroll
@@ -115,13 +116,13 @@ struct WgmmaPrefill {
   using Tile = WgmmaTile<HEAD_SIZE>;
   static constexpr int NUM_THREADS = PREFILL_WARPS * WARP_SIZE;
   static constexpr int THREADS_PER_SLICE = NUM_THREADS / Tile::NUM_SLICES;
-  // One that is multiplied with queries, one with probabilities, one to come, and one on its way.
+  // One tile is multiplied with queries and one with probabilities; one comes next, and one is on its way.
   static constexpr int NUM_STAGES = 4;
   static constexpr int SHARED_BYTES = NUM_STAGES * Tile::BYTES;
 };
 
-// At an edge of what the work sees: clears the values that are before or after it in the units that this thread has
-// copied. They may be anything, and 0 * NaN is NaN.
+// At an edge of the tokens that the work sees, clears the values of all other tokens in the units that this thread has
+// copied. Such values may be anything, and 0 * NaN is NaN.
 template <typename T, int HEAD_SIZE>
 __device__ void clear_unseen_values(const Work& work, int token, const typename WgmmaTile<HEAD_SIZE>::Places& places,
                                     int thread) {
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(WgmmaPrefill<HEAD_SIZE>::NUM_THREADS)
   const auto tile_at = [](int token) { return shared_memory + token / Tile::TOKENS % Shape::NUM_STAGES * Tile::BYTES; };
   int token = work.begin / Tile::TOKENS * Tile::TOKENS;  // so that no tile lies in two partitions
   SliceBlocks next_blocks = find_blocks(a, work, token + slice * SLICE_TOKENS);
-  // The tile at `first`, whose blocks have been looked up a tile before.
+  // Loads the tile at `first`, whose blocks were looked up one tile before.
   const auto load = [&](int first) {
     if (first < work.end) {
       const typename Tile::Places places{tile_at(first), slice};
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(WgmmaPrefill<HEAD_SIZE>::NUM_THREADS)
     ptx::cp_async_wait<Shape::NUM_STAGES - 3>();
     clear_unseen_values<T, HEAD_SIZE>(work, token + slice * SLICE_TOKENS, {tile_at(token), slice}, thread);
     ptx::fence_proxy_async();
-    __syncthreads();  // the tile is there for all, and all have multiplied with the one two before it
+    __syncthreads();  // the tile is there for all threads, and all are done with the tile two before it
   };
   const auto load_ahead = [&] { load(token + (Shape::NUM_STAGES - 2) * Tile::TOKENS); };
 

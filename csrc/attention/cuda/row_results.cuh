@@ -1,5 +1,5 @@
-// The end of a work: what warps have summed over tokens of their own is merged, and goes to out, or as a partial result
-// to the scratch.
+// The end of a work. Warps have summed over different tokens. Their sums are merged, and go to out, or to the scratch
+// as a partial result.
 #pragma once
 
 #include "attention/cuda/paged_attention.cuh"
@@ -7,13 +7,13 @@
 
 namespace pagedattn::cuda {
 
-constexpr int LANE_ELEMENTS = 4;  // that a lane moves at a time where lanes lie along a head: 16 bytes of float
+constexpr int LANE_ELEMENTS = 4;  // moved by a lane at a time, where lanes lie along a head: 16 bytes of float
 
 __device__ inline float value_scale(const AttentionArguments& a) {
   return a.p.value_scale_on_device == nullptr ? a.p.value_scale : *a.p.value_scale_on_device;
 }
 
-// The end of a row's softmax: takes the sink in, writes lse, returns what the weighted values are multiplied with.
+// The end of a row's softmax: adds the sink, writes lse, and returns the factor of the weighted values.
 __device__ inline float finish_row(const AttentionArguments& a, int64_t row, int head, float max, float sum,
                                    bool write_lse) {
   float base = max;
@@ -26,11 +26,12 @@ __device__ inline float finish_row(const AttentionArguments& a, int64_t row, int
   if (write_lse && a.p.lse != nullptr) {
     a.p.lse[row * a.p.num_heads + head] = total == 0.0f ? -INFINITY : base + logf(total);
   }
-  // A row that sees nothing is zero. NaN goes on.
+  // A row that sees nothing is zero. NaN stays NaN.
   return sum == 0.0f ? 0.0f : exp_below(max, base) / total * value_scale(a);
 }
 
-// N neighbouring elements of out. `index`, of the first, is a multiple of N, and N * sizeof(Out) at most 16.
+// Stores N neighbouring elements of out. `index` is of the first element, and a multiple of N. N * sizeof(Out) is at
+// most 16.
 template <typename Out, int N>
 __device__ inline void store_out(const AttentionArguments& a, int64_t index, const Floats<N>& values) {
   Out* target = static_cast<Out*>(a.p.out) + index;
@@ -42,7 +43,7 @@ __device__ inline void store_out(const AttentionArguments& a, int64_t index, con
   }
 }
 
-// Where the weighted values of a packed row go: to out, times `factor`, or as they are to the partial results.
+// Where the weighted values of a packed row go: to out, multiplied with `factor`, or unchanged to the partial results.
 struct RowTarget {
   int64_t index;  // of the row's first element
   float factor;
@@ -55,18 +56,19 @@ struct RowTarget {
     store_out<Out>(a, index + d, values);
   }
 
-  // That of another lane.
+  // The target of another lane.
   __device__ RowTarget of_lane(int lane) const {
     return {__shfl_sync(ALL_LANES, index, lane), __shfl_sync(ALL_LANES, factor, lane)};
   }
 };
 
-// For results that stay in shared memory: a lane knows where.
+// The target of results that stay in shared memory, where each lane knows their place.
 struct NoTarget {
   __device__ NoTarget of_lane(int) const { return {}; }
 };
 
-// What precedes the values; `is_first` of the threads that share a row writes it.
+// Writes what precedes a row's values: lse, or the softmax of a partial result. Of the threads that share a row, the
+// one with `is_first` writes it.
 __device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& work, int packed, float max, float sum,
                                       bool is_first) {
   const int head = head_of(a, work, packed);
@@ -79,15 +81,15 @@ __device__ inline RowTarget begin_row(const AttentionArguments& a, const Work& w
   return {partial * a.p.head_size, 1.0f};
 }
 
-// The results of a block in shared memory: NUM_RESULTS of each row, each over tokens of its own.
+// The results of a block in shared memory. A row has NUM_RESULTS, each over different tokens.
 template <int NUM_RESULTS, int TILE_ROWS, int HEAD_SIZE>
 struct alignas(16) BlockResults {
-  // Rows of values begin 8 banks apart: the lanes of a warp, 8 rows with 4 pairs each, write without conflicts.
+  // Rows of values begin 8 banks apart, so that the lanes of a warp, 8 rows with 4 pairs each, write without conflicts.
   static constexpr int ROW_FLOATS = HEAD_SIZE + 8;
   float2 softmax[NUM_RESULTS][TILE_ROWS];
   float values[NUM_RESULTS][TILE_ROWS][ROW_FLOATS];
 
-  // After a barrier. Merges the results and writes the rows of the tile to an out of type Out, or their partial
+  // Called after a barrier. Merges the results, and writes the rows of the tile to an out of type Out, or as partial
   // results.
   template <typename Out, int NUM_WARPS>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
@@ -99,7 +101,7 @@ struct alignas(16) BlockResults {
         });
   }
 
-  // The same to the place of the first results.
+  // Called after a barrier. Merges the results into the place of the first results.
   template <int NUM_WARPS>
   __device__ void merge_in_place(const AttentionArguments& a, const Work& work) {
     merge<NUM_WARPS, NoTarget>(
@@ -115,7 +117,8 @@ struct alignas(16) BlockResults {
 
  private:
   // begin(row, max, sum) gives a row's Target, and store(target, row, d, merged) takes LANE_ELEMENTS of its values.
-  // Each of NUM_WARPS warps has every NUM_WARPS-th row: a lane for each of them, then lanes along the head.
+  // Each of NUM_WARPS warps has every NUM_WARPS-th row. At first each row has a lane. Then lanes lie along the head of
+  // one row after the other.
   template <int NUM_WARPS, typename Target, typename Begin, typename Store>
   __device__ void merge(const AttentionArguments& a, const Work& work, const Begin& begin, const Store& store) const {
     constexpr int ROWS_OF_WARP = TILE_ROWS / NUM_WARPS;
@@ -140,7 +143,7 @@ struct alignas(16) BlockResults {
     }
   }
 
-  // A row's maximum and sum, and the results' weights in it.
+  // Returns a row's maximum and sum, and sets the weights of its results.
   __device__ float2 merge_softmax(int row, float (&weights)[NUM_RESULTS]) const {
     float max = softmax[0][row].x;
 #pragma unroll

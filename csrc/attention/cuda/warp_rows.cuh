@@ -1,5 +1,5 @@
-// What a warp does on tensor cores: 16 packed rows, their queries as operands of mma.m16n8k16, the weighted values as
-// accumulators, an online softmax between the two.
+// The work of a warp on tensor cores. A warp has 16 packed rows: their queries as operands of mma.m16n8k16, their
+// weighted values as accumulators, and an online softmax between the two.
 #pragma once
 
 #include "attention/cuda/cache_slice.cuh"
@@ -7,21 +7,21 @@
 
 namespace pagedattn::cuda {
 
-// From a row's logits to binary exponents beside its maximum: (logit - max) * factor.
+// Turns a row's logits into binary exponents relative to its maximum: (logit - max) * factor.
 struct RowExponents {
   float factor;
-  float max;  // or 0, where the row has seen nothing
+  float max;  // 0 where the row has seen nothing
 
-  // In one instruction, with the error that max * factor has once it is rounded: 2^-15 and less unless it is large.
+  // One instruction. max * factor is rounded, with an error of at most 2^-15 unless it is large.
   __device__ float of_small(float logit) const { return fmaf(logit, factor, -(max * factor)); }
-  // In two, with no error but that of the product.
+  // Two instructions, with no error but that of the product.
   __device__ float of_large(float logit) const { return (logit - max) * factor; }
   __device__ float of_any(float logit) const { return is_large() ? of_large(logit) : of_small(logit); }
   __device__ bool is_large() const { return fabsf(max * factor) > 1024.0f; }
 };
 
-// The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8: index 0
-// and 1 below.
+// The 16 packed rows of a warp, from `first_packed` on. A lane holds parts of rows lane / 4 and lane / 4 + 8, which
+// have index 0 and 1 below.
 template <typename T, typename CacheT, int HEAD_SIZE, typename SliceT = CacheSlice<CacheT, HEAD_SIZE>>
 class WarpRows {
  public:
@@ -48,7 +48,7 @@ class WarpRows {
     }
   }
 
-  // Takes in the tokens of `NUM_SLICES` slices from `token` on.
+  // Attends to the tokens of `NUM_SLICES` slices, from `token` on.
   template <int NUM_SLICES>
   __device__ void attend(const AttentionArguments& a, const Work& work, const unsigned char* slices, int token) {
     float logits[2 * NUM_SLICES][4] = {};
@@ -77,7 +77,7 @@ class WarpRows {
     }
   }
 
-  // Once, after the last token: the sums of whole rows, and maxima that are scaled.
+  // Called once, after the last token: sums become those of whole rows, and maxima are scaled.
   __device__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -87,7 +87,7 @@ class WarpRows {
     }
   }
 
-  // To the `index`-th results of the block.
+  // Writes the rows to the `index`-th results of the block.
   template <typename Results>
   __device__ void write(const Work& work, Results& results, int index) const {
     const int pair = lane_ % 4 * 2;
@@ -104,7 +104,7 @@ class WarpRows {
     }
   }
 
-  // The rows' results as they are, to an out of type Out: no other warp has worked on them.
+  // Writes the rows' results as they are to an out of type Out: no other warp has worked on these rows.
   template <typename Out>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
     const int pair = lane_ % 4 * 2;
@@ -121,19 +121,19 @@ class WarpRows {
     }
   }
 
-  // Whether none of the rows, if there are any, sees any of the tokens from `token` on.
+  // Whether no row of this warp sees a token from `token` on. The warp may have no row at all.
   __device__ bool is_before(const Work& work, int token) const {
     return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
   }
 
  protected:
   __device__ bool has_row(const Work& work, int i) const { return first_packed_ + lane_ / 4 + i * 8 < work.tile_end; }
-  // Past the last row of the tile, that one again: it sees no other tokens, and is not written.
+  // Past the last row of the tile, the last row again: it sees no other tokens, and is not written.
   __device__ int packed_row(const Work& work, int i) const {
     return min(first_packed_ + lane_ / 4 + i * 8, work.tile_end - 1);
   }
 
-  // function(logit, row, token) for all logits of a lane, in tiles of 8 tokens from `token` on; row is 0 or 1.
+  // Calls function(logit, row, token) for all logits of a lane, in tiles of 8 tokens from `token` on. row is 0 or 1.
   template <int NUM_TILES, typename Function>
   __device__ void for_each(float (&logits)[NUM_TILES][4], int token, const Function& function) const {
 #pragma unroll
@@ -144,8 +144,8 @@ class WarpRows {
     }
   }
 
-  // From products of query and keys to logits: scaled unless they are last, capped, biased; minus infinity for what a
-  // row does not see.
+  // Turns products of query and keys into logits: scaled unless scales_last_, capped and biased. Minus infinity for a
+  // token that the row does not see.
   template <int NUM_TILES>
   __device__ void finish_logits(const AttentionArguments& a, float (&logits)[NUM_TILES][4], int token) const {
     if (!scales_last_) {
@@ -177,8 +177,9 @@ class WarpRows {
     return __all_sync(ALL_LANES, all);
   }
 
-  // With an 8-bit cache, bfloat16 queries are multiplied in float16: divided by a power of two of their own, so that
-  // none overflows. What is then below float16's range is 2^-24 of the row's largest element.
+  // With an 8-bit cache, bfloat16 queries are multiplied in float16. Each row is divided by a power of two of its own,
+  // so that no element overflows. An element that is then below float16's range is 2^-24 of the row's largest element,
+  // or less.
   __device__ void load_query(const AttentionArguments& a, const Work& work) {
     const uint16_t* rows[2];
 #pragma unroll
@@ -225,10 +226,10 @@ class WarpRows {
     for (int i = 0; i < 2; ++i) {
       largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 1));
       largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], 2));
-      // The power of two at or below it, within what has an inverse.
+      // The power of two at or below `largest`, within the powers that have an inverse.
       const uint32_t exponent = min(max(__float_as_uint(largest[i]) >> 23, 1u), 253u);
       scale_[i] *= __uint_as_float(exponent << 23);
-      // Of a row so small that all its logits are 0 in float, give or take 2^-90.
+      // This changes only a row that is so small that all its logits are 0 in float, give or take 2^-90.
       if (scales_last_) scale_[i] = fmaxf(scale_[i], MIN_LAST_SCALE);
       inverse[i] = __uint_as_float((254 - exponent) << 23);
     }
@@ -245,8 +246,8 @@ class WarpRows {
   static __device__ float low_bfloat16(uint32_t pair) { return __uint_as_float(pair << 16); }
   static __device__ float high_bfloat16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-  // Takes the rows' maxima to those of the logits, and their sums to the new maxima. False: no maximum of the warp's
-  // rows has grown. Else their values are to be multiplied with `weight`.
+  // Raises the rows' maxima to the maxima of the logits, and makes their sums relative to the new maxima. False: no
+  // maximum of the warp's rows has grown. True: the rows' values are to be multiplied with `weight`.
   template <int NUM_TILES>
   __device__ bool raise_max(float (&logits)[NUM_TILES][4], float (&weight)[2]) {
     float max[2] = {max_[0], max_[1]};
@@ -304,8 +305,8 @@ class WarpRows {
     }
   }
 
-  // values += probabilities * V. At an edge of what the work sees, the values of the other tokens are masked: they may
-  // be anything, and 0 * NaN is NaN.
+  // values += probabilities * V. At an edge of the tokens that the work sees, the values of all other tokens are
+  // masked: they may be anything, and 0 * NaN is NaN.
   template <bool AT_EDGE, int NUM_TILES>
   __device__ void add_values(const Work& work, const unsigned char* slices, const float (&p)[NUM_TILES][4], int token) {
 #pragma unroll
@@ -334,8 +335,8 @@ class WarpRows {
     }
   }
 
-  // Scales for which neither scale * log2(e) nor what it is multiplied with leaves float's range: with a power of two
-  // of convert_query as well.
+  // Scales for which neither scale * log2(e) nor what this is multiplied with leaves the range of float, also with a
+  // power of two from convert_query.
   static constexpr float MIN_LAST_SCALE = 0x1p-126f;
   static constexpr float MAX_LAST_SCALE = 2.0f;
   // Larger heads and 8-bit caches leave no register for has_large_.
@@ -345,9 +346,9 @@ class WarpRows {
   int first_packed_;
   int position_[2];
   float slope_[2];          // of ALiBi
-  float scale_[2];          // one for both rows, unless convert_query scales them
-  bool scales_last_;        // logits are products of query and keys as they are, and exponents are scaled
-  bool has_large_ = false;  // of the warp's rows, one has a large maximum
+  float scale_[2];          // the same for both rows, unless convert_query scales them
+  bool scales_last_;        // logits are the unscaled products of query and keys, and exponents are scaled
+  bool has_large_ = false;  // one of the warp's rows has a large maximum
   float max_[2];
   float sum_[2];  // of this lane's logits
   uint32_t query_[HEAD_SIZE / 16][4];

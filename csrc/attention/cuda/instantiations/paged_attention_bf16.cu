@@ -1,4 +1,4 @@
-// Attention of bfloat16 queries over a cache of the same.
+// Attention of bfloat16 queries over a bfloat16 cache.
 #include "attention/cuda/paged_attention_mma.cuh"
 
 namespace pagedattn::cuda {

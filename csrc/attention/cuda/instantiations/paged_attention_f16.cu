@@ -1,4 +1,4 @@
-// Attention of float16 queries over a cache of the same.
+// Attention of float16 queries over a float16 cache.
 #include "attention/cuda/paged_attention_mma.cuh"
 
 namespace pagedattn::cuda {

@@ -1,4 +1,4 @@
-// Prefill of float16 queries over a cache of the same, for sm_90a alone.
+// Prefill of float16 queries over a float16 cache, for sm_90a alone.
 #include "attention/cuda/paged_attention_wgmma.cuh"
 
 namespace pagedattn::cuda {
