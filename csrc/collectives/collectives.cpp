@@ -1,6 +1,6 @@
-// A call goes through the buffers in pieces. In a piece of all_reduce_shared each rank sums all that the ranks have
-// written, which takes one meeting; or, if the piece is large, its share of that alone, and then takes the other shares
-// from their ranks, which takes two meetings and moves fewer bytes.
+// A call goes through the buffers in pieces. For a small piece of all_reduce_shared, each rank sums the whole piece,
+// which takes one meeting. For a large piece, each rank sums its share of the piece and then copies the other shares
+// from their ranks. That takes two meetings and moves fewer bytes.
 #include "collectives/collectives.h"
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace pagedattn {
 namespace {
 
 constexpr int64_t LINE_BYTES = 64;
-// From so many bytes on, of all ranks together, a piece is summed by shares: measured with 2 ranks (Zen 4).
+// A piece with so many bytes of all ranks together, or more, is summed by shares. Measured with 2 ranks (Zen 4).
 constexpr int64_t MIN_SHARED_BYTES = 1 << 20;
 
-// A call of this process in a group, with the errors of an op.
+// Makes a call in a group. Its errors name the op.
 template <typename Call>
 void in_group(const char* op, int64_t handle, Call&& call) {
   const std::shared_ptr<SharedGroup> group = SharedGroup::find(handle);
@@ -46,7 +46,7 @@ void sum_elements(const RankSumParams& params, int64_t num_elements) {
   parallel_for_rows(num_elements, 1, [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
 }
 
-// The sum of `num_elements` at `input`, which begin at `offset` bytes of every buffer.
+// The sum of the elements at `input`, which begin at `offset` bytes of every other rank's buffer. It goes to `input`.
 RankSumParams sum_of(const SharedGroup& group, DType dtype, char* input, int64_t offset) {
   RankSumParams params{};
   params.dtype = dtype;
@@ -62,7 +62,7 @@ struct Range {
   int64_t begin, end;
 };
 
-// What a rank sums of a piece: whole lines, so that no two ranks write into one.
+// The elements of a piece that a rank sums: whole lines, so that no two ranks write to the same line.
 Range share_of(int64_t rank, const SharedGroup& group, int64_t num_elements, DType dtype) {
   const int64_t line = LINE_BYTES / element_size(dtype), lines = group.world_size() * line;
   const int64_t share = (num_elements + lines - 1) / lines * line;
@@ -112,7 +112,7 @@ void run_all_gather(const AllGatherParams& p) {
   in_group("all_gather_shared", p.group, [&](SharedGroup& group) {
     const int64_t size = element_size(p.dtype), world_size = group.world_size();
     const int64_t num_elements = p.num_rows * p.width, most = group.buffer_bytes() / size;
-    // Elements [begin, begin + length) of a rank's input, from `source`.
+    // Puts elements [begin, begin + length) of a rank's input, from `source`, where they belong in `out`.
     const auto put = [&](int64_t rank, const char* source, int64_t begin, int64_t length) {
       for (const int64_t end = begin + length; begin < end;) {
         const int64_t row = begin / p.width, column = begin % p.width;
@@ -143,7 +143,7 @@ DType check_input(const Door& door, const Tensor& input) {
   return dtype;
 }
 
-// The group of a call: who captures does not run into a closed one.
+// Checks that the group is open, so that no closed group is captured.
 std::shared_ptr<SharedGroup> check_group(const Door& door, int64_t handle) {
   std::shared_ptr<SharedGroup> group = SharedGroup::find(handle);
   door.check(group != nullptr, "group", "expected one that is open, got none");

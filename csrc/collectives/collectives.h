@@ -11,7 +11,7 @@ struct AllReduceParams {
   int64_t group;  // a handle
   DType dtype;
   int64_t num_elements;
-  void* input;  // [num_elements], updated
+  void* input;  // [num_elements], becomes the sum
 };
 
 struct AllGatherParams {
@@ -26,12 +26,12 @@ struct AllGatherParams {
 struct RankSumParams {
   DType dtype;
   int64_t world_size;
-  const void* of_rank[MAX_RANKS];  // [num_elements] each
-  void* out;                       // [num_elements]; may be one of them
-  void* copy;                      // the same as out, or nullptr
+  const void* of_rank[MAX_RANKS];  // [num_elements], of each rank
+  void* out;                       // [num_elements]; may be the memory of a rank
+  void* copy;                      // gets the same as out; may be nullptr
 };
 
-// Elements [begin, end): the sum of all ranks, in their order.
+// Elements [begin, end). The ranks are added in their order.
 PAGEDATTN_DECLARE_CPU_KERNEL(sum_ranks, const RankSumParams& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

@@ -1,5 +1,5 @@
-// Sums in fp32, rounded once. An element's sum has the same bits in whichever rank and whichever piece it is computed:
-// it is added up in the order of the ranks.
+// Sums in fp32, rounded once. An element is added up in the order of the ranks, so its sum has the same bits whichever
+// rank computes it, and in whichever piece.
 #include "collectives/collectives.h"
 
 #include "cpu_memory.h"

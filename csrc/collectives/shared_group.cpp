@@ -35,9 +35,9 @@ constexpr int64_t MAX_BUFFER_BYTES = int64_t{1} << 40;
 constexpr uint64_t MAGIC = 0x3150554f52474150;  // "PAGROUP1": the layout of the memory
 constexpr int MAX_REASON_BYTES = 1000;
 
-// A wait spins for as long as ranks differ by that are about equally fast. Then it spins on, as long as it would take
-// to fall asleep and to be woken, but gives the CPU to whoever wants it: that may be the rank which is missing. Then it
-// sleeps, and wakes to look after the ranks that are missing.
+// A wait begins by spinning, for as long as ranks that are about equally fast differ. Then it spins on for as long as
+// falling asleep and being woken would take, but yields the CPU, as the missing rank may want it. Then it sleeps, and
+// wakes now and then to check the missing ranks.
 constexpr auto GREEDY_SPIN_TIME = std::chrono::microseconds(10);
 constexpr auto SPIN_TIME = std::chrono::microseconds(50);
 constexpr int SPINS_PER_LOOK_AT_THE_CLOCK = 16;
@@ -45,19 +45,20 @@ constexpr auto CHECK_INTERVAL = std::chrono::milliseconds(100);
 
 enum : uint32_t { WHOLE, BEING_BROKEN, BROKEN };
 
-// The lowest bit of a rank's word, whose other bits count its meetings: somebody sleeps until the word changes.
+// The lowest bit of a rank's word says that somebody sleeps until the word changes. The other bits count the rank's
+// meetings.
 constexpr uint32_t SLEEPER = 1;
 
 void pause_spinning() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb");  // yield does nothing on most
+  asm volatile("isb");  // on most CPUs, yield does nothing
 #endif
 }
 
-// Not private to a process. Returns when the word is woken or has another value, at a signal, or at the latest after
-// CHECK_INTERVAL.
+// Sleeps on a word that processes share. Returns when the word is woken or has another value, at a signal, or after
+// CHECK_INTERVAL at the latest.
 void sleep_while(const Word& word, uint32_t value) {
   const timespec timeout{0, std::chrono::nanoseconds(CHECK_INTERVAL).count()};
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
@@ -80,10 +81,10 @@ void check(bool condition, const Text&... text) {
 
 struct Process {
   char state;
-  uint64_t start_time;  // tells it from another one that got its number
+  uint64_t start_time;  // tells the process from a later one with the same pid
 };
 
-// A process that has not ended; a zombie has.
+// A process that has not ended. A zombie has ended.
 std::optional<Process> running_process(int32_t pid) {
   const int file = open(text_of("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return {};
@@ -92,7 +93,7 @@ std::optional<Process> running_process(int32_t pid) {
   ::close(file);
   if (length <= 0) return {};
   text[length] = 0;
-  const char* name_end = std::strrchr(text, ')');  // of the second field, which may hold anything
+  const char* name_end = std::strrchr(text, ')');  // the second field, which may hold anything, ends here
   Process process{};
   unsigned long long start_time = 0;  // field 22
   if (name_end == nullptr || std::sscanf(name_end + 1,
@@ -106,7 +107,7 @@ std::optional<Process> running_process(int32_t pid) {
   return process;
 }
 
-// What numbers of processes mean differs between namespaces.
+// A pid means another process in another namespace.
 uint64_t pid_namespace() {
   struct stat status{};
   if (stat("/proc/self/ns/pid", &status) != 0) fail(errno, "/proc/self/ns/pid");
@@ -121,10 +122,10 @@ int64_t group_bytes(int64_t world_size, int64_t buffer_bytes) {
 struct OpenGroups {
   std::mutex mutex;
   std::unordered_map<int64_t, std::weak_ptr<SharedGroup>> by_handle;
-  int64_t last_handle = 0;  // none is given twice
+  int64_t last_handle = 0;  // no handle is given twice
 };
 OpenGroups& open_groups() {
-  static auto& groups = *new OpenGroups;  // never destroyed: calls may be under way as the process ends
+  static auto& groups = *new OpenGroups;  // never destroyed, as calls may be under way when the process ends
   return groups;
 }
 
@@ -152,9 +153,9 @@ struct SharedGroup::Header {
 
 struct SharedGroup::RankWords {
   alignas(LINE_BYTES) Word arrived;  // twice the number of meetings, and SLEEPER
-  std::atomic<uint64_t> calls[2];    // of this meeting and of the one before, by its parity
+  std::atomic<uint64_t> calls[2];    // of this meeting and of the one before, by the meeting's parity
   alignas(LINE_BYTES) Word is_taken;
-  std::atomic<int32_t> pid;  // 0: it has not joined
+  std::atomic<int32_t> pid;  // 0: the rank has not joined
   std::atomic<uint64_t> start_time;
   Word has_left;
 };
@@ -202,8 +203,8 @@ std::shared_ptr<SharedGroup> SharedGroup::join(int descriptor, int64_t rank) {
   void* memory = mmap(nullptr, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (memory == MAP_FAILED) fail(errno, "the memory of the group");
   const std::shared_ptr<SharedGroup> group(new SharedGroup(memory, status.st_size, rank));
-  // Pages that the system cannot give are an error here, and not a signal later. They are given by the rank that writes
-  // them, and so of its NUMA node.
+  // Allocates the pages, so that a lack of memory is an error here and not a signal later. Each rank allocates the
+  // pages that it writes, so they are on its NUMA node.
   int error = EINTR;
   while (error == EINTR) {
     error = posix_fallocate(descriptor, PAGE_BYTES + rank * rank_bytes(header.buffer_bytes),
@@ -283,7 +284,7 @@ void SharedGroup::abort(const std::string& reason) {
 std::string SharedGroup::broken() const {
   const Header& shared = header();
   if (shared.state.load(std::memory_order_acquire) == WHOLE) return {};
-  // Who breaks the group writes down why, unless it is killed meanwhile.
+  // A rank that breaks the group writes the reason, unless it is killed meanwhile.
   for (int i = 0; i < 100 && shared.state.load(std::memory_order_acquire) != BROKEN; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -327,8 +328,8 @@ void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements) {
   }
 }
 
-// Who arrives sees SLEEPER and wakes the sleeper; or it has arrived before, and then the word is another than the one
-// to sleep by.
+// A rank that arrives sees SLEEPER and wakes the sleeper. If it arrives before SLEEPER is set, the word no longer has
+// the value to sleep by.
 void SharedGroup::sleep_until_come(int64_t rank) {
   Word& word = words(rank).arrived;
   const Clock::time_point start = Clock::now();
@@ -352,8 +353,8 @@ void SharedGroup::check_missing_ranks(double waited_seconds) {
   const double timeout_seconds = header().timeout_seconds;
   for (int64_t rank = 0; rank < world_size_; ++rank) {
     RankWords& theirs = words(rank);
-    const bool has_left =
-        theirs.has_left.load(std::memory_order_acquire) != 0;  // after it has arrived for the last time
+    // Before `arrived`, as a rank leaves after its last arrival.
+    const bool has_left = theirs.has_left.load(std::memory_order_acquire) != 0;
     if (has_come(theirs.arrived.load(std::memory_order_acquire))) continue;
     const int32_t pid = theirs.pid.load(std::memory_order_acquire);
     const std::optional<Process> process = running_process(pid);
@@ -374,7 +375,7 @@ void SharedGroup::check_same_call(int64_t rank, uint64_t my_call) {
   const uint64_t call = words(rank).calls[meeting_ & 1].load(std::memory_order_relaxed);
   if (call == my_call) [[likely]]
     return;
-  const int64_t first = std::min(rank, rank_);  // all ranks say it alike
+  const int64_t first = std::min(rank, rank_);  // all ranks word the error alike
   abort(text_of(name_of(first), " calls ", call_text(rank < rank_ ? call : my_call), ", and ",
                 name_of(std::max(rank, rank_)), " calls ", call_text(rank < rank_ ? my_call : call)));
   throw_if_broken();

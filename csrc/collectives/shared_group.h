@@ -1,18 +1,19 @@
-// The memory that the ranks of one machine share, and how they meet in it: buffers, a word in which each rank says how
-// far it has come, who the ranks are, and whether the group is broken. No torch.
+// The memory that the ranks of one machine share, and how the ranks meet in it. The memory holds buffers, a word in
+// which each rank says how far it has come, who the ranks are, and whether the group is broken. No torch.
 //
 // The memory, which a descriptor of memfd_create stands for:
 //   Header                                 a page
 //   of each rank:  RankWords               a page
 //                  buffers                 [2][buffer_bytes]
-// The ranks take their steps together. In a step each rank writes into its buffer, arrives, waits until all have
-// arrived, and reads all buffers. The buffers of a rank alternate from step to step. So one meeting a step will do: who
-// writes a buffer in step s + 2 has seen all ranks arrive in step s + 1, and a rank arrives there when it has read what
-// step s was about.
+// The ranks take their steps together. In a step, each rank writes into its buffer, arrives, waits until all ranks have
+// arrived, and reads all buffers. A rank's two buffers alternate from step to step, so one meeting in each step is
+// enough: a rank that writes a buffer in step s + 2 has seen all ranks arrive in step s + 1, and a rank arrives there
+// only after it has read the buffers of step s.
 //
-// Order of memory: a rank arrives by a store that releases, and waits by loads that acquire. What a rank has written
-// before it arrives is seen by all who wait for it. And what it has read before then it has read, so that a later write
-// of another rank cannot come in between. Both hold on CPUs that reorder loads and stores, such as those of Arm.
+// Order of memory: a rank arrives by a store that releases, and waits by loads that acquire. So what a rank has written
+// before it arrives is seen by all ranks that wait for it. What a rank reads before it arrives, it has read by then, so
+// that no later write of another rank can come before the read. Both hold on CPUs that reorder loads and stores, such
+// as those of Arm.
 #pragma once
 
 #include <atomic>
@@ -31,13 +32,13 @@ enum class SharedCall : uint8_t { ALL_REDUCE, ALL_GATHER };
 
 class SharedGroup {
  public:
-  // A descriptor of new memory for a group, sealed against shrinking, since a rank that reads past the end would die of
-  // SIGBUS. Throws std::invalid_argument for wrong arguments, std::system_error if there is no memory.
+  // A descriptor of new memory for a group. The memory is sealed against shrinking, since a rank that reads past its
+  // end would die of SIGBUS. Throws std::invalid_argument for wrong arguments, std::system_error if there is no memory.
   static int create(int64_t world_size, int64_t max_bytes, double timeout_seconds);
 
-  // Joins as `rank`, and maps the memory; `descriptor` is no longer needed then. A handle for the ops is given away, by
-  // which find() finds the group until close(). Throws std::invalid_argument if the descriptor is of anything else, if
-  // there is no such rank, and if it has joined already; std::system_error if there is no memory.
+  // Joins as `rank`, and maps the memory; `descriptor` is not needed after that. The group gets a handle for the ops,
+  // by which find() finds it until close(). Throws std::invalid_argument if the descriptor is not one of create(), if
+  // there is no such rank, or if the rank has joined already; std::system_error if there is no memory.
   static std::shared_ptr<SharedGroup> join(int descriptor, int64_t rank);
 
   // The group of a handle; nullptr if it is closed.
@@ -47,10 +48,11 @@ class SharedGroup {
   SharedGroup(const SharedGroup&) = delete;
   SharedGroup& operator=(const SharedGroup&) = delete;
 
-  // Leaves the group: a rank that waits for this one is told. A call under way on another thread goes on.
+  // Leaves the group. A rank that waits for this rank is told. A call under way on another thread goes on.
   void close();
 
-  // Breaks the group for all ranks, unless it is broken: who waits is woken and throws, and so does every later call.
+  // Breaks the group for all ranks, unless it is broken already. Ranks that wait are woken and throw, and so does every
+  // later call.
   void abort(const std::string& reason);
   // Why the group is broken; empty if it is not.
   std::string broken() const;
@@ -62,14 +64,14 @@ class SharedGroup {
 
   // ---- for a call, which holds `calls` throughout
 
-  std::mutex calls;  // of this process's threads
+  std::mutex calls;  // one call at a time in this process
 
-  // The buffer of a rank in the step that comes.
+  // A rank's buffer of the current step.
   char* buffer(int64_t rank) const;
-  // Ends the writing of a step: waits until all ranks have arrived in it. Throws std::runtime_error if the group is
-  // broken, or if a rank has died, has left, makes another call, or does not come in time; each breaks the group.
+  // Ends the writing of a step: waits until all ranks have arrived. Throws std::runtime_error if the group is broken,
+  // or if a rank has died, has left, makes another call, or does not come in time. Each of these breaks the group.
   void meet(SharedCall call, DType dtype, int64_t num_elements);
-  // Ends the reading of a step, whose buffers then alternate.
+  // Ends the reading of a step. The next step has the other buffers.
   void end_step() { ++step_; }
   void throw_if_broken() const;
 
@@ -92,7 +94,7 @@ class SharedGroup {
   int64_t world_size_;
   int64_t buffer_bytes_;
   int64_t handle_ = 0;
-  int64_t step_ = 0;      // says which buffers
+  int64_t step_ = 0;      // its parity selects the buffers
   uint32_t meeting_ = 0;  // counts up to 2^31 and starts again
 };
 
