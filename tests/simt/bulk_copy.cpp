@@ -1,9 +1,9 @@
 // mbarriers and cp.async.bulk of the simt device.
 //
-// An mbarrier is 64 bits of shared memory, here as there: nobody else may write to them. Bulk copies read and write
+// An mbarrier is 64 bits of shared memory, as on a GPU, and nobody else may write to them. Bulk copies read and write
 // shared memory through the "async proxy", which sees what threads have written only after a fence.proxy.async. So
-// there is a second array, what that proxy sees: brought up to date by fences, and compared before a copy begins. A
-// fence counts for the thread that calls it: one that starts a copy has an array of its own.
+// there is a second array, which holds what this proxy sees. Fences bring it up to date, and it is compared before a
+// copy begins. A fence counts for the thread that calls it, so each thread that starts a copy has an array of its own.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -24,13 +24,13 @@ namespace {
 constexpr unsigned char POISON = 0xff;
 constexpr unsigned UNIT = 16;  // bytes: alignment and size of bulk copies are multiples
 
-// A phase ends when all arrivals have come and as many bytes as they said; the next one begins with it.
+// A phase ends when all arrivals have come, and as many bytes as they announced. The next phase begins at once.
 struct Mbarrier {
   static constexpr unsigned MAGIC = 0xba44;
   uint64_t magic : 16;
   uint64_t phase : 1;
-  uint64_t num_arrivals : 11;  // of a phase
-  uint64_t num_missing : 11;   // in this one
+  uint64_t num_arrivals : 11;  // of each phase
+  uint64_t num_missing : 11;   // in this phase
   int64_t missing_bytes : 25;
 };
 static_assert(sizeof(Mbarrier) == 8);
@@ -42,7 +42,7 @@ struct BulkCopy {
   Mbarrier* barrier;
 };
 
-// The thread that made an mbarrier may call the fence as well as the one that starts a copy.
+// The fence may be called by the thread that made an mbarrier, or by the thread that starts a copy.
 struct Maker {
   unsigned thread;
   bool has_fenced;
@@ -54,7 +54,7 @@ struct BlockCopies {
   std::vector<BulkCopy> under_way;
   std::map<const void*, Maker> barriers;
   Memory brought;                   // by bulk copies, and nothing else
-  std::map<unsigned, Memory> seen;  // of a thread: the same, and all there was at its last fence
+  std::map<unsigned, Memory> seen;  // by thread: `brought`, and all that was there at the thread's last fence
   size_t shared_bytes = 0;
 } copies_of[MAX_CLUSTER_BLOCKS];
 BlockCopies* block = copies_of;  // the running one
@@ -66,7 +66,7 @@ Memory& seen_by_thread() {
   return block->seen.try_emplace(thread_idx(), block->brought).first->second;
 }
 
-// change(bytes that a copy has as its target) in all arrays, and in memory.
+// Calls change(target) for the target of a copy in all arrays, and in memory.
 template <typename Change>
 void change_all(void* target, const Change& change) {
   change(static_cast<unsigned char*>(target));

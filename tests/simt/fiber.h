@@ -28,12 +28,12 @@ struct Fiber {
 #else
   ucontext_t context;
 #endif
-  const void* stack = nullptr;  // its lowest byte. Of the OS thread's own stack, only AddressSanitizer says it
+  const void* stack = nullptr;  // its lowest byte; for the OS thread's own stack, only AddressSanitizer sets it
   size_t stack_bytes = 0;
   void* fake_stack = nullptr;  // AddressSanitizer's
 };
 
-// Takes address space; pages when they are touched. Below it, a page that cannot be.
+// Takes address space now, and pages when they are touched. The page below the stack cannot be touched.
 inline void make_stack(Fiber& fiber) {
   constexpr size_t STACK_BYTES = 256 * 1024, GUARD_BYTES = 4096;
   void* memory = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -45,8 +45,8 @@ inline void make_stack(Fiber& fiber) {
 }
 
 #if defined(__x86_64__)
-// Pushes what a function must preserve, stores rsp, loads the other's, pops. The floating-point modes are nobody's to
-// change. An indirect jump is predicted better than a `ret` to another place than the call's.
+// Pushes what a function must preserve, stores rsp, loads the rsp of the other fiber, pops. Nobody changes the
+// floating-point modes. An indirect jump is predicted better than a `ret` that goes elsewhere than to its call.
 __attribute__((naked, noinline)) inline void switch_stacks(void** /*from: rdi*/, void* /*to: rsi*/) {
   asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
       "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"

@@ -62,7 +62,7 @@ __global__ void divergent_barrier_kernel(Arguments a) {
   a.out[threadIdx.x] = a.in[threadIdx.x];
 }
 
-// Each half of the block has a barrier of its own; with the bug, one of half as many threads.
+// Each half of the block has a barrier of its own; with the bug, a barrier of half as many threads.
 template <bool BUG>
 __global__ void named_barrier_kernel(Arguments a) {
   constexpr int HALF = NUM_THREADS / 2;

@@ -13,7 +13,7 @@ namespace pagedattn::cuda {
 
 inline constexpr int RIGHT = 0, WRONG = 1, ERROR = 2;  // exit status
 
-// Memory of the device beside as much of the host. Not managed memory, which some virtual machines do not have.
+// Memory of the device, and as much memory of the host. Not managed memory, which some virtual machines do not have.
 class AnyBuffer {
  public:
   AnyBuffer(void* on_host, size_t bytes) : on_host_(on_host), bytes_(bytes) {
@@ -59,7 +59,7 @@ class Buffer : private std::unique_ptr<T[]>, public AnyBuffer {
   size_t size_;
 };
 
-// Kernels that start() launches, to their end: all buffers go to the device before, and come back.
+// Runs the kernels that start() launches to their end. All buffers go to the device before, and come back after.
 template <typename Start>
 void run_to_end(const Start& start) {
   for (const AnyBuffer* buffer : AnyBuffer::all()) buffer->to_device();

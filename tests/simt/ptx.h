@@ -1,5 +1,5 @@
-// The emulated twins of csrc/ptx.cuh, written from the PTX ISA document: what a warp does together is computed once,
-// by the last lane to arrive. Layouts of fragments are formulas of lane and register here, as in the document.
+// The emulated twins of csrc/ptx.cuh, written from the PTX ISA document. What a warp does together is computed once, by
+// the last lane to arrive. Layouts of fragments are formulas of lane and register here, as in the document.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,8 @@ inline uint32_t pack(float low, float high) {
   }
 }
 
-// As wrong as the document allows: `num_units` in the last place, up or down, as the bits of the argument fall.
+// `result` with the error that the document allows: `num_units` in the last place, up or down, as the bits of the
+// argument fall.
 inline float with_error(float result, int num_units, float argument) {
   if (!std::isnormal(result)) return result;
   const bool is_above = std::bit_cast<uint32_t>(argument) * 0x9e3779b9u >> 31;
@@ -60,7 +61,7 @@ inline float exp2_approx(float x) { return flushed(x) == 0 ? 1.0f : flushed(with
 
 inline float reciprocal_approx(float x) { return flushed(with_error(1.0f / flushed(x), 1, x)); }
 
-// "satfinite": the largest number beyond it. NaN becomes 0x7f, whatever its sign.
+// "satfinite": a number beyond the largest becomes the largest. NaN becomes 0x7f, whatever its sign.
 template <typename T>
 inline uint32_t to_float8(float x) {
   constexpr bool IS_E4M3 = std::is_same_v<T, float8_e4m3>;
@@ -68,7 +69,7 @@ inline uint32_t to_float8(float x) {
   if (x != x) return 0x7f;
   const uint32_t sign = std::signbit(x) ? 0x80 : 0;
   const float magnitude = std::fmin(std::fabs(x), IS_E4M3 ? 448.0f : 57344.0f);
-  // In steps of the last bit, which below the normal range stay what they are there.
+  // In steps of the last bit. Below the normal range, the steps stay the same.
   const int exponent = magnitude == 0 ? 1 - BIAS : std::max(std::ilogb(magnitude), 1 - BIAS);
   const float num_steps = std::nearbyint(std::ldexp(magnitude, MANTISSA_BITS - exponent));
   const uint32_t exponent_bits = static_cast<uint32_t>(exponent + BIAS - 1) << MANTISSA_BITS;
@@ -103,7 +104,8 @@ struct LdmatrixLane {
   const void* row;
 };
 
-// Row r of matrix i is at the address of lane 8 * i + r; lane l gets elements 2 * (l % 4) and the next of row l / 4.
+// Row r of matrix i is at the address of lane 8 * i + r. Lane l gets element 2 * (l % 4) of row l / 4 and the element
+// after it.
 inline void ldmatrix_warp(LdmatrixLane* const* lanes, unsigned, simt::Site site) {
   for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) {
     simt::check_shared("ldmatrix", lanes[lane]->row, 16, site);
@@ -127,8 +129,8 @@ struct MmaLane {
   uint32_t b[2];
 };
 
-// The slow part of a simulation. It reads its own arrays and lanes' operands only, and sanitizers would make it ten
-// times as slow.
+// The slow part of a simulation. It reads only its own arrays and the operands of lanes, and sanitizers would make it
+// ten times as slow.
 #define PAGEDATTN_SIMT_UNCHECKED __attribute__((no_sanitize("address,undefined")))
 using Floats = float __attribute__((vector_size(16)));
 using Words = uint32_t __attribute__((vector_size(16)));
@@ -298,7 +300,7 @@ struct ElectLane {
   bool is_elected;
 };
 
-// The document leaves open which one.
+// The document leaves open which lane is elected.
 inline void elect_warp(ElectLane* const* lanes, unsigned, simt::Site) {
   for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) lanes[lane]->is_elected = lane == 5;
 }

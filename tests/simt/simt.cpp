@@ -2,11 +2,12 @@
 //
 // All state is one global `device`: a mutex lets one launch run at a time. A thread of the block is in exactly one of
 // these states: ready (the running one too), waiting in a group of its warp, at a barrier or at a place in memory, or
-// exited. They are bit masks, one bit a lane. Waiting threads switch directly to the next ready one; the host's stack
-// gets its turn when no thread is ready: the block is done, waits for others of its cluster, or cannot go on.
+// exited. The states are bit masks, with a bit for each lane. A thread that waits switches directly to the next ready
+// thread. The host's stack gets its turn when no thread is ready: the block is done, waits for other blocks of its
+// cluster, or cannot go on.
 //
 // The blocks of a cluster take turns at cluster_sync, and nowhere else. There is one array of shared memory: what a
-// block has in it is put aside when another one's turn comes.
+// block has in it is put aside when another block's turn comes.
 #include "simt.h"
 
 #include <cuda_runtime.h>
@@ -74,12 +75,12 @@ struct Thread {
   std::vector<unsigned> written;  // to shared memory by cp.async, in units of 8 bytes
 };
 
-// By cp.async, of 8 bytes of shared memory.
+// A write by cp.async to 8 bytes of shared memory.
 struct Write {
   uint64_t block;  // its number
   unsigned thread;
   uint64_t num_fences;  // of the thread, before
-  uint64_t fenced;      // what was there at the thread's last fence
+  uint64_t fenced;      // the bytes at the thread's last fence
 };
 
 // Lanes that wait for one operation.
@@ -92,7 +93,7 @@ struct Group {
 
 struct Warp {
   unsigned live = 0, ready = 0, at_barrier = 0, at_cluster_sync = 0;
-  unsigned at_places = 0;  // wait_at, all of them for the same reason as the last one
+  unsigned at_places = 0;  // in wait_at; all lanes wait for the same reason as the last one
   const char* place_name;
   Site place_site;
   unsigned num_groups = 0;
@@ -124,8 +125,8 @@ struct Block {
   Warp warps[MAX_WARPS];
   Thread threads[MAX_THREADS];
 
-  // In a cluster: its shared memory while others run, and at the last cluster_sync that releases; how many of any kind
-  // there had been when another block read it last.
+  // In a cluster: the block's shared memory while other blocks run, and at the last cluster_sync that releases; and how
+  // many cluster_syncs of any kind there had been when another block last read it.
   std::vector<unsigned char> memory, seen_memory;
   unsigned was_read_after = 0;
 };
@@ -133,15 +134,16 @@ struct Block {
 struct Cluster {
   unsigned num_blocks = 0;
   unsigned num_syncs = 0;
-  unsigned num_arrived = 0;  // threads, at the next one
-  bool releases = false;     // that one
+  unsigned num_arrived = 0;  // threads, at the next cluster_sync
+  bool releases = false;     // the next cluster_sync does
   Site site;
 };
 
-// Memory that the kernel before a dependent one has written. Blocks of this one can run before that has happened: here
-// each begins with the memory poisoned, and gets it back when no thread can go on but those that have waited for it.
+// Memory that the kernel before a dependent one has written. On a GPU, blocks of the dependent kernel can run before
+// that has happened. Here each block begins with the memory poisoned, and gets it back when no thread can go on but the
+// threads that have waited for it.
 struct Hidden {
-  static constexpr size_t MAX_BYTES_OF_LAUNCH = 16 << 20;  // copied: then the rest of the blocks see all
+  static constexpr size_t MAX_BYTES_OF_LAUNCH = 16 << 20;  // to copy; after that, the rest of the blocks see all memory
   unsigned char* memory = nullptr;
   size_t bytes = 0;
   size_t bytes_left = 0;
@@ -345,7 +347,7 @@ void prepare_block() {
   for (unsigned i = 0; i < num_threads(); ++i) {
     Thread& thread = block.threads[i];
     if (!thread.fiber.stack) make_stack(thread.fiber);
-    // Not all stacks begin at the same place of a page: they would fight for the same lines of the cache.
+    // Stacks begin at different places of a page, as they would otherwise compete for the same lines of the cache.
     prepare_fiber(thread.fiber, i * 7 % 64 * CACHE_LINE, run_thread);
     thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     thread.copies.clear();
@@ -378,7 +380,7 @@ void prepare_block() {
   begin_wgmma();
 }
 
-// Only where AddressSanitizer does not.
+// Needed where AddressSanitizer does not check this.
 void check_writes_past_shared_memory([[maybe_unused]] size_t num_bytes) {
 #if !defined(__SANITIZE_ADDRESS__)
   const unsigned char* past = shared_memory + device.launch->shared_bytes;
@@ -421,14 +423,14 @@ void reveal() {
   device.hidden.is_hidden = false;
 }
 
-// Until none is ready; `first` is.
+// Runs threads until none is ready. `first` is ready.
 void run_threads(unsigned first) {
   device.running = first;
   threadIdx = device.block->threads[first].index;
   switch_fiber(device.host, device.block->threads[first].fiber);
 }
 
-// Until the block has ended, or waits for others of its cluster.
+// Runs the block until it has ended, or waits for other blocks of its cluster.
 void run_block() {
   Block& block = *device.block;
   const size_t shared_bytes = device.launch->shared_bytes;
@@ -469,7 +471,7 @@ void open_cluster_sync() {
   }
 }
 
-// In turns, one block until it waits for the others, or has ended.
+// Runs the blocks in turns: a block runs until it waits for the others, or has ended.
 void run_blocks() {
   const unsigned num_blocks = device.cluster.num_blocks;
   unsigned live = (1u << num_blocks) - 1;
@@ -495,7 +497,7 @@ void run_blocks() {
   }
 }
 
-// The blocks [first, first + launch.cluster).
+// Runs the blocks [first, first + launch.cluster).
 void run_cluster(uint3 first) {
   const dim3& size = device.launch->cluster;
   device.cluster = {};
@@ -792,7 +794,7 @@ uint32_t shared_address(const void* pointer) {
   return FIRST_ADDRESS + static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory);
 }
 
-// Above the address in a block's shared memory, which has less than 24 bits.
+// The rank lies above the address in a block's shared memory, which has less than 24 bits.
 constexpr unsigned RANK_SHIFT = 24;
 
 uint32_t map_shared(const void* pointer, unsigned rank, Site site) {
@@ -858,7 +860,7 @@ void count_fence() {
   }
 }
 
-// A copy's begin or end, of the running thread.
+// Notes the begin or the end of a copy of the running thread.
 void note_write(const void* target, unsigned bytes) {
   const auto first = static_cast<unsigned>((static_cast<const unsigned char*>(target) - shared_memory) / 8);
   Thread& thread = device.block->threads[device.running];
@@ -898,7 +900,7 @@ void wait_for_copy_groups(unsigned num_pending) {
 
 }  // namespace pagedattn::simt
 
-// For a test with a wrong result, which wants to name the seeds of its launches: they were numbered through.
+// For a test with a wrong result, which names the seeds of its launches: launches are numbered through.
 extern "C" __attribute__((visibility("default"))) uint64_t pagedattn_simt_num_launches() {
   return pagedattn::simt::device.num_launches;
 }

@@ -1,9 +1,10 @@
-// The simt device: runs CUDA kernels on the CPU, one block after the other (those of a cluster in turns), one fiber per
-// CUDA thread. This is what the emulated <cuda_runtime.h> and ptx.h are made of; docs/simt.md explains it, simt.cpp
-// holds it.
+// The simt device: runs CUDA kernels on the CPU, one block after the other (the blocks of a cluster in turns), one
+// fiber per CUDA thread. The emulated <cuda_runtime.h> and ptx.h are made of these functions; docs/simt.md explains the
+// device, simt.cpp holds it.
 //
-// A thread runs until it waits at a warp operation or a barrier; then another one runs, drawn from a seeded generator.
-// Whatever can only be wrong ends the launch with std::runtime_error: the place, the block, who waits where, the seed.
+// A thread runs until it waits at a warp operation or a barrier; then another thread runs, drawn from a seeded
+// generator. Whatever can only be wrong ends the launch with std::runtime_error, which names the place, the block, who
+// waits where, and the seed.
 #pragma once
 
 #include <cstddef>
@@ -30,29 +31,31 @@ struct Launch {
   const void* function;
   const dim3 &grid, &cluster, &block;
   size_t shared_bytes;
-  bool is_dependent;  // it may begin before the kernel before it has ended, so its threads have to wait for that one
+  bool is_dependent;  // may begin before the kernel before it has ended: its threads have to wait for that kernel
   void (*run_thread)(const void* arguments);
   const void* arguments;
 };
 
 void run(const Launch& launch);
 
-// What kernels have used, counted over all launches of the process: a test asks which way a call took.
+// What kernels have used, counted over all launches of the process, for tests that ask which way a call took.
 struct Uses {
   uint64_t dependent_launches, clusters, bulk_copies, wgmma;
-  uint64_t questions;  // about a kernel or a GPU, of the host
+  uint64_t questions;  // that the host asked about a kernel or a GPU
 };
 extern Uses uses;
 void allow_shared_bytes(const void* function, int64_t bytes);
 
-// What the next launch waits for, if it is a dependent one: poisoned for each of its blocks until its threads wait.
+// The memory that the next launch waits for, if it is a dependent one. The memory is poisoned for each block until the
+// block's threads wait.
 void hide_until_wait(void* memory, size_t bytes);
 
-// What the device stands for, as the environment says: PAGEDATTN_SIMT_MULTIPROCESSORS and PAGEDATTN_SIMT_ARCH.
+// The GPU that the device stands for, as the environment says: PAGEDATTN_SIMT_MULTIPROCESSORS and PAGEDATTN_SIMT_ARCH.
 struct Gpu {
   int num_multiprocessors, architecture;
 };
-// Numbers a GPU that the process has not had before: a host that remembers what it was told of one sees another one.
+// Gives a number of its own to a GPU that the process has not had before, so that a host that remembers what it was
+// told of one GPU does not take it for another.
 int current_gpu();
 Gpu gpu(int device);
 
@@ -81,7 +84,7 @@ unsigned lane_idx();
 unsigned warp_idx();
 unsigned thread_idx();
 
-// Of the GPU that the device stands for at this launch, 90 for sm_90.
+// The architecture of the GPU that the device stands for at this launch, 90 for sm_90.
 int architecture();
 
 struct BarrierResult {
@@ -94,26 +97,26 @@ BarrierResult block_barrier(const char* name, bool predicate, Site site);
 void named_barrier(int id, int num_threads, Site site);
 
 // Waits for all threads of all blocks of the cluster, none of which may have exited. `releases`: what they have written
-// to shared memory is there for load_cluster.
+// to shared memory can then be read by load_cluster.
 void cluster_sync(bool releases, Site site);
 
 unsigned cluster_size();  // in blocks
 
-// As PTX has an address in shared memory: that of this block, and the same place in that of another one of the cluster.
+// Addresses in shared memory, as PTX has them: of this block, and of the same place in another block of the cluster.
 uint32_t shared_address(const void* pointer);
 uint32_t map_shared(const void* pointer, unsigned rank, Site site);
 
-// Reads what `address`, from map_shared, held at the last cluster_sync that releases. Fails if there was none of any
-// kind, if that block has written there since, or has ended.
+// Reads what `address`, from map_shared, held at the last cluster_sync that releases. Fails if there was no
+// cluster_sync of any kind, if the other block has written there since, or if it has ended.
 void load_cluster(void* target, uint32_t address, size_t bytes, Site site);
 
-// Waits for the kernel before this one to have ended: what was hidden is there then.
+// Waits for the kernel before this one to have ended. Then the hidden memory is there.
 void wait_for_previous_kernel(Site site);
 
 // Lets other threads run, or not.
 void maybe_yield();
 
-// Waits until another thread of the block wakes those at `place`; it may have to wait again.
+// Waits until another thread of the block wakes the threads at `place`. The caller may have to wait again.
 void wait_at(const char* name, const void* place, Site site);
 void wake(const void* place);
 
@@ -123,8 +126,9 @@ void check_shared(const char* name, const void* pointer, size_t bytes, Site site
 // Where an address of the block's shared memory is.
 const void* shared_at(uint32_t address);
 
-// What wgmma reads there. Fails unless it is in the shared memory of the launch, and every cp.async to it has been
-// waited for by its thread, which has called fence_proxy_async then, after all else that was written there.
+// The memory that wgmma reads at `address`. Fails unless the memory is in the shared memory of the launch, and every
+// thread that wrote there by cp.async has waited for its copies, and has then called fence_proxy_async, after all else
+// that was written there.
 const void* read_as_async_proxy(const char* name, uint32_t address, unsigned bytes, Site site);
 
 // cp.async: the target is poisoned now, and written when a wait covers the copy's group.
@@ -142,13 +146,14 @@ void mbarrier_wait(void* barrier, bool parity, Site site);
 // cp.async.bulk: the target is poisoned now, and written when a thread waits for the phase of `barrier`.
 void start_bulk_copy(void* target, const void* source, unsigned bytes, void* barrier, Site site);
 
-// fence.proxy.async: what threads have written to shared memory is there for bulk copies that this thread starts from
-// here on, and for wgmma what this thread has written.
+// fence.proxy.async: bulk copies that this thread starts from here on see what all threads have written to shared
+// memory, and wgmma sees what this thread has written.
 void fence_proxy_async();
 
-// Before threads of the `rank`-th block of a cluster run, or go on: the other functions are about that block then.
+// Called before threads of the `rank`-th block of a cluster run, or go on. The other functions are about that block
+// then.
 void select_bulk_copies(unsigned rank);
-// Before and after the threads of a block have run.
+// Called before and after the threads of a block run.
 void begin_bulk_copies(size_t shared_bytes);
 bool has_bulk_copies_under_way();
 
@@ -172,7 +177,7 @@ void wgmma_fence_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
 void wgmma_commit_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
 void wgmma_wait_warp(WgmmaRegisters* const* lanes, unsigned mask, Site site);
 
-// Before and after the threads of a block have run. What is wrong at the end, or nothing.
+// Called before and after the threads of a block run. The second one says what is wrong at the end, or nothing.
 void begin_wgmma();
 std::string unfinished_wgmma();
 

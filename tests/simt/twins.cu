@@ -1,6 +1,6 @@
-// Each function of ptx.cuh, and rounding to float8, against what it is documented to do, computed by plain code: run on
-// the simt device for its emulated twins (test_simt.py), and on a GPU for the PTX itself. Exit status: 0 right, 1 wrong
-// (the reasons on stderr), 2 error.
+// Each function of ptx.cuh, and rounding to float8, against what is documented of it, computed by plain code. It runs
+// on the simt device to test the emulated twins (test_simt.py), and on a GPU to test the PTX itself. Exit status: 0
+// right, 1 wrong (the reasons on stderr), 2 error.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -27,7 +27,7 @@ void expect_same(float expected, float got, const char* what, double where) {
   expect(expected == got || (std::isnan(expected) && std::isnan(got)), what, where, expected, got);
 }
 
-// Of an instruction with a relative error, for which numbers below the normal range are 0.
+// For an instruction with a relative error, which takes numbers below the normal range for 0.
 void expect_near(double exact, float got, double error, const char* what, double where) {
   const double magnitude = std::abs(exact), allowed = magnitude * error;
   const bool may_be_zero = magnitude - allowed < std::numeric_limits<float>::min();
@@ -36,8 +36,8 @@ void expect_near(double exact, float got, double error, const char* what, double
   expect(is_near || (may_be_zero && got == 0) || (may_be_infinite && std::isinf(got)), what, where, exact, got);
 }
 
-// Whether what was compiled for sm_90 has run. On a GPU that has the instructions, it is wrong if it has not: nothing
-// is known of them then. wgmma is compiled for 9.0 alone.
+// Whether code for sm_90 has run. On a GPU that has the instructions, it is wrong if the code has not run: nothing is
+// known of them then. wgmma is compiled for 9.0 alone.
 bool expect_run(bool was_run, const char* what) {
   const bool has_it = std::strstr(what, "wgmma") == nullptr ? compute_capability() >= 90 : compute_capability() == 90;
   expect(was_run || !has_it, what, compute_capability(), 1, 0);
@@ -154,7 +154,7 @@ struct WgmmaArguments {
   bool* was_run;
 };
 
-// Two warpgroups, which multiply the same and add it to 64 rows of d each. Nothing is stored but on sm_90a.
+// Two warpgroups multiply the same, and each adds the product to 64 rows of d. Nothing is stored but on sm_90a.
 template <typename T, int COLUMNS>
 __global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(PAGEDATTN_SIMT)
@@ -203,7 +203,7 @@ void check_wgmma(const char* name) {
   struct Layout {
     uint32_t leading_bytes, stride_bytes, step_bytes;
   };
-  // Pieces of a column after each other; those of 8 elements of k; these with a gap.
+  // Pieces of a column after each other; pieces of the same 8 elements of k after each other; the same with a gap.
   constexpr Layout LAYOUTS[] = {
       {128, WGMMA_STEPS * 256, 256}, {COLUMNS * 16, 128, COLUMNS * 32}, {COLUMNS * 16 + 64, 128, COLUMNS * 32 + 128}};
   constexpr size_t SHARED_BYTES = WGMMA_STEPS * (COLUMNS * 32 + 128);
@@ -263,7 +263,7 @@ void check_ldmatrix() {
 
 // ---- barriers
 
-// One block of 128: pairs of warps turn their halves around, a few times, at barriers of their own.
+// One block of 128. Pairs of warps turn their halves around, a few times, at barriers of their own.
 __global__ void barrier_kernel(const int* in, int* out) {
   constexpr int TEAM = 64, NUM_ROUNDS = 5;
   const int thread = static_cast<int>(threadIdx.x), team = thread / TEAM;
@@ -290,8 +290,9 @@ void check_barriers() {
 
 // ---- clusters
 
-// Clusters of 3 blocks of 32 along y: lane l of a block has what lane 31 - l of the next one of its cluster put there,
-// 8 bytes of it, and of the one after that, 16. Twice, with other numbers. Nothing is stored before sm_90.
+// Clusters of 3 blocks of 32 along y. Lane l of a block reads what lane 31 - l of other blocks of its cluster put
+// there: 8 bytes of the next block, and 16 of the block after that. Twice, with other numbers. Nothing is stored before
+// sm_90.
 constexpr int CLUSTER_BLOCKS = 3, CLUSTER_ROUNDS = 2, CLUSTER_WORDS = 6;  // words that a lane stores in a round
 
 __global__ void cluster_kernel(uint32_t* out) {
@@ -367,7 +368,7 @@ void check_dependent_launch() {
 
 // ---- asynchronous copies
 
-// One block of 64: threads copy 16 bytes, then 8, of a source each, or zeros.
+// One block of 64. Each thread copies 16 bytes, then 8, of a source of its own, or zeros.
 __global__ void copy_kernel(const unsigned char* in, unsigned char* out) {
   const int thread = static_cast<int>(threadIdx.x);
   const bool valid = thread % 3 != 0;
@@ -594,7 +595,7 @@ __global__ void float8_kernel(Float8Numbers n) {
   n.in_pairs[i] = to_float8x2<T>(x, -x, __float_as_uint(x) >> 31 ? 0x80 : 0x8000);
 }
 
-// Of all finite elements of T the nearest to x, which is not NaN; of two, the even one.
+// The finite element of T that is nearest to x, which is not NaN; of two, the even one.
 template <typename T>
 uint32_t nearest_float8(float x, uint32_t largest) {
   const double magnitude = std::min<double>(std::fabs(x), decode(T{static_cast<uint8_t>(largest)}));
@@ -607,7 +608,7 @@ uint32_t nearest_float8(float x, uint32_t largest) {
   return nearest | (std::signbit(x) ? 0x80 : 0);
 }
 
-// Each element, the middle to the next, what lies beside both; and far beyond the largest.
+// Each element, the middle between it and the next, numbers beside both; and numbers far beyond the largest.
 template <typename T>
 void check_float8(const char* name, uint32_t largest) {
   const float huge = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();

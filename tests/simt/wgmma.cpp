@@ -1,7 +1,7 @@
 // wgmma of the simt device. A warp computes its 16 of the 64 rows when its last lane is there, and the results are kept
-// back until a wait. As long as one is under way, its accumulators are poisoned, and what it reads must not change:
-// shared memory and registers are compared with what they were. The four warps do not wait for each other; that each
-// comes to the same calls is checked call by call.
+// back until a wait. As long as a multiplication is under way, its accumulators are poisoned, and what it reads must
+// not change: shared memory and registers are compared with what they were. The four warps do not wait for each other.
+// Call by call it is checked that each warp comes to the same calls.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,13 +17,13 @@ namespace {
 
 constexpr unsigned char POISON = 0xff;
 constexpr unsigned MAX_WARPS = 32, WARPGROUP_WARPS = 4;
-constexpr unsigned ROWS = 16, STEPS = 16, MAX_COLUMNS = 128;  // of a, a and b, b
+constexpr unsigned ROWS = 16, STEPS = 16, MAX_COLUMNS = 128;  // rows of a, of a and b, columns of b
 constexpr unsigned PIECE = 8;                                 // rows and columns that are adjacent in shared memory
 using MatrixB = uint16_t[MAX_COLUMNS][STEPS];
 
 struct Multiplication {
   unsigned group;
-  bool is_last;  // none under way takes its accumulators on
+  bool is_last;  // no later multiplication under way has its accumulators
   uint64_t descriptor;
   unsigned num_columns;
   MatrixB b;
@@ -56,7 +56,7 @@ struct Warp {
 };
 
 Warp warps[MAX_WARPS];
-std::vector<Call> calls[MAX_WARPS / WARPGROUP_WARPS];  // of the warp of each warpgroup that is farthest
+std::vector<Call> calls[MAX_WARPS / WARPGROUP_WARPS];  // by warpgroup, of the warp that has come farthest
 
 bool is_poisoned(const void* begin, size_t bytes) {
   const auto* all = static_cast<const unsigned char*>(begin);
