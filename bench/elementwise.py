@@ -4,7 +4,7 @@ Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [
        [--plot FILE.png]
 
 On a CPU each row is printed twice. First, inputs and outputs are in no cache. Then, "in cache", they are those of the
-calls just before, as far as the caches hold them: so a model's layers leave their activations to each other.
+calls just before, as far as the caches hold them, as a model's layers leave their activations to each other.
 
 GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. If there is an output, both
 sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less, so
@@ -73,8 +73,8 @@ def make_rotary(num_tokens: int, dtype: torch.dtype) -> Inputs:
 
 
 def make_masked(num_tokens: int, dtype: torch.dtype) -> Inputs:
-    """A row of logits a token, masked as a grammar of JSON does it: one in two is at the structure of a document, where
-    20 tokens may follow, the other within a string, where all but 1% may."""
+    """A row of logits for each token, masked as a grammar of JSON does it. Every second row is at the structure of a
+    document, where 20 tokens may follow. All other rows are within a string, where all but 1% of the tokens may."""
     one_bit = 1 << torch.arange(32, dtype=torch.int32)
     is_allowed = torch.rand(num_tokens, VOCAB_SIZE) < 0.99
     is_allowed[::2] = torch.rand(VOCAB_SIZE).argsort() < 20

@@ -40,7 +40,7 @@ from torch import Tensor
 SWITCH = "PAGEDATTN_CUDA_WITHOUT"
 BF16 = torch.bfloat16
 NUM_ROUNDS = {"cuda": 25, "cpu": 1}
-# Of each mechanism, decode of sequences of which the kernel uses it; prefill for wgmma.
+# For each mechanism, decode of sequences for which the kernel uses it; for wgmma, prefill.
 DECODES: dict[str, Sequence[tuple[str, Model, str, Sequence[int]]]] = {
     "cuda": [
         ("bulk", attn.MHA, "64 x 1024", [1024] * 64),

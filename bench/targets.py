@@ -232,7 +232,7 @@ STATUS_OF_LOST_GPU = 3
 
 
 def measured(target: Target) -> dict[str, object]:
-    """A target as it goes into the JSON file, printed as well; an error is that of the one target."""
+    """Measure and print a target; returns what goes into the JSON file. An error ends this target only."""
     try:
         value = target.measure()
         found = {

@@ -148,7 +148,8 @@ def assert_attention(arguments: dict, out: torch.Tensor, lse: torch.Tensor) -> N
 
 
 def assert_as_alone(arguments: dict, device: torch.device) -> None:
-    """Each sequence of a call has the bits that it has in a call of its own; prefill of the CUDA kernels, the value."""
+    """Each sequence of a call has the bits that it has in a call of its own; in prefill of the CUDA kernels, the
+    values."""
     out, lse = OPS.paged_attention(**arguments)
     starts = arguments["query_start_loc"].tolist()
     for s in range(len(arguments["seq_lens"])):

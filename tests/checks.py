@@ -19,10 +19,10 @@ NAN_BYTES = (0x7F, 0xFF)  # NaN in both float8 formats
 # A group without other ranks, for tests of one process. The raw ops take its handle.
 ONE_RANK = SharedMemoryGroup(SharedMemoryGroup.create(world_size=1), rank=0)
 
-# The floor below which an error is not an error, as shares of the element and of the largest element of the result:
-# the one rounding at the store (four units in the last place for fp32, where the arithmetic is no finer than the
-# store), and the noise of fp32 arithmetic. Then an absolute one: half an fp16 subnormal; elsewhere next to nothing, for
-# results of which nothing is left but what cancelled.
+# The floor below which an error is not an error. ROUNDING is a share of the element: the one rounding at the store
+# (four units in the last place for fp32, where the arithmetic is no finer than the store). NOISE is a share of the
+# largest element of the result: the noise of fp32 arithmetic. ABSOLUTE is half an fp16 subnormal; elsewhere it is next
+# to nothing, for results whose terms cancelled.
 ROUNDING = {torch.float32: 4 * 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 NOISE = 2.0**-20
 ABSOLUTE = {torch.float32: 2.0**-40, torch.float16: 2.0**-25, torch.bfloat16: 2.0**-40}

@@ -54,8 +54,8 @@ class ServerProcess:
         self.url, self.model = facts["URL"], facts["model"]
 
     def _told_facts(self) -> dict[str, str]:
-        """The table that it prints once it takes connections, names in 15 columns and the URL last; or that line of a
-        log in JSON. Empty before."""
+        """The table that the server prints once it takes connections, with names in 15 columns and the URL last; or the
+        line with these facts in a log in JSON. Empty before."""
         facts = {line[:15].strip(): line[15:].strip() for line in self.stdout.splitlines(keepends=True) if "\n" in line}
         if "URL" in facts:
             return facts
@@ -135,7 +135,7 @@ def serving(
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that have this parent, those that have ended and were not waited for among them."""
+    """The processes that have this parent, including processes that have ended and that nobody has waited for."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended in between

@@ -143,7 +143,8 @@ class Attention:
 
 
 class SharedDecode:
-    """Sequences that share their first tokens, and as long ones that share nothing. 8 bits hold all numbers exactly."""
+    """Sequences that share their first tokens, and as long sequences that share nothing. 8 bits hold all numbers
+    exactly."""
 
     def __init__(self, model: Model, seq_lens: list[int], num_shared: int, dtype: torch.dtype) -> None:
         of_query = torch.bfloat16 if dtype.itemsize == 1 else dtype

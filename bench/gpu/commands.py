@@ -35,13 +35,14 @@ class Command:
     argv: Sequence[str]
     seconds: float  # that it may take
     environment: Mapping[str, str] = field(default_factory=dict)
-    # After a process has failed: from what it wrote, the command that goes on behind it. None: nothing is left to do.
+    # Called when a process has failed, with what it wrote. Returns the command that goes on behind it; None: nothing is
+    # left.
     go_on: Callable[[str], Sequence[str] | None] | None = None
 
 
 def hear_interrupts() -> None:
-    """For a new process. A shell has its background commands ignore SIGINT, and all that they start: a pytest that is
-    late could not say what failed."""
+    """For a new process. A shell lets its background commands, and all that they start, ignore SIGINT. A pytest that is
+    interrupted because it is late could not say what failed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

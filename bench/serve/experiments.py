@@ -25,7 +25,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "beams": {"temperature": 0.0, "use_beam_search": True},
 }
 NUM_SEQUENCES = (2, 4, 6)  # samples or beams of a request
-SAVED_IN_PAPER = {  # for each of NUM_SEQUENCES, from figure 15; of ShareGPT the text has the ends of the range
+SAVED_IN_PAPER = {  # for each of NUM_SEQUENCES, from figure 15; for ShareGPT the paper's text has the ends of the range
     ("samples", "alpaca"): ("6.1%", "8.5%", "9.8%"),
     ("samples", "sharegpt"): ("16.2%", "", "30.5%"),
     ("beams", "alpaca"): ("37.6%", "53.1%", "55.2%"),
@@ -180,7 +180,8 @@ def measure_samples(setting: Setting) -> Iterator[Row]:
 
 
 def measure_prefix(setting: Setting) -> Iterator[Row]:
-    """Behind the prefix the lengths of Alpaca; the paper translates sentences. The baseline is this engine."""
+    """After the prefix, prompts have the lengths of Alpaca; the paper translates sentences. The baseline is this
+    engine."""
     servers = {
         "no caching": setting.start(enable_prefix_caching=False),
         "prefix caching": setting.start(enable_prefix_caching=True),
@@ -200,8 +201,8 @@ def measure_prefix(setting: Setting) -> Iterator[Row]:
 
 
 def measure_preemption(setting: Setting) -> Iterator[Row]:
-    """Lengths are half of ShareGPT's, which makes as many preemptions of half as many tokens, in a cache that holds one
-    sequence of the longest."""
+    """Lengths are half of ShareGPT's, in a cache that holds one of the longest sequences. So there are as many
+    preemptions as with ShareGPT's lengths, of half as many tokens."""
     setting = replace(setting, max_model_len=min(setting.max_model_len, SMALL_CACHE))
     draw = partial(setting.draw, "sharegpt", mean_input=80, mean_output=169)
     for block_size in BLOCK_SIZES:

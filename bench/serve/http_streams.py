@@ -21,7 +21,8 @@ EVENT = re.compile(rb"data: (\{.*\})\n\n")  # lies whole in one chunk of the bod
 
 @dataclass(frozen=True)
 class Stream:
-    """text: of the one choice. times: of the events, by time.monotonic; those that came together have the same."""
+    """text: of the one choice. times: of the events, by time.monotonic; events that came together have the same
+    time."""
 
     text: str
     times: list[float]

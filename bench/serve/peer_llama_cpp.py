@@ -1,10 +1,10 @@
 """llama.cpp, through llama-cpp-python, beside the engine: its file of the same weights, and continuous batching.
 
 The batches are those of llama.cpp's own server: a step decodes one token of each sequence whose prompt is computed, and
-then as much of the waiting prompts as has room. The most likely token is found by numpy's argmax, faster than its own
-sampler. The requests share one cache (`kv_unified`, not the default of the library). With a cache of its own for each
-request, 32 requests of ShareGPT's lengths make 12% fewer tokens of a CPU-second, and few long prompts some per cent
-more (bf16, one thread of a Zen 4). `pip install llama-cpp-python gguf` compiles it for the machine at hand.
+then as much of the waiting prompts as has room. The most likely token is found by numpy's argmax, which is faster than
+llama.cpp's sampler. The requests share one cache (`kv_unified`, not the default of the library). With a cache of its
+own for each request, 32 requests of ShareGPT's lengths make 12% fewer tokens of a CPU-second, and few long prompts some
+per cent more (bf16, one thread of a Zen 4). `pip install llama-cpp-python gguf` compiles it for the machine at hand.
 """
 
 import ctypes

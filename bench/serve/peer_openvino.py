@@ -98,7 +98,7 @@ class Llama:
         key = self.rotate(self.heads(normed, f"{name}.self_attn.k_proj", self.num_kv_heads))
         value = self.heads(normed, f"{name}.self_attn.v_proj", self.num_kv_heads)
         key, value = self.cached(key, f"{idx}.key"), self.cached(value, f"{idx}.value")
-        mask = ov.unsqueeze(ov.convert(self.mask, "f32"), ints(1, 2))  # of the form alone: paged attention has its own
+        mask = ov.unsqueeze(ov.convert(self.mask, "f32"), ints(1, 2))  # for the form alone: paged attention has its own
         attended = ov.scaled_dot_product_attention(query, self.repeated(key), self.repeated(value), mask)
         attended = ov.reshape(
             ov.transpose(attended, ints(0, 2, 1, 3)), ints(0, 0, self.num_heads * self.head_size), True

@@ -2,9 +2,9 @@
 
 The engine runs without CPU graphs, because a graph leaves nothing between the kernels to time. So with 8 sequences or
 fewer a step takes longer here than in real use. Functions and layers are timed where they are called. The time of a
-function excludes the timed functions that it calls. The clock is the CPU clock of this thread; of several threads, it
-is the first one. A step has ten timers a layer. A timer costs a microsecond, or several where the weights have driven
-all else from the caches. This cost counts as the caller's, mostly as "rest of the model".
+function excludes the timed functions that it calls. The clock is the CPU clock of this thread; with several threads,
+this is the first one. A step has ten timers a layer. A timer costs a microsecond, or several where the weights have
+driven all else from the caches. This cost counts as the caller's, mostly as "rest of the model".
 
 Prompts are not computed: the cache holds random numbers, as if a model had put them there.
 """

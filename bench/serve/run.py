@@ -69,12 +69,12 @@ class ServedRun(Run):
 
     @property
     def shared_blocks(self) -> float:
-        """Blocks saved by sharing, of those without it, over all steps."""
+        """Blocks saved by sharing, as a share of the blocks without sharing, over all steps."""
         return 1 - sum(s.num_used_blocks for s in self.steps) / sum(s.num_unshared_blocks for s in self.steps)
 
     @property
     def wasted_slots(self) -> float:
-        """Share of the slots in used blocks, over all steps."""
+        """Slots not in use, as a share of the slots in used blocks, over all steps."""
         num_slots = sum(step.num_used_blocks for step in self.steps) * self.block_size
         return 1 - sum(step.num_used_slots for step in self.steps) / num_slots
 

@@ -32,7 +32,7 @@ def serve() -> Serve:
 
 @pytest.fixture(scope="session")
 def server(serve: Serve) -> Iterator[ServerProcess]:
-    """One for all tests that need no other options; when they are done, nothing is left in it."""
+    """A server for all tests that need no other options; when the tests are done, nothing is left in it."""
     with serve() as server:
         yield server
         server.wait_until_idle()
@@ -40,7 +40,7 @@ def server(serve: Serve) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def get_server(serve: Serve) -> Iterator[Callable[..., ServerProcess]]:
-    """get_server(*options) is one with these options, the same for all tests."""
+    """get_server(*options) is a server with these options, the same for all tests."""
     with ExitStack() as stack:
         yield cache(lambda *options: stack.enter_context(serve(*options)))
 

@@ -1,7 +1,7 @@
-"""What transformers make of the demo model in fp64, but for norms and angles, in fp32 there whatever the dtype.
+"""What transformers makes of the demo model in fp64; transformers computes norms and angles in fp32 in any dtype.
 
-Runs in the project's environment. A line of standard input: [name of a function here, its arguments] as JSON; of
-standard output: what it returns.
+Runs in the project's environment. A line of standard input is [name of a function here, its arguments] as JSON; a line
+of standard output is what the function returns.
 """
 
 import json

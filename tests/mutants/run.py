@@ -61,7 +61,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def apply_patch(tree: Path, patch: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """git apply in a folder that is to be no part of the repository around it."""
+    """git apply in a folder that git must not take for a part of the repository around it."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
     environment.pop("GIT_DIR", None)
     command = ["git", "apply", *options, str(patch)]
@@ -112,7 +112,8 @@ def run_tests(mutant: Mutant) -> tuple[int, list[str], str]:
 
 @contextmanager
 def planted(mutant: Mutant, with_simt: bool) -> Iterator[None]:
-    """The copy with the bug, compiled; afterwards without, compiled again, as the next bug may be in Python alone.
+    """The copy with the bug, compiled. Afterwards the bug is taken out and the copy is compiled again, as the next bug
+    may be in Python alone.
 
     Raises ValueError if the patch does not fit, or what it makes does not compile.
     """

@@ -26,13 +26,14 @@ from pagedattn_serve.execution.model_runner import ModelRunner
 
 @pytest.fixture(scope="session")
 def get_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """get_checkpoint(name) is that of VARIANTS."""
+    """get_checkpoint(name) is the checkpoint of this name in VARIANTS."""
     return functools.cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session")
 def get_repeater(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """get_repeater(name) is that of VARIANTS with 5 tokens: whatever it says, it has said something like it before."""
+    """get_repeater(name) is the one of VARIANTS with 5 tokens: whatever it says, it has said something like that
+    before."""
     return functools.cache(
         lambda name: make_checkpoint(name, tmp_path_factory.mktemp(f"{name}-repeater"), vocab_size=5)
     )

@@ -114,7 +114,7 @@ class FakeEngine:
         return request.group
 
     def step(self, num_lines: int | None = None, fail_at: int | None = None) -> ScheduledBatch:
-        """A step; returns its batch. num_lines: until an interrupt. fail_at: the place where its runner fails."""
+        """Run a step; returns its batch. num_lines: until an interrupt. fail_at: the place where the runner fails."""
         if self.engine._batch is None:
             self._ran_before = set(self.scheduler.running)
             self._batch = ScheduledBatch()
@@ -164,10 +164,10 @@ class FakeEngine:
         self.runner.block_tables.clear()
 
     def drain(self) -> None:
-        """Until all is finished.
+        """Step until all is finished.
 
-        In each step the first group computes a token, or another one decodes while that is in prefill. Neither the
-        first group's prefill nor any decoded token is ever lost, which bounds the number of steps.
+        In each step the first group computes a token, or another group decodes while the first is in prefill. Neither
+        the first group's prefill nor any decoded token is ever lost, which bounds the number of steps.
         """
         num_tokens = sum(group.rules.num_sequences for group in self.unfinished)
         bound = 2 * num_tokens * self.scheduler.config.max_model_len + len(self.unfinished)
@@ -195,7 +195,7 @@ class FakeEngine:
         return sum(group.num_preemptions for group in self.groups)
 
     def _call(self, function: Callable[[], Any], num_lines: int | None) -> None:
-        """Do it, or a part of it, which ends all requests."""
+        """Call the function; or, with num_lines, only a part of it until an interrupt, which ends all requests."""
         if num_lines is None:
             function()
             return
@@ -211,7 +211,7 @@ class FakeEngine:
                 assert self.engine._requests.keys() == unfinished
 
     def _take_batch(self, batch: ScheduledBatch) -> None:
-        """Before the runner does anything to a batch, which may come to it again after it failed."""
+        """Called before the runner does anything to a batch. A batch may come again after the runner failed."""
         if batch is self._taken and self.engine._batch is batch:
             self.num_times["came again"] += 1
             return
@@ -245,8 +245,8 @@ class FakeEngine:
     # ---- what a request gets -----------------------------------------------------------------------------------------
 
     def check_outputs(self) -> None:
-        """Whoever ran beside them and whatever came in between, all requests got what they get alone; those that were
-        ended from outside, the beginning of it."""
+        """All requests got what they get alone, whoever ran beside them and whatever came in between. Requests that
+        were ended from outside got the beginning of it."""
         for request in self.requests:
             group = request.group
             if group.request_id in self._interrupted:
@@ -341,7 +341,7 @@ class FakeEngine:
             )
             assert 0 < scheduled.num_new_tokens <= scheduled.sequence.num_uncomputed_tokens
         for group, members in itertools.groupby(batch.sequences, lambda scheduled: group_of[scheduled.sequence]):
-            # One after the other, and either all of them come to their ends or none.
+            # Sequences of a group follow each other, and either all of them come to their ends or none.
             scheduled_members = list(members)
             assert sum(group_of[sequence] is group for sequence in sequences) == len(scheduled_members)
             at_end = [each for each in scheduled_members if each.num_new_tokens == each.sequence.num_uncomputed_tokens]
@@ -361,7 +361,8 @@ class FakeEngine:
                 key = self.manager._allocator._key_of.get(block)
                 assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
         for group in batch.preempted:
-            # Who made way for a better one may fit beside it after all: computed again, equal blocks are shared.
+            # A group that made way for a better one may fit beside it after all: computed again, equal blocks are
+            # shared.
             readmitted = group in scheduler.running and config.policy == "priority"
             assert readmitted or group in scheduler.waiting or (group in scheduler.swapped and batch.blocks_to_swap_out)
             self.num_times["swapped out" if group in scheduler.swapped else "recomputed"] += 1
@@ -374,8 +375,9 @@ class FakeEngine:
         self.num_times["copied on write"] += len(batch.blocks_to_copy)
 
     def _check_order_of_service(self, batch: ScheduledBatch) -> None:
-        """Nobody is left out while there is budget, a place and room, but long prompts: one waits for another that is
-        before it, and the first stays out of a step with decodes now and then, never of two in a row."""
+        """No group is left out while there is budget, a place and room, except long prompts. A long prompt waits for
+        another long prompt before it. The first long prompt stays out of a step with decodes now and then, never of two
+        in a row."""
         scheduler, config = self.scheduler, self.scheduler.config
         ran = {scheduled.sequence for scheduled in batch.sequences}
         left_out = [group for group in scheduler.running if not ran.intersection(group.sequences)]
@@ -391,7 +393,7 @@ class FakeEngine:
         num_places = config.max_num_seqs - sum(group.max_num_sequences for group in scheduler.running)
         queue = sorted([*scheduler.waiting, *scheduler.swapped], key=lambda group: group.order)
         queue = [group for group in queue if not (group in scheduler.waiting and self._may_be_passed(group))]
-        # Long prompts are scheduled after newcomers are let in, who cannot yet share the blocks that these fill.
+        # Long prompts are scheduled after newcomers are let in, who cannot yet share the blocks that the prompts fill.
         fills_later = self.manager.prefix_caching and any(
             scheduled.sequence.num_computed_tokens % self.manager.block_size + scheduled.num_new_tokens
             >= self.manager.block_size
@@ -408,19 +410,19 @@ class FakeEngine:
         return sum(sequence.num_tokens for sequence in group.sequences) > self.scheduler.config.max_num_batched_tokens
 
     def _long_prompts(self) -> list[SequenceGroup]:
-        """In prefill, in order."""
+        """The long prompts in prefill, in order."""
         return [group for group in self.scheduler.running if group.in_prefill and self._is_long(group)]
 
     def _may_be_passed(self, group: SequenceGroup) -> bool:
-        """Whether it waits, as a long prompt, for another."""
+        """Whether the group is a long prompt that waits for another long prompt."""
         return self._is_long(group) and any(other.order < group.order for other in self._long_prompts())
 
     def _check_let_in(self, groups: list[SequenceGroup], batch: ScheduledBatch) -> None:
-        """Blocks are given only to those who can use them at once. Several last tokens may have to wait, though; until
-        they run, nobody is let in. A long prompt that comes back from the host may have to wait for another. Beside
-        others, the reserve stays free for them to grow.
+        """Blocks are given only to groups that can use them at once. Several last tokens may have to wait, though;
+        until they run, no group is let in. A long prompt that comes back from the host may have to wait for another
+        long prompt. Beside other groups, the reserve stays free for them to grow.
 
-        Where the order is that of arrival, nobody passes one that waits, but for a long prompt that waits for another.
+        In order of arrival, no group passes a group that waits, except a long prompt that waits for another.
         """
         scheduler = self.scheduler
         if groups and len(scheduler.running) > 1 and not any(each.draft_token_ids for each in batch.sequences):
@@ -445,7 +447,8 @@ class FakeEngine:
         assert not {src for src, _ in batch.blocks_to_swap_in} & set(host_targets)
 
     def check(self) -> None:
-        """What a batch is to copy and to compute is not there before it has run."""
+        """All that holds at each moment. What a batch is to copy and to compute is not there before the batch has
+        run."""
         has_run = self.engine._batch is None
         self._check_queues()
         self._check_blocks(has_run)
@@ -469,8 +472,8 @@ class FakeEngine:
         everyone = [group for queue in queues.values() for group in queue]
         assert sorted(everyone, key=lambda group: group.arrival_time) == self.unfinished
         assert scheduler.has_unfinished == bool(everyone)
-        # Nobody runs before one that was swapped out, nor, where the order is that of arrival, before one that waits,
-        # unless it was let in while that waited for another long prompt (`_check_let_in`).
+        # No group runs before a group that was swapped out, nor, in order of arrival, before a group that waits, unless
+        # it was let in while the other waited for a long prompt (`_check_let_in`).
         waiting = [group for group in scheduler.waiting if not self._is_long(group)]
         later = [*scheduler.swapped, *(waiting if scheduler.config.policy == "fcfs" else [])]
         assert all(group.order < other.order for group in scheduler.running[-1:] for other in later)
@@ -493,14 +496,14 @@ class FakeEngine:
         for read, tables in ((self.cache.read, manager._tables), (self.cache.read_host, manager._host_tables)):
             queue = scheduler.running if tables is manager._tables else scheduler.swapped
             for group in queue:
-                # Amid a prefill, one may share blocks that another has not computed yet.
+                # Amid a prefill, a sequence may share blocks that another sequence has not computed yet.
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
                     num_computed = sequence.num_computed_tokens
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
         self._check_published()
 
     def _check_map(self) -> None:
-        """It says what the tables say."""
+        """The cache map says what the tables say."""
         scheduler, manager = self.scheduler, self.manager
         cache_map = self.engine.cache_map()
         groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
@@ -521,7 +524,7 @@ class FakeEngine:
         assert cache_map.host_blocks.count("swapped") == manager.num_used_host_blocks
 
     def _check_published(self) -> None:
-        """A block holds what it is found by, whether anybody owns it or not."""
+        """A published block holds what it is found by, whether anybody owns the block or not."""
         block_size, published = self.manager.block_size, self.manager._allocator._block_of
         if not published:
             return

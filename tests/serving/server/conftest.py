@@ -85,7 +85,7 @@ def serve() -> Callable[..., AbstractContextManager[Client]]:
 
 @pytest.fixture(scope="module")
 def client(speaker_path: str) -> Iterator[Client]:
-    """Of a model that says SPEECH after BEGINNING, and then ends. A chat is the text of its messages."""
+    """A client of a model that says SPEECH after BEGINNING, and then ends. A chat is the text of its messages."""
     with serving(LLMEngine(speaker_path, max_num_seqs=8), chat_template=TEMPLATE) as client:
         yield client
 
@@ -97,6 +97,6 @@ def demo_engine() -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def demo(demo_engine: LLMEngine) -> Iterator[Client]:
-    """Of the demo model."""
+    """A client of the demo model."""
     with serving(demo_engine, chat_template=TEMPLATE) as client:
         yield client
