@@ -24,8 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm", "calibration", "async_engine"},
     "async_engine": {"async_engine.engine"},
     "async_engine.engine": {"async_engine.thread_core", "async_engine.process_core", "async_engine.stream"},
-    "async_engine.process_core": {"async_engine.messages"},  # it starts core_main
-    "async_engine.core_main": {"async_engine.messages"},
+    "async_engine.process_core": {"async_engine.messages", "distributed.processes"},  # it starts core_main
+    "async_engine.core_main": {"async_engine.messages", "distributed.processes"},
     "async_engine.messages": {"async_engine.core"},
     "async_engine.thread_core": {"async_engine.core"},
     "async_engine.core": {"async_engine.loop"},
@@ -73,7 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},
     "llm": {"engine", "text.chat_template"},
-    "engine": {"engine_args", "engine_setup", "requests.inputs"},
+    "engine": {"engine_args", "engine_setup", "requests.inputs", "distributed.executor"},
     "engine_setup": {"execution.cache_memory"},
     # a request from what a caller says to what it is told
     "requests": set(),
@@ -115,6 +115,16 @@ ARROWS: dict[str, set[str]] = {
     "sampling": set(),
     "sampling.state": {"sampling.grammar", "sampling_params"},
     "sampling.grammar": {"structured_output"},
+    # the processes of a model's ranks
+    "distributed": set(),
+    "distributed.executor": {"distributed.communicator", "distributed.messages", "distributed.channel"}
+    | {"distributed.processes", "execution.model_runner"},  # it starts worker_main
+    "distributed.worker_main": {"distributed.worker", "distributed.processes"},
+    "distributed.worker": {"distributed.communicator", "distributed.messages", "distributed.channel", "engine_setup"},
+    "distributed.messages": {"execution.block_tables", "execution.step_inputs", "config"},
+    "distributed.communicator": {"pagedattn_ext"},
+    "distributed.channel": set(),
+    "distributed.processes": set(),
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
@@ -189,7 +199,12 @@ WALLS: dict[str, set[str]] = {
     | room("text")
     | {"sampling_params", "structured_output", "outputs", "pagedattn_ext"},
     "sampling": DOORS | room("requests") | room("scheduling") | room("execution") | room("models") | room("text"),
-    "execution": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
+    "distributed": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
+    "execution": DOORS
+    | room("requests")
+    | room("text")
+    | room("distributed")
+    | {"scheduling.scheduler", "scheduling.block_manager"},
     "loading": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
     "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text") | room("loading"),
     "server.http": room("server.openai"),

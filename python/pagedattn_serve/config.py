@@ -28,6 +28,7 @@ DTYPES = {
     "half": "float16",
 }
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+MAX_RANKS = 64  # of a group that shares memory
 QUANTIZATIONS = ("int8", "int4")
 
 
@@ -131,14 +132,12 @@ class ModelConfig:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many devices share the work."""
+    """How many processes share the model."""
 
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size != 1:
-            raise ArgumentError("tensor_parallel_size", "1, as more are not supported", self.tensor_parallel_size)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

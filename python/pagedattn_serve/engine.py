@@ -5,12 +5,21 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
+from pagedattn_serve.distributed.executor import Executor, Workers
 from pagedattn_serve.engine_args import EngineArgs, takes_options
-from pagedattn_serve.engine_setup import choose_device, limit_to_cache, limit_to_memory, limit_to_model, too_large
+from pagedattn_serve.engine_setup import (
+    check_has_ranks,
+    choose_device,
+    limit_to_cache,
+    limit_to_memory,
+    limit_to_model,
+    too_large,
+)
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -18,6 +27,7 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.loading.loader import choose_kv_scales, load_model
+from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
@@ -70,27 +80,38 @@ class LLMEngine:
 
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
-        model_config, cache_config, _, scheduler_config = args.create_engine_configs()
+        model_config, cache_config, parallel_config, scheduler_config = args.create_engine_configs()
         device = choose_device(model_config.device)
         directory = model_directory(model_config.model)
-        self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
-        end_token_ids = frozenset(eos_token_ids(directory))
-        defaults = generation_defaults(directory)
-        causal_lm = load_model(directory, model_config.dtype, device, model_config.quantization)
-        scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.num_layers)
-        scheduler_config = limit_to_model(scheduler_config, causal_lm)
-        cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
-        scheduler_config = limit_to_cache(scheduler_config, cache_config)
-        seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
-        try:
-            model_runner = ModelRunner(
-                causal_lm, scheduler_config, cache_config, device, seed, model_config.enforce_eager
-            )
-            scheduler = Scheduler(scheduler_config, cache_config)
-        except HostMemoryError:
-            raise
-        except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
-            raise too_large(causal_lm, cache_config, error) from None
+        with ExitStack() as undo:
+            workers, partition = None, SINGLE
+            if parallel_config.tensor_parallel_size > 1:
+                check_has_ranks(device, parallel_config.tensor_parallel_size)
+                workers = Workers(parallel_config.tensor_parallel_size, model_config, cache_config, scheduler_config)
+                undo.callback(workers.close)
+                partition = workers.partition
+            self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
+            end_token_ids = frozenset(eos_token_ids(directory))
+            defaults = generation_defaults(directory)
+            causal_lm = load_model(directory, model_config.dtype, device, model_config.quantization, partition)
+            scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.num_layers)
+            scheduler_config = limit_to_model(scheduler_config, causal_lm)
+            cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
+            if workers is not None:
+                cache_config = workers.smallest(cache_config)
+            scheduler_config = limit_to_cache(scheduler_config, cache_config)
+            seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
+            make_runner = ModelRunner if workers is None else partial(Executor, workers)
+            try:
+                model_runner = make_runner(
+                    causal_lm, scheduler_config, cache_config, device, seed, model_config.enforce_eager
+                )
+                scheduler = Scheduler(scheduler_config, cache_config)
+            except HostMemoryError:
+                raise
+            except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
+                raise too_large(causal_lm, cache_config, error) from None
+            undo.pop_all()
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
         self._join(model_runner, scheduler, inputs)
@@ -211,6 +232,8 @@ class LLMEngine:
         `fail_batch` says what becomes of the requests.
         """
         started = time.monotonic()
+        if self._batch is not None and not self.model_runner.can_run_again:
+            self._restart(self._requests)
         if self._batch is None:
             self._batch = self.scheduler.schedule()
         scheduled = time.monotonic()

@@ -53,8 +53,8 @@ class EngineArgs:
     block_size: Annotated[int, "tokens per cache block, a power of two from 8 to 256"] = 16
     kv_cache_memory: Annotated[
         int | None,
-        "bytes for the cache; the cache takes no more than max_num_seqs sequences of max_model_len tokens could use. "
-        "Default: 1 GiB on the CPU; on CUDA the memory that gpu_memory_utilization leaves",
+        "bytes for the cache, of each rank; the cache takes no more than max_num_seqs sequences of max_model_len "
+        "tokens could use. Default: 1 GiB on the CPU; on CUDA the memory that gpu_memory_utilization leaves",
     ] = None
     num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory"] = None
     max_num_seqs: Annotated[int, "most sequences running at once"] = 256
@@ -70,8 +70,8 @@ class EngineArgs:
     ] = None
     swap_space: Annotated[
         float,
-        "GiB of host memory for the blocks of requests that are swapped out; at most for as many blocks as the cache "
-        "has",
+        "GiB of host memory, of each rank, for the blocks of requests that are swapped out; at most for as many blocks "
+        "as the cache has",
     ] = 4
     gpu_memory_utilization: Annotated[
         float,
@@ -81,7 +81,10 @@ class EngineArgs:
         int | None,
         "seed of the random numbers for requests without a seed of their own; None takes an arbitrary seed",
     ] = 0
-    tensor_parallel_size: Annotated[int, "1, because the engine uses one device"] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        "ranks that share the model: processes, each with its slice of the weights and of the cache. Only on the CPU",
+    ] = 1
     enforce_eager: Annotated[
         bool,
         "no CPU graphs (`pagedattn_ext.CPUGraph`). Without this option the model's steps of one token for each of up "

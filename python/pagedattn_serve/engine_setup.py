@@ -34,6 +34,13 @@ def choose_device(name: str) -> str:
     return name
 
 
+def check_has_ranks(device: str, tensor_parallel_size: int) -> None:
+    """Raise ArgumentError if several ranks cannot share a model on this device."""
+    if device != "cpu":
+        expected = f"1 on {device}, as ranks share a model on the CPU alone"
+        raise ArgumentError("tensor_parallel_size", expected, tensor_parallel_size)
+
+
 def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
     """Check a max_model_len that is given: the model has a largest one. Fill in the model's if none is given."""
     if config.max_model_len == UNBOUNDED:

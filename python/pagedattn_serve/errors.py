@@ -1,6 +1,8 @@
-"""Errors about arguments: what was expected and what came are fields, and the message is made of the fields."""
+"""Errors about arguments: what was expected and what came are fields, and the message is made of the fields. And errors
+that go from one process to another."""
 
-from typing import Self
+import pickle
+from typing import Any, Self
 
 
 class BadArgument(Exception):
@@ -46,6 +48,39 @@ class ArgumentImportError(BadArgument, ImportError):
     """An argument needs a package that is not installed."""
 
 
+class ExecutorDeadError(ChildProcessError):
+    """A process that computes a part of the model has died, or does not answer. The engine cannot go on."""
+
+
 def with_place(error: Exception, place: str) -> Exception:
     """The same error, which says whose it is: which of several requests."""
     return error.at(place) if isinstance(error, BadArgument) else type(error)(f"{place}: {error}")
+
+
+# ---- between processes ----------------------------------------------------------------------------------------------
+
+_OWN_ERRORS = (BadArgument, ArgumentError, ArgumentTypeError, ArgumentImportError, ExecutorDeadError)
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def portable(error: BaseException) -> Any:
+    """The error as another process can raise it: the same, or else one of the nearest builtin type with the same text.
+
+    An error of another package would have to be loaded with that package, which the other process may not want.
+    """
+    kind = type(error)
+    if kind in _OWN_ERRORS or kind.__module__ == "builtins":
+        try:
+            return pickle.loads(pickle.dumps(error))
+        except Exception:  # for instance, an argument of the error cannot be pickled
+            pass
+    for base in kind.__mro__:
+        if base.__module__ == "builtins" and base not in (Exception, BaseException, object):
+            try:
+                return base(str(error))
+            except TypeError:  # such as UnicodeError, which takes five arguments
+                continue
+    return RuntimeError(describe(error))

@@ -37,8 +37,9 @@ from pagedattn_serve import (
     RequestOutputKind,
     SamplingParams,
 )
-from pagedattn_serve.async_engine.messages import Frames, framed, portable
+from pagedattn_serve.async_engine.messages import Frames, framed
 from pagedattn_serve.async_engine.process_core import ProcessCore
+from pagedattn_serve.errors import portable
 
 T = TypeVar("T")
 TESTS = str(Path(__file__).parent)

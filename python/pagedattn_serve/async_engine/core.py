@@ -6,7 +6,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagedattn_serve.async_engine.loop import EngineLoop, News, describe
+from pagedattn_serve.async_engine.loop import EngineLoop, News
+from pagedattn_serve.errors import describe
 from pagedattn_serve.outputs import CacheMap, EngineStats
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 

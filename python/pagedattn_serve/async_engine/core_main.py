@@ -5,25 +5,21 @@ FD: a socket to the parent. PARENT: the process to die with; 0: end when the soc
 The main thread reads what the parent says. The engine's thread sends the news; it waits if the parent does not read.
 """
 
-import ctypes
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagedattn_serve.async_engine.core import EngineCore, facts_of
-from pagedattn_serve.async_engine.loop import describe
-from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsPacker, framed, portable
-from pagedattn_serve.errors import ArgumentTypeError
+from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsPacker, framed
+from pagedattn_serve.distributed.processes import die_with
+from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine
-
-PR_SET_PDEATHSIG = 1
 
 
 class Parent:
@@ -106,13 +102,6 @@ def raising(error: Exception) -> Callable[["LLMEngine"], NoReturn]:
         raise error
 
     return f
-
-
-def die_with(parent_pid: int) -> None:
-    """Let the kernel kill this process when the parent ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before
-        os._exit(1)
 
 
 def end(status: int) -> NoReturn:

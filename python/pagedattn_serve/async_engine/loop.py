@@ -8,6 +8,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.outputs import EngineStats, RequestOutput
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class EngineLoop:
         try:
             outputs = self._engine.step()
             self._num_failed_steps = 0
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, ExecutorDeadError):
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception
             self._num_failed_steps += 1
@@ -200,7 +201,3 @@ class EngineLoop:
 
     def _stop(self) -> None:
         self._is_stopping = True
-
-
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

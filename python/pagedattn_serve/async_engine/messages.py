@@ -8,13 +8,12 @@ import struct
 from operator import attrgetter
 from typing import Any
 
-from pagedattn_serve.async_engine.loop import News, describe
-from pagedattn_serve.errors import ArgumentError, ArgumentImportError, ArgumentTypeError, BadArgument
+from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 
 HEADER = struct.Struct("=Q")
 CHUNK = 1 << 18  # bytes to read at once
-OWN_ERRORS = (BadArgument, ArgumentError, ArgumentTypeError, ArgumentImportError)
 _numbers_of = attrgetter(*EngineStats.__slots__)
 
 
@@ -128,27 +127,7 @@ class NewsUnpacker:
         return RequestOutput(*request, outputs, finished, metrics, error, argument_error, prompt_logprobs)
 
 
-# ---- errors and results, which may be of any type -------------------------------------------------------------------
-
-
-def portable(error: BaseException) -> Any:
-    """The error as another process can raise it: the same, or else one of the nearest builtin type with the same text.
-
-    An error of another package would have to be loaded with that package, which the callers' process may not want.
-    """
-    kind = type(error)
-    if kind in OWN_ERRORS or kind.__module__ == "builtins":
-        try:
-            return pickle.loads(pickle.dumps(error))
-        except Exception:  # for instance, an argument of the error cannot be pickled
-            pass
-    for base in kind.__mro__:
-        if base.__module__ == "builtins" and base not in (Exception, BaseException, object):
-            try:
-                return base(str(error))
-            except TypeError:  # such as UnicodeError, which takes five arguments
-                continue
-    return RuntimeError(describe(error))
+# ---- results, which may be of any type ------------------------------------------------------------------------------
 
 
 def _pack_result(result: object, error: BaseException | None) -> bytes:

@@ -1,23 +1,20 @@
 """`ProcessCore`: the handle of an engine in a process of its own, for an event loop."""
 
 import asyncio
-import os
 import pickle
-import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
-from pagedattn_serve.async_engine.loop import News, describe
+from pagedattn_serve.async_engine.loop import News
 from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsUnpacker, framed
+from pagedattn_serve.distributed.processes import how_it_ended, start_process
 from pagedattn_serve.engine_args import EngineArgs
-from pagedattn_serve.errors import ArgumentTypeError
+from pagedattn_serve.errors import ArgumentTypeError, describe
 from pagedattn_serve.outputs import EngineStats
 
 if TYPE_CHECKING:
@@ -54,7 +51,7 @@ class ProcessCore(asyncio.Protocol):
         order = framed((engine_args, initializer))
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = _start_process(theirs)
+            self._process = start_process("pagedattn_serve.async_engine.core_main", theirs)
         with suppress(OSError):  # it has died: `wait_until_loaded` says how
             self._socket.sendall(order)
 
@@ -192,29 +189,4 @@ class ProcessCore(asyncio.Protocol):
             self._process.wait()
 
     def _death(self) -> str:
-        status = self._process.returncode
-        how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
-        return f"the engine core (process {self.pid}) {how}"
-
-
-def _start_process(theirs: socket.socket) -> "subprocess.Popen[bytes]":
-    """Start the program with its end of the socket pair. It finds the modules that this process finds."""
-    # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
-    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    command = [sys.executable, "-P", "-m", "pagedattn_serve.async_engine.core_main", str(theirs.fileno()), str(parent)]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # The child inherits the mask: no Ctrl-C reaches it, not even while Python starts.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return f"the engine core (process {self.pid}) {how_it_ended(self._process)}"

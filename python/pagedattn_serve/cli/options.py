@@ -34,7 +34,7 @@ METAVARS = {
     "log_level": "LEVEL",
 }
 MODEL = ("dtype", "quantization")
-PLACE = ("tokenizer", "device")
+PLACE = ("tokenizer", "device", "tensor_parallel_size")
 SCHEDULING = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode"),
     *("speculation", "max_beam_width"),

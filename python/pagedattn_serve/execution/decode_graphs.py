@@ -49,6 +49,10 @@ class DecodeGraphs:
         graph.replay()
         return logits
 
+    def clear(self) -> None:
+        """Forget what was captured."""
+        self._graphs.clear()
+
     def _capture(self, num_seqs: int) -> tuple[CPUGraph, Tensor]:
         metadata = AttentionMetadata(
             slot_mapping=self._slot_mapping[:num_seqs],

@@ -33,6 +33,11 @@ class ModelRunner(StepRunner):
         self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks)
         self.sampler = Sampler(seed, device)
 
+    @property
+    def can_run_again(self) -> bool:
+        """Whether a batch that raised may run again: the caches hold what the batch expects."""
+        return True
+
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.

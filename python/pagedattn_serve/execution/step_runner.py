@@ -76,6 +76,11 @@ class StepRunner:
             logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
         return logits
 
+    def drop_graphs(self) -> None:
+        """Capture anew: the model computes with another group of ranks from now on."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 

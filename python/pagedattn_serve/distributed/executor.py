@@ -1,0 +1,302 @@
+"""Rank 0 of several ranks: the processes of the other ranks, and a `ModelRunner` that runs each batch on all ranks.
+
+Rank 0 is the process of the engine. It sends the other ranks what the model reads, runs its own slice, and samples.
+"""
+
+import os
+import pickle
+import socket
+import time
+import weakref
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedattn_serve.distributed.channel import Channel, ChannelClosed
+from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
+from pagedattn_serve.distributed.messages import (
+    DIGEST_BYTES,
+    CacheOrder,
+    Failed,
+    Join,
+    Joined,
+    Left,
+    Loaded,
+    RankOrder,
+    Ready,
+    Step,
+    digest,
+    without_tables,
+)
+from pagedattn_serve.distributed.processes import how_it_ended, start_process
+from pagedattn_serve.errors import ExecutorDeadError, describe
+from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.partition import Partition
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+
+ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer
+END_SECONDS = 1.0  # for a process to end once its socket is closed
+
+Message = TypeVar("Message")
+
+
+class Worker:
+    """The process of a rank, as rank 0 sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = Channel(ours)
+        self.steps: socket.socket | None = None  # of the group that the rank is in
+        with theirs:
+            self._process = start_process("pagedattn_serve.distributed.worker_main", theirs)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self._process.pid})"
+
+    def join(self, generation: int, group: int) -> None:
+        """Send the rank into a group, whose descriptor this is."""
+        self.steps, theirs = socket.socketpair()
+        self.steps.settimeout(PATIENCE_SECONDS)
+        with theirs:
+            self.channel.send(Join(generation), (group, theirs.fileno()))
+
+    def end_steps(self) -> None:
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
+
+    def death(self) -> str:
+        """How the process ended, which has closed its channel."""
+        try:
+            self._process.wait(END_SECONDS)
+        except Exception:
+            self._process.kill()
+            self._process.wait()
+        return f"{self.name} {how_it_ended(self._process)}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.end_steps()
+        self.channel.close()
+
+
+class Workers:
+    """The processes of ranks 1 and up. They end with this object, with `close`, and with this process.
+
+    Methods raise ExecutorDeadError if a process has died or does not answer. From then on every call raises it.
+    """
+
+    def __init__(self, world_size: int, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+        self.communicator = SharedMemoryCommunicator(0, world_size)
+        self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
+        self._generation = 0  # of the group
+        self._death: str | None = None
+        self._workers: list[Worker] = []
+        num_threads = torch.get_num_threads()
+        share = max(1, num_threads // world_size)
+        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), num_threads, share)
+        torch.set_num_threads(share)
+        try:
+            for rank in range(1, world_size):
+                self._workers.append(Worker(rank))
+                order = RankOrder(rank, world_size, share, self.checks_inputs, model, cache, scheduler)
+                self._send(self._workers[-1], order)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def partition(self) -> Partition:
+        """The slice of the model that rank 0 holds."""
+        return Partition(0, self.communicator.world_size, self.communicator)
+
+    def smallest(self, cache: CacheConfig) -> CacheConfig:
+        """Wait until all ranks have loaded; the config with as many blocks as every rank has room for. Raises what
+        failed on a rank."""
+        loaded = [self._receive(worker, Loaded) for worker in self._workers]
+        return replace(
+            cache,
+            num_blocks=min(cache.num_blocks, *(each.num_blocks for each in loaded)),
+            num_host_blocks=min(cache.num_host_blocks, *(each.num_host_blocks for each in loaded)),
+        )
+
+    def order_caches(self, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+        for worker in self._workers:
+            self._send(worker, CacheOrder(cache, scheduler))
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks have caches. Raises what failed on a rank."""
+        for worker in self._workers:
+            self._receive(worker, Ready)
+
+    def join(self) -> None:
+        """Bring all ranks together in a new group, wherever they are."""
+        self.end_steps()
+        self.communicator.leave()
+        self._generation += 1
+        group = self.communicator.create_group()
+        try:
+            for worker in self._workers:
+                try:
+                    worker.join(self._generation, group)
+                except ChannelClosed:
+                    raise self._dead(worker.death()) from None
+            deadline = time.monotonic() + ANSWER_SECONDS
+            for worker in self._workers:
+                self._receive(worker, Joined, deadline)
+        except BaseException:
+            os.close(group)
+            raise
+        self.communicator.join(group)
+
+    def send_step(self, step: Step) -> None:
+        data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
+        for worker in self._workers:
+            assert worker.steps is not None
+            worker.steps.sendall(data)
+
+    def check_digests(self, expected: bytes) -> None:
+        """Compare what the ranks say of their inputs. Raises RuntimeError, which names a rank that has others."""
+        for worker in self._workers:
+            assert worker.steps is not None
+            found = worker.steps.recv(DIGEST_BYTES, socket.MSG_WAITALL)
+            if found != expected:
+                raise RuntimeError(f"PAGEDATTN_CHECK: the inputs of {worker.name} are not those of rank 0")
+
+    def end_steps(self) -> None:
+        """Let the ranks leave the group, once they see it."""
+        for worker in self._workers:
+            worker.end_steps()
+
+    def why(self, error: Exception) -> Exception | None:
+        """After a step that raised `error` on rank 0: wait until all ranks have left the group; what failed on another
+        rank, None if nothing did."""
+        self.end_steps()
+        deadline = time.monotonic() + ANSWER_SECONDS
+        causes: list[Exception] = []
+        for worker in self._workers:
+            cause = self._receive(worker, Left, deadline, f", after {describe(error)}").error
+            if cause is not None:
+                causes.append(RuntimeError(f"{worker.name}: {describe(cause)}"))
+        return causes[0] if causes else None
+
+    def raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise ExecutorDeadError(self._death)
+
+    def _send(self, worker: Worker, message: Any) -> None:
+        self.raise_if_dead()
+        try:
+            worker.channel.send(message)
+        except ChannelClosed:
+            raise self._dead(worker.death()) from None
+
+    def _receive(
+        self, worker: Worker, kind: type[Message], deadline: float | None = None, circumstance: str = ""
+    ) -> Message:
+        """The next message of this kind. Messages about earlier groups are passed over."""
+        self.raise_if_dead()
+        while True:
+            try:
+                message, _ = worker.channel.receive(deadline)
+            except ChannelClosed:
+                raise self._dead(worker.death()) from None
+            except TimeoutError:
+                text = f"{worker.name} has not answered for {ANSWER_SECONDS:.0f} s{circumstance}"
+                raise self._dead(text) from None
+            if isinstance(message, Failed):
+                raise message.error
+            if isinstance(message, Joined | Left) and message.generation != self._generation:
+                continue
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Left):  # in place of Joined
+                raise RuntimeError(f"{worker.name}: {message.error}")
+
+    def _dead(self, text: str) -> ExecutorDeadError:
+        self._death = text
+        self.communicator.leave()
+        self.close()
+        return ExecutorDeadError(text)
+
+
+def _end(workers: list[Worker], owner: int, num_threads: int, share: int) -> None:
+    """Kill the processes: they have nothing that is to be kept. Takes back what was set in this process."""
+    if os.getpid() != owner:  # a child that was forked
+        return
+    for worker in workers:
+        worker.kill()
+    workers.clear()
+    if torch.get_num_threads() == share:
+        torch.set_num_threads(num_threads)
+
+
+class Executor(ModelRunner):
+    """Runs each batch on all ranks. The arguments are those of `ModelRunner`, for rank 0.
+
+    Raises ExecutorDeadError if a rank has died or does not answer: then nothing runs any more.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        model: CausalLM,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        device: str,
+        seed: int,
+        enforce_eager: bool = False,
+    ) -> None:
+        workers.order_caches(cache_config, scheduler_config)
+        super().__init__(model, scheduler_config, cache_config, device, seed, enforce_eager)
+        workers.wait_until_ready()
+        self._workers = workers
+        self._are_in_step = False  # whether all ranks have done the same, and wait for the next step
+        self._join()
+
+    @property
+    def can_run_again(self) -> bool:
+        return self._are_in_step
+
+    def _join(self) -> None:
+        self._workers.raise_if_dead()
+        self.drop_graphs()  # which have the old group
+        self._workers.join()
+        self._are_in_step = True
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> SamplerOutput:
+        """As `ModelRunner.execute`. An error of another rank is a RuntimeError that names the rank."""
+        if not self._are_in_step:
+            self._join()
+        self._are_in_step = False
+        copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
+        inputs = changes = logits = None
+        if batch.sequences:
+            inputs, changes = self.prepare_inputs(batch)
+        try:
+            self._workers.send_step(Step(*copies, None if inputs is None else without_tables(inputs), changes))
+            self.copy_blocks(*copies)
+            if inputs is not None and changes is not None:
+                logits = self.run_model(inputs)
+                if self._workers.checks_inputs:
+                    self._workers.check_digests(digest(inputs, changes.lengths))
+        except Exception as error:
+            self._workers.communicator.abort(f"rank 0: {describe(error)}")
+            cause = self._workers.why(error)
+            if cause is None:
+                raise
+            raise cause from error
+        except BaseException as interrupt:
+            self._workers.communicator.abort(f"rank 0: {describe(interrupt)}")
+            self._workers.end_steps()
+            raise
+        self._are_in_step = True
+        return SamplerOutput() if logits is None else self.sample(batch, logits)

@@ -1,0 +1,50 @@
+"""Child processes: how they start, and how they end with their parent."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1
+
+
+def start_process(module: str, theirs: socket.socket, *arguments: str) -> "subprocess.Popen[bytes]":
+    """Start `python -m MODULE FD PARENT ARGUMENTS`. The program finds the modules that this process finds.
+
+    theirs: the program's end of a pair of sockets, which is FD. PARENT is what `die_with` takes, or 0.
+    """
+    # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(parent), *arguments]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    # The child inherits the mask: no Ctrl-C reaches it, not even while Python starts.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def die_with(parent_pid: int) -> None:
+    """Let the kernel kill this process when the parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
+
+
+def how_it_ended(process: "subprocess.Popen[bytes]") -> str:
+    """In words, of a process that has been waited for."""
+    status = process.returncode
+    return f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
