@@ -1,5 +1,5 @@
-// One item over a cache of type T. Defined in item_walk.h; compiled by a file of instantiations/ for each T, as
-// together they take a compiler longer than all other kernels.
+// Computes one item over a cache of type T. Defined in item_walk.h. A file of instantiations/ compiles it for each T,
+// as together they take a compiler longer than all other kernels.
 #pragma once
 
 #include "attention/paged_attention.h"

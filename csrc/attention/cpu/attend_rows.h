@@ -1,4 +1,4 @@
-// The query rows that share one KV head, over one tile of tokens; for item_walk.h.
+// Attends to one tile of tokens with the query rows that share one KV head; for item_walk.h.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ void attend_rows(const HeadTile<T>& h, const Row* rows) {
 // How the rows are multiplied with keys and values.
 template <typename T>
 struct FloatArithmetic {
-  static constexpr bool MANY_ROWS = true;  // are taken by many_rows.h
+  static constexpr bool MANY_ROWS = true;  // many_rows.h takes many rows together
 #if defined(__AVX2__) && !defined(__AVX512F__)
   using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
 #else
@@ -32,7 +32,7 @@ struct FloatArithmetic {
   using Strip = ValueStrip<T>;
 };
 #if defined(__AVX512BF16__)
-// For queries in bfloat16. The weights are rounded to it only where the cache is in 8 bits.
+// For queries in bfloat16. The weights are rounded to bfloat16 only where the cache is in 8 bits.
 template <typename T>
 struct PairArithmetic {
   static constexpr bool MANY_ROWS = false;

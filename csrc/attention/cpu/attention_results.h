@@ -51,7 +51,7 @@ inline void merge(const Results& results, int64_t index, const Results& from, in
   });
 }
 
-// Rounds one result to `out`; a row that sees nothing gives zeros. A sum of NaN is not nothing: it goes on.
+// Rounds one result to `out`. A row that sees nothing gives zeros. A row whose sum is NaN gives NaN.
 template <typename T>
 void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const Results& results, int64_t index) {
   const float max = results.max[index];

@@ -1,8 +1,8 @@
-// The walk of an item (docs/cpu-kernels.md draws it). An item's tokens are taken in tiles, and for each tile its KV
-// heads one after the other: the part of one head in a physical block is contiguous, and the next head's part follows,
-// so every block is read front to back, once for all query heads that share a KV head (attend_rows.h).
+// The walk of an item (docs/cpu-kernels.md draws it). An item's tokens are taken tile by tile, and a tile is taken KV
+// head by KV head. In a physical block, the part of one head is contiguous, and the next head's part follows. So every
+// block is read front to back, once for all query heads that share a KV head (attend_rows.h).
 //
-// T is the type of the cache; queries and outputs are read and written once, by their own type.
+// T is the type of the cache. Queries and outputs are read and written once, in their own type.
 #pragma once
 
 #include <type_traits>
@@ -19,8 +19,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Where a (row, head) pair lies among those of `num_rows` rows and some KV heads: by KV head, then by row, so that the
-// query heads of adjacent rows that share a KV head are adjacent.
+// The index of a (row, head) pair among the pairs of `num_rows` rows and some KV heads. The pairs are in order of KV
+// head, then of row, so that the query heads of adjacent rows that share a KV head are adjacent.
 struct ResultIndex {
   int64_t num_rows;
   int64_t group_size;
@@ -28,7 +28,7 @@ struct ResultIndex {
   int64_t of(int64_t kv_head, int64_t row) const { return (kv_head * num_rows + row) * group_size; }
 };
 
-// One item at work.
+// The walk of one item.
 template <typename T, typename Arithmetic>
 class ItemWalk {
  public:
@@ -86,8 +86,8 @@ class ItemWalk {
   }
 
  private:
-  // What the walk comes to after the heads of `tile` from `head` on that were fetched together: more heads, the first
-  // ones of the next tile, of the next partition, or of the next item.
+  // Starts to fetch what the walk comes to after the heads of `tile` that were fetched together, from `head` on: more
+  // heads of the tile, or the first heads of the next tile, of the next partition, or of the next item.
   void fetch_next_of(const Tile<T>& tile, int64_t head, const Tile<T>& next_tile, int64_t partition,
                      Prefetcher<T>& prefetcher) const {
     const auto fetch = [&](const AttentionItem& item, const Tile<T>& from, int64_t first_head) {
@@ -132,7 +132,7 @@ class ItemWalk {
     if (i < end) attend_results<1>(head_tile, i, kv_head, results);
   }
 
-  // Results [first, first + count), of KV head `kv_head`.
+  // Sets `rows` to results [first, first + count), which are of KV head `kv_head`.
   void locate_rows(int64_t first, int64_t count, int64_t kv_head, const Results& results, Row* rows) const {
     const auto of_head = static_cast<uint32_t>(first - index_.of(kv_head - item_.head_begin, 0));
     const auto group_size = static_cast<uint32_t>(index_.group_size);
@@ -160,17 +160,18 @@ class ItemWalk {
     attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
   }
 
-  // Results [begin, end) of one KV head.
+  // Computes results [begin, end), which are of KV head `kv_head`.
   void attend_many(const HeadTile<T>& head_tile, int64_t begin, int64_t end, int64_t kv_head,
                    const Results& results) const {
-    // What is next is fetched evenly beside the products of these heads.
+    // The next part is fetched evenly beside the products of these heads.
     Prefetcher<T>& prefetcher = *head_tile.prefetcher;
     const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
     const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
     const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
     const int64_t num_products = num_heads * num_vecs * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
     const int64_t num_fetches = prefetcher.num_left();
-    // With so many rows that less than one is due at a time, arithmetic takes longer than memory: once is enough.
+    // With many rows, less than one fetch is due for each product. Then arithmetic takes longer than memory, and it is
+    // enough to fetch each line once.
     const int64_t fetches_at_once = (num_fetches + num_products - 1) / num_products;
     const auto fetch = [&] {
       if (fetches_at_once == 1) return prefetcher.template fetch<false>();
@@ -191,10 +192,10 @@ class ItemWalk {
   float* queries_;  // [num_results, row_floats], unpacked
   ResultIndex index_;
   int64_t row_floats_;
-  int64_t heads_fetched_;  // at a time; about equally many, as one part is fetched while another is computed
+  int64_t heads_fetched_;  // at a time; about as many in each part, as one is fetched while another is computed
 };
 
-// Each row's results of a partition to its own place.
+// Copies each row's results of a partition to their own place.
 void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
                     int64_t partition, const ResultIndex& index, const Results& results, float* partials) {
   for (int64_t kv_head = item.head_begin; kv_head < item.head_end; ++kv_head) {

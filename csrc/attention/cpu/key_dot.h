@@ -1,8 +1,8 @@
 // Dot products of keys with query rows, for item_walk.h.
 //
-// 16 bytes of the key cache, a chunk, belong to one token, and the next 16 to the next token, so a vector holds the
-// same chunk of NUM_LANES tokens, one a 128-bit lane. It is multiplied with that chunk of a query row, repeated in
-// every lane; each token ends up with four partial sums.
+// A chunk is 16 bytes of the key of one token. In the key cache, the same chunk of the next token follows. So a vector
+// holds the same chunk of NUM_LANES tokens, with a token in each 128-bit lane. The vector is multiplied with this chunk
+// of a query row, repeated in every lane. Each token ends up with four partial sums.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,9 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Keys or values that are converted in two steps name what is between them, Converted. The first step is taken for many
-// of them before the second is for any: what one has stored, the other can only load some time later.
+// Keys or values that are converted in two steps have a type Converted for what is between the steps. The first step is
+// taken for many keys or values before the second step is taken for any: what the first step stores can be loaded only
+// some time later.
 template <typename Loader>
 constexpr bool CONVERTS_FIRST = requires { typename Loader::Converted; };
 
@@ -32,10 +33,11 @@ struct KeyDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 4;
 
-  // Of a token, a part has a RUN of floats. fp16 is converted in order, as taking pairs apart would cost as much again:
-  // a token's chunk is in one part, half of the tokens are in each, and each has a sum of its own. On AVX2 fp8 is
-  // converted as fp16, and its parts are of one token, too: half of its chunk, every second element. Of the others, a
-  // part has every PARTS-th element of all tokens.
+  // In a part, RUN adjacent floats are of one token:
+  //   fp16          is converted in order, as taking pairs apart would cost as much again. A part has the chunks of
+  //                 half of the tokens, and each part has a sum of its own.
+  //   fp8 on AVX2   is converted as fp16. A part has half of the chunk of one token, every second element.
+  //   other types   A part has every PARTS-th element of all tokens.
   static constexpr bool IN_ORDER = std::is_same_v<CacheT, float> || std::is_same_v<CacheT, float16>;
   static constexpr bool IN_HALVES = sizeof(CacheT) == 1 && VEC_SIZE == 8;
   static constexpr int RUN = IN_HALVES ? 8 : IN_ORDER && CHUNK_ELEMENTS <= VEC_SIZE ? CHUNK_ELEMENTS : 4;
@@ -59,7 +61,7 @@ struct KeyDot {
     return result;
   }
 
-  // From a row made by unpack_query, what `part` of that chunk of the keys is multiplied with.
+  // What `part` of this chunk of the keys is multiplied with, from a row made by unpack_query.
   static PAGEDATTN_INLINE Vec load_query(const float* row, int64_t chunk, int part) {
     return load_repeated<RUN>(row + chunk * CHUNK_ELEMENTS + part / SUMS * RUN);
   }
@@ -68,7 +70,7 @@ struct KeyDot {
 
   static constexpr int64_t row_floats(int64_t head_size) { return head_size; }
 
-  // A query row, once, as load_query wants it: in order, or [head_size / CHUNK_ELEMENTS, PARTS / SUMS, RUN].
+  // Unpacks a query row, once, as load_query wants it: in order, or [head_size / CHUNK_ELEMENTS, PARTS / SUMS, RUN].
   template <typename T>
   static void unpack_query(const T* query, int64_t head_size, float* row) {
     float in_order[MAX_HEAD_SIZE];
@@ -114,16 +116,16 @@ struct Float8KeyDot : KeyDot<CacheT> {
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIR_DOT = true;
 
-// The same for queries in bfloat16, and keys that are, or that it can hold: the dot product instruction multiplies
-// pairs as they are, and adds in fp32.
+// The same for queries in bfloat16, and for keys in bfloat16 or in a type that bfloat16 can hold. The dot product
+// instruction multiplies pairs as they are, and adds in fp32.
 template <typename CacheT>
 struct PairDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 8;
   static constexpr int SUMS = 1;
 
-  // Rows for 8-bit keys hold every 8 elements as often as a vector needs them. A load that repeats them is a shuffle as
-  // well, and the conversion of the keys keeps the pipes for shuffles busy.
+  // Rows for 8-bit keys hold every 8 elements as often as a vector needs them. A load that repeats elements is a
+  // shuffle as well, and the conversion of the keys keeps the pipes for shuffles busy.
   static constexpr int COPIES = PARTS == 2 ? NUM_LANES : 1;
 
   struct Keys {
@@ -139,7 +141,7 @@ struct PairDot {
     }
   }
 
-  // 8 elements.
+  // Loads 8 elements, repeated in every lane.
   static PAGEDATTN_INLINE Bfloat16Vec load_query(const float* row, int64_t chunk, int part) {
     return (Bfloat16Vec)load_repeated<4 * COPIES>(row + (chunk * PARTS + part) * 4 * COPIES);
   }

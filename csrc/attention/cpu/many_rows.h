@@ -1,11 +1,11 @@
-// Many query rows that share one KV head, over a tile of tokens; for item_walk.h.
+// Attends to a tile of tokens with many query rows that share one KV head; for item_walk.h.
 //
-// attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time, keys of
-// VEC_SIZE tokens or as many elements of the values, are converted for all rows, and what is left is a product of
-// matrices, of which a column is multiplied with the rows while it is in the first-level cache.
+// attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time are converted
+// once for all rows. Columns are the keys of VEC_SIZE tokens, or VEC_SIZE elements of the values. What is left is a
+// product of matrices, in which columns are multiplied with the rows while the columns are in the first-level cache.
 //
-// Every sum has the lanes, the order and the reduction that it has there: a result is the same to the last bit. What is
-// left out is a product with a weight of 0.
+// Every sum has the same lanes, order and reduction as in attend_rows.h, so a result is the same to the last bit. Only
+// products with a weight of 0 are left out.
 #pragma once
 
 #include "attention/cpu/attend_rows.h"
@@ -13,29 +13,29 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Columns that are multiplied at once, with up to PRODUCT_ROWS rows: so many sums, a vector of each row and one of a
-// column fill the registers, 16 or, with AVX512, 32.
+// So many columns are multiplied at once, with up to PRODUCT_ROWS rows. Their sums, a vector of each row and a vector
+// of a column fill the registers: 16, or 32 with AVX512.
 constexpr int PRODUCT_COLUMNS = 4;
 constexpr int PRODUCT_ROWS = VEC_SIZE == 16 ? 6 : 3;
 
 constexpr int LANE_FLOATS = 4;  // in 128 bits
 
-// So many rows are worth a conversion for all of them.
+// From so many rows on, a conversion for all of them pays.
 constexpr int64_t LEAST_ROWS = 16;
 
-// As many have their logits in memory at a time.
+// At most so many rows have their logits in memory at a time.
 constexpr int64_t MOST_ROWS = 128;
 
-// Whether the kernel does this for values and heads of this kind: an element of a strip has whole lanes of 128 bits.
+// Whether attend_many_rows takes values and heads of this kind: an element of a strip must have whole 128-bit lanes.
 template <typename Strip>
 bool can_attend_many_rows(const PagedAttentionParams& p) {
   return p.head_size % VEC_SIZE == 0 && p.block_size * NUM_LANES >= Strip::SIZE;
 }
 
-// A vector of products, of a row with the keys of VEC_SIZE tokens or with VEC_SIZE elements of the values, comes from
-// four columns: product p has lane p / 4 (of 128 bits) of column p % 4, where sum_lanes leaves it in its place.
-// Shuffles across lanes would hold up the products that follow. Where a product has sums in several lanes, each of them
-// is a set of columns of its own.
+// A vector of products is of one row with the keys of VEC_SIZE tokens, or with VEC_SIZE elements of the values. It
+// comes from four columns. Product p is made in 128-bit lane p / 4 of column p % 4, where sum_lanes leaves it in its
+// place. Shuffles across lanes would hold up the products that follow. Where a product has sums in several lanes, each
+// of these lanes has a set of columns of its own.
 //
 // [NUM_SETS, num_steps, PRODUCT_COLUMNS] vectors, in memory that the caller owns.
 struct Columns {
@@ -66,8 +66,8 @@ PAGEDATTN_INLINE void transpose_lanes(Vec (&v)[NUM_LANES]) {
   }
 }
 
-// The keys of VEC_SIZE tokens, from `token` of the tile on. Not inlined, nor is the next one: GCC 12 would keep the
-// constants of the conversion in registers that the sums need.
+// Converts the keys of VEC_SIZE tokens, from `token` of the tile on. This function and the next are not inlined: GCC 12
+// would keep the constants of the conversion in registers that the sums need.
 template <typename T, typename Dot>
 __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, const Columns& columns) {
   constexpr int GROUPS = PRODUCT_COLUMNS / NUM_LANES;  // of vectors that are transposed together
@@ -88,7 +88,7 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, con
         transpose_lanes(lanes);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < NUM_LANES; ++lane) {
-          // With two sums a token has two adjacent lanes, and a part half of the tokens.
+          // With two sums, a token has two adjacent lanes, and a part has half of the tokens.
           const int token_of_group = part % Dot::SUMS * (NUM_LANES / Dot::SUMS) + lane / Dot::SUMS;
           store(columns.at(lane % Dot::SUMS, step + part / Dot::SUMS, i * NUM_LANES + token_of_group), lanes[lane]);
         }
@@ -98,8 +98,8 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, con
   }
 }
 
-// VEC_SIZE elements of the values, from `d` on, of the strips from `first_strip` on. Slots that no row sees may hold
-// NaN and become 0.
+// Converts VEC_SIZE elements of the values, from `d` on, in the strips from `first_strip` on. Slots that no row sees
+// may hold NaN, and become 0.
 template <typename T, typename Strip, int ELEMENTS>
 __attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, int first_strip,
                                               const Columns& columns) {
@@ -142,13 +142,13 @@ __attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, i
   }
 }
 
-// NUM_ROWS rows times the first num_steps of the columns. A row has four floats for every step and set; calls
-// finish(r, products).
+// Multiplies NUM_ROWS rows with the first num_steps steps of the columns. A row has four floats for every step and set.
+// Calls finish(r, products).
 template <int NUM_ROWS, int NUM_SETS, typename Finish>
 PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
   Vec products[NUM_ROWS];
-  [[maybe_unused]] Vec pairs[NUM_ROWS];  // of four sets: the first two
+  [[maybe_unused]] Vec pairs[NUM_ROWS];  // where there are four sets: the sum of the first two
   PAGEDATTN_UNROLL
   for (int set = 0; set < NUM_SETS; ++set) {
     Vec sums[NUM_ROWS][PRODUCT_COLUMNS] = {};
@@ -179,8 +179,8 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
   for (int r = 0; r < NUM_ROWS; ++r) finish(r, products[r]);
 }
 
-// All rows times columns. Rows up to `last` need steps_of(last) steps at most. Calls finish(row, products) for every
-// row that needs some, and after() after some.
+// Multiplies all rows with the columns. Rows up to `last` need at most steps_of(last) steps. Calls finish(row,
+// products) for every row that needs any, and after() after every few rows.
 template <int NUM_SETS, typename StepsOf, typename Finish, typename After>
 PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
                                const StepsOf& steps_of, const Finish& finish, const After& after) {
@@ -194,7 +194,7 @@ PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t nu
     row += NUM_ROWS;
     after();
   };
-  // The fewer rows, the slower each; 4 are better 2 and 2 than 3 and 1.
+  // The fewer rows at once, the slower each row. 4 rows are better taken as 2 and 2 than as 3 and 1.
   while (num_rows - row >= PRODUCT_ROWS && num_rows - row != 4) multiply_next.template operator()<PRODUCT_ROWS>();
   if constexpr (PRODUCT_ROWS > 4) {
     if (num_rows - row >= 4) multiply_next.template operator()<4>();
@@ -208,7 +208,7 @@ struct ManyRows {
   const Row* rows;
   int64_t num_rows;
   int64_t query_stride;  // floats between the rows' queries
-  int ends[MOST_ROWS];   // of the tile's tokens that a row, or one before it, sees
+  int ends[MOST_ROWS];   // the end of the tile's tokens that a row, or a row before it, sees
   bool all_see_all;
 
   template <typename T>
@@ -240,7 +240,7 @@ __attribute__((noinline)) void compute_many_logits(const HeadTile<T>& h, const M
   }
 }
 
-// As arrange_weights, but each weight once, not for each element of a strip.
+// As arrange_weights, but with each weight once, not once for each element of a strip.
 template <typename Strip, int ELEMENTS>
 void arrange_weights_once(TileLogits& weights) {
   constexpr int RUN = VEC_SIZE / ELEMENTS;
@@ -272,8 +272,8 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
   }
 }
 
-// Up to MOST_ROWS rows, whose queries lie `query_stride` floats apart, over a tile. Calls after() after every few rows
-// of a product.
+// Attends to a tile with up to MOST_ROWS rows, whose queries lie `query_stride` floats apart. Calls after() after every
+// few rows of a product.
 template <typename T, typename Arithmetic, typename After>
 void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, int64_t query_stride,
                       const After& after) {

@@ -9,7 +9,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// With scales for keys and values as the kernel reads them, and as they are now: a CPU graph calls it later.
+// Puts the scales of keys and values into the units in which the kernel reads the cache. The scales are read here, as a
+// CPU graph calls this later.
 PagedAttentionParams in_loaded_units(PagedAttentionParams params) {
   if (params.key_scale_on_device != nullptr) params.logit_scale *= *params.key_scale_on_device;
   if (params.value_scale_on_device != nullptr) params.value_scale *= *params.value_scale_on_device;

@@ -1,4 +1,4 @@
-// Fetches what the walk of item_walk.h comes to next, while it is at work on what came before.
+// Fetches what the walk of item_walk.h comes to next, while the walk is at work on what came before.
 #pragma once
 
 #include <type_traits>
@@ -11,32 +11,34 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Fetches a part of a tile into the second-level cache, while the part before it is computed: the hardware does not
-// foresee the jumps from block to block, and without this a decode step over a large cache takes 1.5 to 1.9 times as
-// long. The first-level cache as target would be slower: all the misses that it can have at a time would be in use.
+// Fetches a part of a tile into the second-level cache, while the part before it is computed. The hardware does not
+// foresee the jumps from block to block: without fetching, a decode step over a large cache takes 1.5 to 1.9 times as
+// long. Fetching into the first-level cache would be slower, as all misses that this cache can have at a time would be
+// in use.
 //
-// A part is the keys and values of some adjacent KV heads. Its blocks, first all of the keys, take turns, FETCH_BYTES
-// each: memory is fastest with several blocks at a time, and long runs in each.
+// A part is the keys and values of some adjacent KV heads. Its blocks take turns of FETCH_BYTES each, the blocks of the
+// keys first: memory is fastest with several blocks at a time, and a long run in each.
 //
-// Each turn is fetched again with the next ones, as the CPU drops a part of it (prefetch_line).
+// Each turn is fetched again with the next turns, as the CPU drops a part of it (prefetch_line).
 //
-// A line of each page is fetched at the start. Addresses in a page are translated when it is first used, and until then
-// nothing that comes later can retire; many such waits together are shorter than one at each page's turn.
+// A line of each page is fetched at the start. The first use of a page waits until its address is translated, and until
+// then nothing that comes later can retire. Many such waits together are shorter than one wait at each page's turn.
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t PAGE_BYTES = 4 << 10;
 
 constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS;
 
-// As many heads of a block as FETCH_RUN_BYTES holds are a part, and RUNS_IN_TURNS blocks take turns. CPUs with AVX512
-// have a second-level cache of 1 MiB or more, and take all blocks of a tile. In the 512 KiB of others two such parts
-// would push each other out; and measured on a Zen 3, more than four blocks in turns are slower beside arithmetic.
+// A part has as many heads of a block as FETCH_RUN_BYTES holds, and RUNS_IN_TURNS blocks take turns. CPUs with AVX512
+// have a second-level cache of 1 MiB or more, and all blocks of a tile take turns. In the 512 KiB of other CPUs, two
+// such parts would push each other out. Also, as measured on a Zen 3, more than four blocks in turns are slower beside
+// arithmetic.
 constexpr int64_t FETCH_RUN_BYTES = (VEC_SIZE == 16 ? 16 : 8) << 10;
 constexpr int RUNS_IN_TURNS = VEC_SIZE == 16 ? MAX_RUNS : 4;
 
 template <typename T>
 class Prefetcher {
  public:
-  // Drops what was left of the part before. A tile without visible tokens is nothing to fetch.
+  // Begins a part, and drops what was left of the part before. A tile without visible tokens is nothing to fetch.
   void start(const PagedAttentionParams& p, const Tile<T>& tile, int64_t head, int64_t num_heads) {
     const int64_t head_elements = p.head_size * p.block_size;
     const T* keys = static_cast<const T*>(p.key_cache) + head * head_elements;
@@ -65,7 +67,7 @@ class Prefetcher {
   // How often fetch() has something to fetch.
   int64_t num_left() const { return num_left_; }
 
-  // The next FETCH_BYTES, if any are left; with AGAIN the turns before as well.
+  // Fetches the next turn, if any is left; with AGAIN, the turns before it as well.
   template <bool AGAIN = true>
   PAGEDATTN_INLINE void fetch() {
     if (num_left_ == 0) return;
@@ -93,7 +95,7 @@ class Prefetcher {
     offset_ = 0;
   }
 
-  // With how many of the next turns: fewer where the arithmetic takes longer for a byte.
+  // With how many of the next turns a turn is fetched again: fewer where the arithmetic takes longer for a byte.
   static constexpr int NUM_RECENT = sizeof(T) == 4 ? 3 : (sizeof(T) == 2 ? 2 : 1);
 
   // A turn, in pieces no longer than a row of a tile.
@@ -110,7 +112,7 @@ class Prefetcher {
     for (int64_t i = 0; i < TURN; i += LINE) prefetch_line(turn.pieces[i / PIECE] + i % PIECE);
   }
 
-  // Adjacent elements; or, of a block of two tiles, every other row of a tile's length. `skipped` has the bits of an
+  // Adjacent elements; or, in a block of two tiles, every second row of a tile's length. `skipped` has the bits of an
   // offset that count the rows.
   struct Run {
     const T* begin;
@@ -121,27 +123,27 @@ class Prefetcher {
   Run runs_[MAX_RUNS];
   Turn recent_turns_[NUM_RECENT];
   int num_runs_ = 0;
-  int first_run_ = 0;  // of those that take turns
+  int first_run_ = 0;  // of the runs that take turns
   int end_run_ = 0;
   int run_ = 0;
   int64_t run_elements_ = 0;
-  int64_t offset_ = 0;  // in each of them
+  int64_t offset_ = 0;  // in each of these runs
   int64_t num_left_ = 0;
 };
 
-// How much NUM_ROWS rows fetch beside their work on a tile: half of what is next beside the keys and half beside the
-// values. Where one instruction multiplies pairs of keys, several rows have more to do with the values: for even work,
-// three quarters are then fetched beside the values.
+// How much NUM_ROWS rows fetch beside their work on a tile. Half of the next part is fetched beside the keys, and half
+// beside the values. Where one instruction multiplies pairs of keys, several rows have more to do with the values. Then
+// three quarters of the next part are fetched beside the values, so that the work is even.
 template <typename T, int NUM_ROWS>
 struct Pace {
   static constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
-  // In one pass over the chunks of the keys, of `num_bytes` each.
+  // How many chunks of the keys, of `num_bytes` each, go with a fetch in one pass over the chunks.
   static constexpr int64_t chunks_per_fetch(int64_t num_bytes) {
     return (LIGHT_KEYS ? 2 : 1) * (num_bytes < FETCH_BYTES ? FETCH_BYTES / num_bytes : 1);
   }
 
-  // Beside values of `num_bytes`.
+  // How many fetches go with values of `num_bytes`.
   static constexpr int64_t num_value_fetches(int64_t num_bytes) {
     return num_bytes / FETCH_BYTES * (LIGHT_KEYS ? 3 : 2) / 2;
   }

@@ -20,9 +20,9 @@ constexpr int MAX_ROWS = VEC_SIZE >= 8 ? 4 : 2;
 // Half of the registers hold sums of logits.
 constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
 
-// With fewer rows these are of several vectors of tokens side by side. For one row they are so many that they often lie
-// in four blocks: the hardware's own prefetchers then follow four streams at once, and the sums of the values are taken
-// across the blocks as well.
+// With fewer rows, the sums are of several vectors of tokens side by side. With one row, the vectors are so many that
+// they often lie in four blocks. The hardware's own prefetchers then follow four streams at once, and the sums of the
+// values are taken across the blocks as well.
 template <int NUM_ROWS>
 constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
 template <int NUM_ROWS>
@@ -35,7 +35,7 @@ struct HeadTile {
   const Tile<T>& tile;
   const T* keys;              // key_cache at this KV head
   const T* values;            // value_cache at this KV head
-  Prefetcher<T>* prefetcher;  // of what is next; nullptr but for the first rows that go over the tile
+  Prefetcher<T>* prefetcher;  // of the next part; nullptr for all but the first rows that go over the tile
 };
 
 // One query row of one head.
@@ -48,13 +48,13 @@ struct Row {
   float* values;  // [head_size]
 };
 
-// Of a vector that has in 128-bit lane l, element j: token j * NUM_LANES + l.
+// Puts a vector into the order of tokens. Its 128-bit lane l has token j * NUM_LANES + l as element j.
 PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
   return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
 }
 
-// Calls convert_all(convert), which calls convert(source, converted) for all that is to be converted; twice if one of
-// the values is NaN.
+// Calls convert_all(convert), which calls convert(source, converted) for all that is to be converted. If a value is
+// NaN, calls it once more, with what NaN needs.
 template <typename Loader, typename T, typename ConvertAll>
 PAGEDATTN_INLINE void convert_with_nan_if_any(const ConvertAll& convert_all) {
   typename Loader::Nans nans;
@@ -67,7 +67,7 @@ PAGEDATTN_INLINE void convert_with_nan_if_any(const ConvertAll& convert_all) {
 }
 
 // The first step of the conversion of keys: converted[i * COUNT + j] from first[j] + i * step. Not inlined: GCC 12
-// would keep its constants in registers that the sums need.
+// would keep the constants of the conversion in registers that the sums need.
 template <typename Dot, int COUNT, typename T>
 __attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t step, int64_t num_steps,
                                                   typename Dot::Converted* converted) {
@@ -79,23 +79,23 @@ __attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t
   });
 }
 
-// The logits of NUM_VECS * VEC_SIZE tokens, the chunks of all of them side by side. What is called a key here is a
-// vector: a chunk of the keys of NUM_LANES tokens. Keys next to each other are of different vectors of tokens.
+// The logits of NUM_VECS * VEC_SIZE tokens, with the chunks of all of them side by side. In this struct, a key is a
+// vector: one chunk of the keys of NUM_LANES tokens. Adjacent keys are of different vectors of tokens.
 template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
 struct KeyPasses {
   static constexpr int NUM_KEYS = 4 * NUM_VECS;
 
-  // A pass over the chunks takes as many keys as have sums in registers. LOADED_KEYS of them are loaded before any is
-  // multiplied, so that each part of the query is loaded once for all of the loaded keys. Four keys are loaded where
-  // their parts fit beside the sums, which have half of the registers. Else GCC 12 keeps some sums in memory.
+  // A pass over the chunks takes as many keys as have sums in registers. LOADED_KEYS keys are loaded before any of them
+  // is multiplied, so that each part of the query is loaded once for all of them. Four keys are loaded where their
+  // parts fit beside the sums, which have half of the registers. Otherwise GCC 12 would keep some sums in memory.
   static constexpr int KEY_SUMS = NUM_ROWS * Dot::SUMS;
   static constexpr int PASS_KEYS = KEY_SUMS * NUM_KEYS <= MAX_SUMS ? NUM_KEYS : MAX_SUMS / KEY_SUMS;
   static constexpr int LOADED_KEYS = PASS_KEYS < 4 ? PASS_KEYS : 4 * Dot::PARTS < MAX_SUMS ? 4 : 2;
 
-  // Where registers would not hold all parts of several keys beside the sums.
+  // Loads one part at a time, where registers would not hold all parts of several keys beside the sums.
   static constexpr bool PART_BY_PART = CONVERTS_FIRST<Dot> && LOADED_KEYS > 1;
 
-  static constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // of a chunk, all keys
+  static constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // a chunk of all keys
   static constexpr int64_t CHUNKS_PER_FETCH = NUM_KEYS / PASS_KEYS * Pace<T, NUM_ROWS>::chunks_per_fetch(NUM_BYTES);
 
   static constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
@@ -149,7 +149,7 @@ struct KeyPasses {
     }
   }
 
-  // Parts [part, part + Dot::SUMS), which are multiplied with the same part of a query, into different sums.
+  // Multiplies parts [part, part + Dot::SUMS) with the same part of a query, into different sums.
   static PAGEDATTN_INLINE void multiply_parts(const Row* rows, int64_t chunk, int first, int part, const Loaded& loaded,
                                               Sums& sums) {
     PAGEDATTN_UNROLL
@@ -167,7 +167,7 @@ struct KeyPasses {
     }
   }
 
-  // All parts of keys [first, first + LOADED_KEYS).
+  // Multiplies all parts of keys [first, first + LOADED_KEYS).
   static PAGEDATTN_INLINE void multiply_keys(const Row* rows, int64_t chunk, int first,
                                              [[maybe_unused]] const Converted& converted, Loaded& loaded, Sums& sums) {
     PAGEDATTN_UNROLL
@@ -225,7 +225,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
   Passes::store_logits(h, sums, first_token, logits);
 }
 
-// Not inlined: GCC 12 would then load the constants of the keys' conversion again for every chunk.
+// Not inlined, or GCC 12 would load the constants of the keys' conversion again for every chunk.
 template <typename T, typename Dot, int NUM_ROWS>
 __attribute__((noinline)) void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
   constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
@@ -236,7 +236,7 @@ __attribute__((noinline)) void compute_logits(const HeadTile<T>& h, const Row* r
   for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits);
 }
 
-// Softcap, ALiBi and the mask, where there are any; returns the greatest logit.
+// Applies softcap, ALiBi and the mask, where there are any. Returns the greatest logit.
 template <typename T>
 PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>& tile, const Row& row, float* logits) {
   // What this row sees of the tile; the other rows of the item may see more.
@@ -265,8 +265,9 @@ PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>&
   return reduce_max(max_logits);
 }
 
-// Turns the rows' logits into exponentials relative to their new maxima, those of tokens that a row does not see into
-// 0; the sums so far are rescaled to them. One step for all rows after the other, so that their latencies overlap.
+// Turns the rows' logits into exponentials relative to the rows' new maxima, and into 0 for tokens that a row does not
+// see. The sums so far are rescaled to the new maxima. Each step is taken for all rows before the next step, so that
+// the latencies of the rows overlap.
 template <typename T, int NUM_ROWS>
 void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits* logits) {
   float tile_max[NUM_ROWS];

@@ -1,5 +1,5 @@
-// The values of one tile of tokens, weighted and summed for the query rows that share one KV head: the sums of VEC_SIZE
-// strips (value_strip.h) stay in registers over the tile; then their lanes are added.
+// The values of one tile of tokens, weighted and summed for the query rows that share one KV head. The sums of VEC_SIZE
+// strips (value_strip.h) stay in registers over the tile. Then the lanes of each sum are added.
 #pragma once
 
 #include "attention/cpu/row_logits.h"
@@ -8,13 +8,13 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Four rows have as many weights as strips, or more: the strips are then held in registers, and every weight is loaded
-// once. Of fp8 as floats the registers would not hold them.
+// Four rows have as many weights as strips, or more. So the strips are held in registers, and every weight is loaded
+// once. The registers would not hold strips of fp8 as floats.
 template <typename Strip, int NUM_ROWS>
 constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && Strip::PARTS <= 2;
 
-// How many times as many sums of values as registers hold are reduced together. Without AVX512 it pays: reductions for
-// each few elements would hold up the multiplications that follow.
+// How many times the sums of values that registers hold are reduced together. More than once pays without AVX512:
+// reductions for every few elements would hold up the multiplications that follow.
 template <int NUM_ROWS>
 constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
 
@@ -40,7 +40,7 @@ struct StripSums {
   int64_t strip_stride;
 
   PAGEDATTN_INLINE const T* strip_at(int s, int i) const {
-    // Past the end of the head, its last strip is read again; that sum is dropped.
+    // Past the end of the head, its last strip is read again, and the sum is dropped.
     const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
     return values[s] + first_offset + below;
   }
@@ -68,7 +68,7 @@ struct StripSums {
     return load(weights + r * TILE_TOKENS * ELEMENTS + (s * Strip::PARTS + part) * VEC_SIZE);
   }
 
-  // mask(values, part) are the values that count.
+  // mask(values, part) gives the values that count.
   template <typename Mask>
   PAGEDATTN_INLINE void add_strip(int s, int i, const Converted& converted, Sums& sums, const Mask& mask) const {
     const Strip strip = load_strip(s, i, converted);
@@ -115,7 +115,7 @@ struct StripSums {
     }
   }
 
-  // Part i of n of what is fetched beside these sums.
+  // Fetches part i of n of what is fetched beside these sums.
   PAGEDATTN_INLINE void fetch_beside(int64_t i, int64_t n) const {
     if (h.prefetcher == nullptr) return;
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
@@ -164,8 +164,8 @@ struct StripSums {
   }
 };
 
-// Those sums, of the strips from `first_offset` on. WHOLE: the head does not end within the strips, else after
-// num_strips. Sum i of row r goes to to[r * row_stride + i].
+// Computes the sums of the strips from `first_offset` on. WHOLE: the head does not end within the strips. Otherwise it
+// ends after num_strips. Sum i of row r goes to to[r * row_stride + i].
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
                                  int64_t first_offset, int num_strips, Vec* to, int row_stride) {
@@ -185,7 +185,8 @@ PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, con
   Strips::store_sums(sums, to, row_stride);
 }
 
-// Elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS elements.
+// Adds to the elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS
+// elements.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
                                           const T* const* values, int64_t d) {

@@ -11,7 +11,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// A row's logits of a tile, then the weights of its values.
+// A row's logits of a tile, which become the weights of the values.
 struct alignas(64) TileLogits {
   float at[TILE_TOKENS];
 };
@@ -20,15 +20,15 @@ struct alignas(64) TileLogits {
 constexpr int LOCATED_TOKENS = 8;
 
 // A tile of tokens. Offsets are in elements from the start of a cache, for KV head 0. A token that no row sees is
-// masked; it may lie in a slot with NaN, and in a block that does not exist, for which the nearest visible one stands.
+// masked. Its slot may hold NaN. Its block may not exist; the nearest visible block then stands for it.
 template <typename T>
 struct Tile {
   int64_t token;       // the tile's first token in its sequence
-  int32_t begin, end;  // the visible tokens, counted from there
+  int32_t begin, end;  // the visible tokens, counted from `token`
   int64_t key_offset[TILE_TOKENS / LOCATED_TOKENS];
   int64_t value_offset[TILE_TOKENS / LOCATED_TOKENS];
 
-  // Of token `t`, counted from the tile's first.
+  // The offsets of token `t`, counted from the tile's first token.
   int64_t key_at(int t) const { return key_offset[t / LOCATED_TOKENS] + t % LOCATED_TOKENS * ELEMENTS_PER_CHUNK<T>; }
   int64_t value_at(int t) const { return value_offset[t / LOCATED_TOKENS] + t % LOCATED_TOKENS; }
   bool all_visible(int first, int count) const { return begin <= first && first + count <= end; }
@@ -41,7 +41,7 @@ bool is_same(const Tile<T>& a, const Tile<T>& b) {
          __builtin_memcmp(a.value_offset, b.value_offset, sizeof a.value_offset) == 0;
 }
 
-// The first token of the first vector that has a visible one.
+// The first token of the first vector that has a visible token.
 template <typename T>
 PAGEDATTN_INLINE int first_vec_token(const Tile<T>& tile) {
   return tile.begin / VEC_SIZE * VEC_SIZE;
@@ -51,7 +51,7 @@ struct TokenRange {
   int64_t begin, end;
 };
 
-// What adjacent rows of one sequence see of a partition.
+// The tokens of a partition that adjacent rows of one sequence see.
 inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionRow& first_row,
                                  const AttentionRow& last_row, int64_t partition) {
   const int64_t begin = partition * PARTITION_TOKENS;
@@ -61,7 +61,7 @@ inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionR
           visible_end < begin + PARTITION_TOKENS ? visible_end : begin + PARTITION_TOKENS};
 }
 
-// The tile at `token`, of which the tokens in `visible` are visible; an empty one if there are none.
+// The tile at `token`, in which the tokens in `visible` are visible; an empty tile if none of its tokens is visible.
 template <typename T>
 Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visible, int64_t token) {
   Tile<T> tile;
@@ -86,15 +86,16 @@ Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visib
   return tile;
 }
 
-// Some rows of an item that see the same of a tile, in the same blocks; none: the end of a partition.
+// Some rows of an item that see the same tokens of a tile, in the same blocks. No rows: the end of a partition.
 template <typename T>
 struct TileRows {
   Tile<T> tile;
   int64_t begin, end;  // of the plan's rows
 };
 
-// The first rows from `row` on that see some of the tile at `token` or of a later one in the partition. Rows of several
-// sequences go together only where all of them see the same: what one does not see may be NaN to the others.
+// The first rows, from `row` on, that see a token of the tile at `token` or of a later tile in the partition. Rows of
+// several sequences go together only where all of them see the same tokens: a token that one sequence does not see may
+// be NaN, and 0 * NaN is NaN.
 template <typename T>
 TileRows<T> find_tile_rows(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
                            int64_t partition, int64_t token, int64_t row) {

@@ -1,8 +1,9 @@
 // Weighted sums of values, for item_walk.h.
 //
 // A row of the value cache holds one element of the consecutive tokens of a block. A strip is what is loaded at once:
-// SIZE values, of one element, or, where a block has fewer tokens, of several. Its values are multiplied with weights
-// that are laid out alike, and added up lane by lane over a tile; only then the lanes of an element are added.
+// SIZE values of one element, or of several elements where a block has fewer tokens. The values of a strip are
+// multiplied with weights in the same layout, and added up lane by lane over a tile. Only then are the lanes of an
+// element added.
 #pragma once
 
 #include "attention/paged_attention.h"
@@ -30,12 +31,12 @@ struct FloatStrip {
     return select((token_idx >= begin) & (token_idx < end), values, Vec{});
   }
 
-  // The weights of a tile as its strips want them: [strips, PARTS, VEC_SIZE].
+  // Lays out the weights of a tile as the strips want them: [strips, PARTS, VEC_SIZE].
   template <int ELEMENTS>
   static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
     constexpr int TOKENS = SIZE / ELEMENTS;
     for (int first = 0; first < TILE_TOKENS; first += TOKENS) {
-      Vec v[PARTS];  // as value i of the strip would be in lane i % VEC_SIZE of vector i / VEC_SIZE
+      Vec v[PARTS];  // in order: value i of the strip has its weight in lane i % VEC_SIZE of v[i / VEC_SIZE]
       for (int i = 0; i < PARTS; ++i) {
         if constexpr (TOKENS >= VEC_SIZE) {
           v[i] = load(by_token + first + i * VEC_SIZE % TOKENS);
@@ -120,8 +121,8 @@ struct ValueStrip<CacheT> : FloatStrip<4> {
 #endif
 
 #if defined(__AVX512BF16__)
-// 8-bit values as bfloat16, which holds them, for weights that are rounded to bfloat16: an error of up to a 256th of a
-// weight, where a value has one of up to a 16th or an 8th.
+// 8-bit values as bfloat16, which holds them exactly, with weights that are rounded to bfloat16. A weight has an error
+// of up to a 256th, where a value, as 8 bits, has an error of up to a 16th or an 8th.
 template <typename CacheT>
 struct PairStrip {
   static constexpr int PARTS = 2;
@@ -132,7 +133,7 @@ struct PairStrip {
   static PAGEDATTN_INLINE PairStrip load_from(const CacheT* values) {
     __m512i bytes = load_as<__m512i>(values);
     if constexpr (RUN<ELEMENTS> == 4) {
-      // In every 128-bit lane the first two of four, then the last two of four.
+      // In every 128-bit lane: the first two of every four bytes, then the last two of every four.
       bytes = _mm512_shuffle_epi8(bytes, _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100));
     }
     const Bfloat16Halves halves = float8_to_bfloat16_halves((UintVec)bytes, CacheT{});
@@ -157,7 +158,7 @@ struct PairStrip {
   static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
     constexpr int TOKENS = SIZE / ELEMENTS;
     constexpr int AT_ONCE = 2 * VEC_SIZE;
-    bfloat16 rounded[TILE_TOKENS + AT_ONCE] = {};  // the rest is read with short strips, but not used
+    bfloat16 rounded[TILE_TOKENS + AT_ONCE] = {};  // short strips read the rest, but do not use it
     for (int i = 0; i < TILE_TOKENS; i += AT_ONCE) {
       store_two<false>(rounded + i, load(by_token + i), load(by_token + i + VEC_SIZE));
     }
@@ -172,12 +173,12 @@ struct PairStrip {
   }
 
  private:
-  // Of so many values, the first half is in part 0 and the second in part 1. They must be of one element: its lanes are
-  // the same in both.
+  // Of RUN adjacent values, the first half is in part 0 and the second half in part 1. They must be of one element, so
+  // that an element has the same lanes in both parts.
   template <int ELEMENTS>
   static constexpr int RUN = SIZE / ELEMENTS >= 16 ? 16 : 4;
 
-  // Which values a 32-bit lane of a part holds: this and the next.
+  // The first of the two values that a 32-bit lane of a part holds.
   template <int ELEMENTS, typename Int>
   static constexpr PAGEDATTN_INLINE Int first_of_pair(Int lane, int part_idx) {
     constexpr int LANES = RUN<ELEMENTS> / 4;  // of a part
@@ -197,8 +198,8 @@ PAGEDATTN_INLINE void dispatch_strip_elements(int64_t block_size, const Function
   function.template operator()<ELEMENTS>();
 }
 
-// Adds up the lanes of every element: v[i] has ELEMENTS runs of lanes, `sums` gets [VEC_SIZE, ELEMENTS]. Every sum adds
-// in the same order.
+// Adds up the lanes of every element. v[i] has ELEMENTS runs of lanes; `sums` gets [VEC_SIZE, ELEMENTS]. Every sum is
+// added in the same order.
 template <int ELEMENTS>
 PAGEDATTN_INLINE void sum_runs(const Vec (&v)[VEC_SIZE], float* sums) {
   if constexpr (ELEMENTS > NUM_LANES) {
@@ -211,12 +212,12 @@ PAGEDATTN_INLINE void sum_runs(const Vec (&v)[VEC_SIZE], float* sums) {
     }
     return;
   }
-  Vec lanes[NUM_LANES];  // in 128-bit lane l of lanes[i], element j: the sum of that lane of v[4 * i + j]
+  Vec lanes[NUM_LANES];  // element j of 128-bit lane l of lanes[i] is the sum of lane l of v[4 * i + j]
   for (int i = 0; i < NUM_LANES; ++i) lanes[i] = sum_lanes(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
   for (int n = NUM_LANES; n > ELEMENTS; n /= 2) {
     for (int i = 0; i < n / 2; ++i) lanes[i] = add_neighbour_lanes(lanes[2 * i], lanes[2 * i + 1]);
   }
-  // ELEMENTS lanes after each other belong to the same four v: from [ELEMENTS, 4] to [4, ELEMENTS].
+  // ELEMENTS adjacent lanes belong to the same four v, and go from [ELEMENTS, 4] to [4, ELEMENTS].
   for (int i = 0; i < ELEMENTS; ++i) {
     store(sums + i * VEC_SIZE, shuffle(lanes[i], lanes[i], [](int t) {
             constexpr int SIZE = 4 * ELEMENTS;
