@@ -9,10 +9,10 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
-  test-clients test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
+  test-clients test-ray test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench lint format clean
 help:
-	@echo "make build | native | demo | serve | test | test-clients | test-long | test-cuda | gpu-wheel | gpu-report |" \
+	@echo "make build | native | demo | serve | test | test-clients | test-ray | test-long | test-cuda | gpu-wheel | gpu-report |" \
 	  "check-cuda | sanitize | mutants | bench | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
@@ -96,6 +96,18 @@ test-rest: build
 test-clients: build .venv-clients/ready
 	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
 	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
+
+# Replicas on a Ray cluster of this machine. Ray is added to what .venv has, in an environment of its own, so that all
+# other tests show that nothing else needs Ray.
+.venv-ray/ready: .venv/dev
+	$(PYTHON) -m venv .venv-ray
+	echo "import site; site.addsitedir('$(SITE_PACKAGES)')" \
+	  > $$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dev.pth
+	.venv-ray/bin/pip install --quiet --no-compile "ray[serve]==2.60.0"
+	touch $@
+
+test-ray: build .venv-ray/ready
+	PYTHONPATH=tests .venv-ray/bin/python -m pytest -q --disable-warnings --confcutdir=tests/ray_cluster tests/ray_cluster
 
 # Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
 PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0
@@ -182,5 +194,5 @@ format: .venv/dev
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-ray .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -70,6 +70,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.generate": {"engine", "cli.options"},
     "cli.serve": {"cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.info": {"execution.cache_memory"},
+    "ray_serve": {"cli.serve"},
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},
     "llm": {"engine", "text.chat_template"},

@@ -105,3 +105,8 @@ def test_serving_without_the_extra() -> None:
     for name, of_server in zip(SERVER_EXTRA, said[len(SERVER_EXTRA) :], strict=True):
         line = f"pagedattn: error: pagedattn_serve: expected {name}: pip install 'pagedattn-ext[serve]'"
         assert of_server == (1, [line])
+
+
+def test_ray_serve_without_ray() -> None:
+    [(status, lines)] = run_in_children([(["ray"], "import pagedattn_serve.ray_serve")])
+    assert (status, lines[-1]) == (1, "ImportError: pagedattn_serve: expected ray: pip install 'pagedattn-ext[ray]'")

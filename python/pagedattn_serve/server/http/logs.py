@@ -15,18 +15,23 @@ from pagedattn_serve.server.http.request_context import current_request
 
 def set_up_logs(log_format: str, level: str) -> None:
     """log_format, level: the server's options. Other packages log only warnings, unless the level is "debug"."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    handler.addFilter(add_request_id)
     for name in list(logging.root.manager.loggerDict):  # transformers, for one, has its own handlers and level
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.NOTSET)
-    logging.root.handlers = [handler]
+    logging.root.handlers = [make_handler(log_format)]
     logging.root.setLevel("WARNING" if level == "info" else level.upper())
     logging.getLogger("pagedattn_serve").setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def make_handler(log_format: str) -> logging.Handler:
+    """Writes to standard error, as text or as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_request_id)
+    return handler
 
 
 def add_request_id(record: logging.LogRecord) -> bool:

@@ -1,0 +1,35 @@
+"""A Ray cluster on this machine, for tests of pagedattn_serve.ray_serve: two nodes for replicas, a CPU each.
+
+make test-ray has the environment, with Ray.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from replicas import free_port
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The driver is this process. The head has no CPU for replicas."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, wait=False)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def url(cluster: Cluster) -> Iterator[str]:
+    """Where Ray Serve listens."""
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()

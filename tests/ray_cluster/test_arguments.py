@@ -1,0 +1,52 @@
+"""The arguments of an application: what `serve run` and YAML give becomes EngineArgs and ServerConfig."""
+
+import pytest
+
+from pagedattn_serve import DEMO_MODEL
+from pagedattn_serve.ray_serve import app, read_args
+
+
+def test_texts() -> None:
+    given = {"model": "some/where", "max_num_seqs": "8", "kv_cache_memory": "2MiB", "swap_space": "0.5"}
+    given |= {"enforce_eager": "true", "seed": "null", "dtype": "float32", "api_keys": "a,b", "served_model_name": "7"}
+    engine_args, config = read_args(given)
+    assert (engine_args.model, engine_args.max_num_seqs, engine_args.kv_cache_memory) == ("some/where", 8, 2 << 20)
+    assert (engine_args.swap_space, engine_args.enforce_eager, engine_args.seed) == (0.5, True, None)
+    assert (engine_args.dtype, config.api_keys, config.served_model_name) == ("float32", ("a", "b"), "7")
+
+
+def test_values_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_API_KEY", "secret")
+    engine_args, config = read_args({"num_blocks": 64, "allowed_hosts": ["a.example"]})
+    assert (engine_args.model, engine_args.num_blocks, engine_args.dtype) == (DEMO_MODEL, 64, "auto")
+    assert (config.served_model_name, config.api_keys, config.allowed_hosts) == (
+        "demo_model",
+        ("secret",),
+        ("a.example",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_bloks": "1"},
+            "args: expected options of EngineArgs and .*, without host and port, got num_bloks",
+        ),
+        ({"port": "80"}, "without host and port, got port"),
+        ({"num_blocks": "many"}, "num_blocks: expected an"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory: expected bytes"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected"),
+        ({"chat_template": __file__ + ".none"}, "No such file"),
+    ],
+)
+def test_mistakes(given: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError, OSError), match=message):
+        app(given)
+
+
+def test_limits_of_ray_serve() -> None:
+    """Requests beyond those that an engine runs wait where another replica can still take them."""
+    bound = app({"max_num_seqs": 8, "max_waiting": 5, "shutdown_timeout": 7})._bound_deployment
+    assert (bound.max_ongoing_requests, bound.max_queued_requests) == (8, 5)
+    assert bound._deployment_config.graceful_shutdown_timeout_s == 7
