@@ -23,7 +23,10 @@ ARROWS: dict[str, set[str]] = {
     # the doors
     "__init__": {"llm", "calibration", "async_engine"},
     "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.thread_core", "async_engine.process_core", "async_engine.stream"},
+    "async_engine.engine": {"async_engine.thread_core", "async_engine.stream", "async_engine.replicas"},
+    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "async_engine.errors"},
+    "async_engine.router": {"requests.prompts"},
+    "async_engine.errors": set(),
     "async_engine.process_core": {"async_engine.messages", "distributed.processes"},  # it starts core_main
     "async_engine.core_main": {"async_engine.messages", "distributed.processes"},
     "async_engine.messages": {"async_engine.core"},

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
     from pagedattn_serve.outputs import EngineStats as EngineStats
     from pagedattn_serve.outputs import Logprob as Logprob
+    from pagedattn_serve.outputs import ReplicaStatus as ReplicaStatus
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.outputs import RequestState as RequestState
@@ -41,7 +42,7 @@ _PUBLIC = {
     "errors": ("ArgumentError", "ArgumentTypeError"),
     "llm": ("LLM",),
     "outputs": (
-        *("CacheMap", "CompletionOutput", "EngineStats", "Logprob"),
+        *("CacheMap", "CompletionOutput", "EngineStats", "Logprob", "ReplicaStatus"),
         *("RequestMetrics", "RequestOutput", "RequestState"),
     ),
     "sampling_params": ("RequestOutputKind", "SamplingParams"),

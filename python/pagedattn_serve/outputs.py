@@ -193,6 +193,20 @@ class EngineStats:
         return self.num_recomputes + self.num_swaps
 
 
+class ReplicaStatus(NamedTuple):
+    """One of the cores of an `AsyncLLMEngine`, which mostly has one.
+
+    pid: of the process that the core has to itself, if it has one. error: why the core does not run.
+    num_restarts: how often it was started anew. stats: after its last step.
+    """
+
+    pid: int | None
+    is_running: bool
+    error: str | None
+    num_restarts: int
+    stats: EngineStats
+
+
 class RequestState(NamedTuple):
     """An unfinished request between two steps.
 

@@ -96,8 +96,8 @@ class EngineCore:
         """End a request. is_left: nobody reads its outputs any more."""
         self._loop.abort(key, is_left)
 
-    def call(self, key: int, f: Callable[["LLMEngine"], object]) -> None:
-        """Call `f` between two steps, unless `cancel` comes before."""
+    def call(self, key: int, f: Callable[["LLMEngine"], object], replica: int = 0) -> None:
+        """Call `f` between two steps, unless `cancel` comes before. replica: 0, because there is one engine."""
         self._calls[key] = f
         self._loop.call(key, partial(self._call, key))
 

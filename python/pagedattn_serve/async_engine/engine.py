@@ -14,14 +14,16 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs, stats_and_cache_map
+from pagedattn_serve.async_engine.errors import EngineBusyError, EngineDeadError, ReplicaDeadError
 from pagedattn_serve.async_engine.loop import News
 from pagedattn_serve.async_engine.process_core import ProcessCore
+from pagedattn_serve.async_engine.replicas import Replicas
 from pagedattn_serve.async_engine.stream import Stream
 from pagedattn_serve.async_engine.thread_core import ThreadCore
 from pagedattn_serve.config import check_int
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
-from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
+from pagedattn_serve.outputs import CacheMap, EngineStats, ReplicaStatus, RequestOutput
 from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.requests.texts import Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
@@ -33,39 +35,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineBusyError(RuntimeError):
-    """As many requests wait as may; this one was not queued."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine does not run: not yet, not any more, or it broke."""
-
-
 class Core(Protocol):
     """An engine that runs beside the event loop. Its methods are called in the event loop; none but `join` waits.
 
-    facts: of the engine. first_stats: before the first step. pid: of the process that the engine has to itself, if it
-    has one.
+    facts: of the engine. first_stats: before the first step.
     """
 
     facts: EngineFacts
     first_stats: EngineStats
 
-    @property
-    def pid(self) -> int | None: ...
     async def start(self, deliver: Callable[[News], None], finish: Callable[[str | None], None]) -> None:
         """Begin. deliver: is called with the news after each step. finish: is called once, when the engine has ended,
         with what broke it, or None after `stop`."""
 
     def add(self, key: int, args: RequestArgs) -> None: ...
     def abort(self, key: int, is_left: bool) -> None: ...
-    def call(self, key: int, f: Callable[["LLMEngine"], object]) -> None: ...
+    def call(self, key: int, f: Callable[["LLMEngine"], object], replica: int) -> None: ...
     def cancel(self, key: int) -> None: ...
     def stop(self) -> None: ...
     async def join(self) -> None: ...
 
 
-def load_texts(core: ProcessCore) -> Texts:
+def load_texts(core: ProcessCore | Replicas) -> Texts:
     """The tokenizer of a process's engine, loaded here beside the model there. Waits for the model, too."""
     try:
         tokenizer = load_tokenizer(core.engine_args.model, core.engine_args.tokenizer)
@@ -81,7 +72,7 @@ class AsyncLLMEngine:
 
     Args:
         engine: an LLMEngine runs in a thread of its own. Nobody else may step it or change its requests while it runs
-            here. A ProcessCore has an engine in a process of its own.
+            here. A ProcessCore has an engine in a process of its own, and Replicas have several.
         max_waiting: most requests that do not run yet. The engine refuses further requests.
         on_death: called in the event loop when the engine has broken (`error` says why), but not after `shutdown`. It
             may also be set before `start`.
@@ -96,13 +87,13 @@ class AsyncLLMEngine:
 
     def __init__(
         self,
-        engine: "LLMEngine | ProcessCore",
+        engine: "LLMEngine | ProcessCore | Replicas",
         max_waiting: int = 1024,
         on_death: Callable[[], None] | None = None,
     ) -> None:
         check_int("max_waiting", max_waiting, 1)
         self._core: Core
-        if isinstance(engine, ProcessCore):
+        if isinstance(engine, ProcessCore | Replicas):
             self._core, self.texts = engine, load_texts(engine)
         else:
             self._core, self.texts = ThreadCore(engine), engine.inputs.texts
@@ -128,17 +119,25 @@ class AsyncLLMEngine:
         max_waiting: int = 1024,
         on_death: Callable[[], None] | None = None,
         initializer: Callable[[], object] | None = None,
+        data_parallel_size: int = 1,
     ) -> Self:
         """An engine in a process of its own, which has Python's lock to itself. Waits until the model is loaded.
 
         The arguments of `generate` and `call` go to that process, so pickle has to know them: no lambdas, and no
         functions of the main program. initializer: is called in the process first, for instance to set up its log.
 
+        data_parallel_size: how many replicas of the engine there are, each in a process of its own. `Router` says which
+        replica gets a request. If a replica dies, a request that had no output yet is tried once more, and all other
+        requests of the replica raise EngineDeadError. The replica is started anew; `error` stays None.
+
         Call this in the main thread. Raises what `LLMEngine` does, and ChildProcessError if the process dies. If the
         process dies later, all unfinished requests raise EngineDeadError, which says how it died.
         """
         check_int("max_waiting", max_waiting, 1)  # before the process is started
-        return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
+        check_int("data_parallel_size", data_parallel_size, 1)
+        if data_parallel_size == 1:
+            return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
+        return cls(Replicas(engine_args, data_parallel_size, initializer), max_waiting, on_death)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -149,8 +148,9 @@ class AsyncLLMEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests."""
-        return self._is_running and not self._is_stopping and self._loop is not None and not self._loop.is_closed()
+        """Whether the engine takes requests. Of several replicas one that runs is enough."""
+        is_open = not self._is_stopping and self._loop is not None and not self._loop.is_closed()
+        return is_open and any(each.is_running for each in self.replicas())
 
     @property
     def num_unfinished(self) -> int:
@@ -158,14 +158,21 @@ class AsyncLLMEngine:
         return len(self._streams)
 
     def stats(self) -> EngineStats:
-        """The stats after the last step, or, if counting takes long, after an earlier step. Any thread may call this,
-        and no call waits. `call(LLMEngine.stats)` is exact."""
+        """The stats after the last step, or, if counting takes long, after an earlier step; of several replicas the
+        sum. Any thread may call this, and no call waits. `call(LLMEngine.stats)` is exact."""
         return self._stats
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """Each of the engine's cores; without data_parallel_size there is one. Any thread may call this."""
+        if isinstance(self._core, Replicas):
+            return self._core.status()
+        pid = self._core.pid if isinstance(self._core, ProcessCore) else None
+        return [ReplicaStatus(pid, self._is_running, self.error, 0, self._stats)]
 
     @property
     def core_pid(self) -> int | None:
-        """The process that the engine has to itself, if it has one."""
-        return self._core.pid
+        """The process that the engine has to itself, if it has one; the first one of several replicas."""
+        return self.replicas()[0].pid
 
     async def start(self) -> None:
         """Let the engine run. Raises RuntimeError the second time."""
@@ -203,35 +210,43 @@ class AsyncLLMEngine:
         EngineDeadError at any time.
         """
         arrival_time = time.monotonic()
-        stream = self._admit(secrets.token_hex(16) if request_id is None else request_id, sampling_params)
-        try:
-            args = RequestArgs(stream.request_id, prompt, sampling_params, arrival_time, priority, cache_salt)
-            self._core.add(stream.key, args)
-            finished = False
-            while not finished:
-                output = await stream.get()
-                finished = output.finished
-                yield output
-        finally:
-            self._leave(stream)
+        request_id = secrets.token_hex(16) if request_id is None else request_id
+        args = RequestArgs(request_id, prompt, sampling_params, arrival_time, priority, cache_salt)
+        # Of two replicas that died, the request may be to blame: no third one gets it.
+        for is_second_try in (False, True):
+            stream = self._admit(request_id, sampling_params)
+            output = None
+            try:
+                self._core.add(stream.key, args)
+                while output is None or not output.finished:
+                    output = await stream.get()
+                    yield output
+                return
+            except ReplicaDeadError:
+                if output is not None or is_second_try:
+                    raise
+            finally:
+                self._leave(stream)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""
         key = self._key_of.get(request_id)
         if key is not None and self._is_running:
+            replica = self._core.replica_of(key) if isinstance(self._core, Replicas) else 0
             self._core.abort(key, is_left=False)
             with suppress(EngineDeadError):  # a dead engine has ended the request, too
-                await self.call(methodcaller("get_num_unfinished_requests"))  # returns after the abort
+                await self.call(methodcaller("get_num_unfinished_requests"), replica)  # returns after the abort
 
-    async def call(self, f: Callable[["LLMEngine"], T]) -> T:
+    async def call(self, f: Callable[["LLMEngine"], T], replica: int = 0) -> T:
         """Call `f` with the engine between two steps. It may look at everything, but neither step nor abort. Returns or
-        raises what `f` does. Raises EngineDeadError if the engine ends before the call."""
+        raises what `f` does. Raises EngineDeadError if the engine ends before the call. replica: whose engine."""
+        check_int("replica", replica, 0, len(self.replicas()) - 1)
         self._check_running()
         future: asyncio.Future[tuple[T, BaseException | None]] = asyncio.get_running_loop().create_future()
         key = next(self._keys)
         self._calls[key] = future
         try:
-            self._core.call(key, f)
+            self._core.call(key, f, replica)
             result, error = await future
         except asyncio.CancelledError:
             self._core.cancel(key)
@@ -242,9 +257,9 @@ class AsyncLLMEngine:
             raise error
         return result
 
-    async def cache_map(self) -> tuple[EngineStats, CacheMap]:
-        """`LLMEngine.stats` and `LLMEngine.cache_map`, of one moment. Raises EngineDeadError."""
-        return await self.call(stats_and_cache_map)
+    async def cache_map(self, replica: int = 0) -> tuple[EngineStats, CacheMap]:
+        """`LLMEngine.stats` and `LLMEngine.cache_map` of a replica, of one moment. Raises EngineDeadError."""
+        return await self.call(stats_and_cache_map, replica)
 
     # ---- in the event loop ------------------------------------------------------------------------------------------
 
@@ -255,7 +270,11 @@ class AsyncLLMEngine:
     def _why_dead(self) -> str:
         if self.error is not None:
             return f"the engine broke: {self.error}"
-        return "the engine was shut down" if self._is_stopping else "the engine does not run: expected start() before"
+        if self._is_stopping:
+            return "the engine was shut down"
+        if self._loop is None:
+            return "the engine does not run: expected start() before"
+        return "; ".join(f"replica {i} died: {each.error}" for i, each in enumerate(self.replicas()))
 
     def _admit(self, request_id: str, sampling_params: SamplingParams | None) -> Stream:
         self._check_running()

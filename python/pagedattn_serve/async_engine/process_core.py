@@ -79,6 +79,10 @@ class ProcessCore(asyncio.Protocol):
         self.facts, self.first_stats = answer
         self._unpacker = NewsUnpacker(self.first_stats)
 
+    def interrupt_loading(self) -> None:
+        """Let `wait_until_loaded` raise in the thread that is in there."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End the process at once."""
         self._process.kill()
@@ -107,7 +111,7 @@ class ProcessCore(asyncio.Protocol):
     def abort(self, key: int, is_left: bool) -> None:
         self._send("abort", key, is_left)
 
-    def call(self, key: int, f: Callable[["LLMEngine"], object]) -> None:
+    def call(self, key: int, f: Callable[["LLMEngine"], object], replica: int = 0) -> None:
         """Raises TypeError for what cannot go to another process."""
         try:
             data = pickle.dumps(f, pickle.HIGHEST_PROTOCOL)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class ThreadCore(EngineCore):
     """An `EngineCore` that tells its news in the event loop which `start` runs in."""
 
-    pid = None
-
     def __init__(self, engine: "LLMEngine") -> None:
         super().__init__(engine, self._publish, self._end)
         self.facts = facts_of(engine)

@@ -45,10 +45,11 @@ CACHE = ("block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_ca
 ENGINE_OPTIONS = ("model", *MODEL, *PLACE, *SCHEDULING, *CACHE_SIZE, *CACHE)
 
 SERVER = ("host", "port", "allowed_hosts", "api_keys", "prefix_cache_per_key", "served_model_name", "chat_template")
+REPLICAS = ("data_parallel_size",)
 LIMITS = ("max_waiting", "max_body_size", "request_timeout", "shutdown_timeout")
 LOG = ("log_format", "log_level")
 # The options of ServerConfig that `add_server` adds.
-SERVER_OPTIONS = (*SERVER, *LIMITS, *LOG)
+SERVER_OPTIONS = (*SERVER, *REPLICAS, *LIMITS, *LOG)
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -82,6 +83,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """The server's options, in groups of their own; `cli.serve` makes a ServerConfig of them."""
     add_options(parser.add_argument_group("server"), SERVER)
+    add_options(parser.add_argument_group("replicas"), REPLICAS)
     add_options(parser.add_argument_group("limits"), LIMITS)
     add_options(parser.add_argument_group("log, on standard error; it has no prompts, outputs or keys"), LOG)
     parser.set_defaults(api_keys=None, served_model_name=None)  # the environment and the model say them

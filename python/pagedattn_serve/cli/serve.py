@@ -43,10 +43,12 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def make_engine(engine_args: EngineArgs, config: ServerConfig) -> AsyncLLMEngine:
-    """An engine in a process of its own, whose log is like this one's."""
+    """An engine in processes of its own, whose log is like this one's."""
     import_transformers_without_torch()
     initializer = partial(set_up_logs, config.log_format, config.log_level)
-    return AsyncLLMEngine.from_engine_args(engine_args, config.max_waiting, initializer=initializer)
+    return AsyncLLMEngine.from_engine_args(
+        engine_args, config.max_waiting, initializer=initializer, data_parallel_size=config.data_parallel_size
+    )
 
 
 def import_transformers_without_torch() -> None:

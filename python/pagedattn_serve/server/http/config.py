@@ -35,6 +35,11 @@ class ServerConfig:
     ] = False
     served_model_name: Annotated[str, "what clients call the model (default: the last part of MODEL)"] = "demo_model"
     chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own"] = None
+    data_parallel_size: Annotated[
+        int,
+        "replicas of the engine, each a process with the whole model and a cache of its own; a request goes where the "
+        "beginning of its prompt is cached, unless others would serve it sooner",
+    ] = 1
     max_waiting: Annotated[int, "requests that wait for the engine; more are refused, status 429"] = 1024
     max_body_size: Annotated[int, "of a request; a longer one is refused, status 413 (default: 16MiB)"] = 16 << 20
     read_timeout: Annotated[
@@ -58,6 +63,7 @@ class ServerConfig:
         check_not_empty("host", self.host)
         check_int("port", self.port, 0, 65535)
         check_not_empty("served_model_name", self.served_model_name)
+        check_int("data_parallel_size", self.data_parallel_size, 1)
         check_int("max_waiting", self.max_waiting, 1)
         check_int("max_body_size", self.max_body_size, 1)
         check_bool("prefix_cache_per_key", self.prefix_cache_per_key)

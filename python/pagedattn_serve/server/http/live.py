@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineDeadError
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 
 FILES = {file.name: file for file in (Path(__file__).parent / "page").iterdir()}
@@ -36,15 +37,18 @@ async def page_file(name: str) -> Response:
 
 
 @router.get("/state")
-async def state(request: Request) -> Response:
-    """What the engine is doing between two steps: its statistics, its requests, and what each block holds.
+async def state(request: Request, replica: int = 0) -> Response:
+    """What a replica of the engine is doing between two steps: its statistics, its requests, and what each block holds.
 
+    replicas: which ones run.
     blocks, host_blocks: runs [what, how many]; `what` is the index of the request that has the blocks alone, or one of
     CODES. The name of a request is made from its id, and does not reveal the id.
     """
     engine: AsyncLLMEngine = request.app.state.engine
     try:
-        stats, cache = await engine.cache_map()
+        stats, cache = await engine.cache_map(replica)
+    except ArgumentError as error:
+        raise ApiError(400, str(error), param="replica") from None
     except EngineDeadError as error:
         raise ApiError(503, str(error), code="engine_dead") from None
     requests = [
@@ -61,6 +65,7 @@ async def state(request: Request) -> Response:
             "model": request.app.state.config.served_model_name,
             "device": engine.facts.device,
             "block_size": engine.facts.block_size,
+            "replicas": [each.is_running for each in engine.replicas()],
             "time": time.monotonic(),
             "stats": dataclasses.asdict(stats),
             "requests": requests,

@@ -10,6 +10,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -19,11 +20,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagedattn_serve.outputs import EngineStats, RequestOutput
+from pagedattn_serve.outputs import EngineStats, ReplicaStatus, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.request_context import current_request
 
-Stats = Callable[[], EngineStats]
+Replicas = Callable[[], list[ReplicaStatus]]
 
 # Seconds, from a small model on a GPU to a large model on a CPU. Each bucket is at most 2.5 times the one before.
 FIRST_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -58,15 +59,14 @@ COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 class ServerMetrics:
     """The metrics of one server, in a registry of their own.
 
-    stats: the engine's, after its last step. core_pid: of the engine's process, if it has one of its own.
+    replicas: says what each core of the engine has done so far.
     """
 
-    def __init__(self, stats: Stats, model_name: str, core_pid: int | None = None) -> None:
+    def __init__(self, replicas: Replicas, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(stats, model_name))
+        self._registry.register(EngineCollector(replicas, model_name))
         ProcessCollector(registry=self._registry)
-        if core_pid is not None:
-            ProcessCollector("engine_core", lambda: core_pid, registry=self._registry)
+        self._registry.register(CoreProcessCollector(replicas))
         self._model_name = model_name
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
@@ -168,36 +168,68 @@ class _Seen:
 
 
 class EngineCollector(Collector):
-    """The counts of the engine after its last step."""
+    """The counts of the engine after its last step. Only of several replicas have the metrics a label `replica`."""
 
-    def __init__(self, stats: Stats, model_name: str) -> None:
-        self._stats = stats
+    def __init__(self, replicas: Replicas, model_name: str) -> None:
+        self._replicas = replicas
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        replicas = self._replicas()
+        names = ["model_name", "replica"] if len(replicas) > 1 else ["model_name"]
+        labelled = [([self._model_name, str(i)][: len(names)], each) for i, each in enumerate(replicas)]
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, value in table:
-                metric = family(f"pagedattn:{name}", text, labels=["model_name"])
-                metric.add_metric([self._model_name], value(stats))
+                metric = family(f"pagedattn:{name}", text, labels=names)
+                for labels, replica in labelled:
+                    metric.add_metric(labels, value(replica.stats))
                 yield metric
         preemptions = CounterMetricFamily(
-            "pagedattn:num_preemptions", "Times that a request lost its blocks.", labels=["model_name", "kind"]
+            "pagedattn:num_preemptions", "Times that a request lost its blocks.", labels=[*names, "kind"]
         )
-        preemptions.add_metric([self._model_name, "recompute"], stats.num_recomputes)
-        preemptions.add_metric([self._model_name, "swap"], stats.num_swaps)
-        yield preemptions
         blocks = GaugeMetricFamily(
-            "pagedattn:kv_cache_blocks", "Blocks of the cache, by state.", labels=["model_name", "state"]
+            "pagedattn:kv_cache_blocks", "Blocks of the cache, by state.", labels=[*names, "state"]
         )
-        num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
-        for state, count in (
-            ("used", stats.num_used_blocks),
-            ("cached", stats.num_cached_blocks),
-            ("free", num_free),
-        ):
-            blocks.add_metric([self._model_name, state], count)
+        for labels, replica in labelled:
+            stats = replica.stats
+            preemptions.add_metric([*labels, "recompute"], stats.num_recomputes)
+            preemptions.add_metric([*labels, "swap"], stats.num_swaps)
+            num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
+            blocks.add_metric([*labels, "used"], stats.num_used_blocks)
+            blocks.add_metric([*labels, "cached"], stats.num_cached_blocks)
+            blocks.add_metric([*labels, "free"], num_free)
+        yield preemptions
         yield blocks
+        if len(replicas) > 1:
+            up = GaugeMetricFamily("pagedattn:replica_up", "1 if the replica takes requests, else 0.", labels=names)
+            restarts = CounterMetricFamily(
+                "pagedattn:replica_restarts", "Times that the replica was started anew.", labels=names
+            )
+            for labels, replica in labelled:
+                up.add_metric(labels, replica.is_running)
+                restarts.add_metric(labels, replica.num_restarts)
+            yield up
+            yield restarts
+
+
+class CoreProcessCollector(Collector):
+    """Memory, CPU time and open files of the engine's processes. Several have a label `replica`."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        metrics: dict[str, Metric] = {}
+        replicas = self._replicas()
+        for i, replica in enumerate(replicas):
+            if replica.pid is None:
+                continue
+            for metric in ProcessCollector("engine_core", partial(str, replica.pid), registry=None).collect():
+                merged = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    labels = {"replica": str(i)} if len(replicas) > 1 else {}
+                    merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+        yield from metrics.values()
 
 
 def add_metrics_route(app: Starlette, metrics: ServerMetrics) -> None:

@@ -200,9 +200,11 @@ def are_loopback(sockets: list[socket.socket]) -> bool:
 def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:
     facts, num_blocks = engine.facts, engine.stats().num_blocks
     host = f"[{config.host}]" if ":" in config.host else config.host
+    pids = [str(each.pid) for each in engine.replicas()]
     return {
         "model": config.served_model_name,
         "architecture": f"{facts.architecture}, {facts.runs}",
+        **({"replicas": f"{len(pids)} (processes {', '.join(pids)})"} if len(pids) > 1 else {}),
         "device": facts.device,
         "dtype": facts.dtype,
         "cache": f"{num_blocks:,} blocks ({num_blocks * facts.block_size:,} tokens)",

@@ -1,7 +1,7 @@
 """Whether the server works, and which version it is: /health, /version."""
 
 from importlib import metadata
-from typing import Literal
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,8 +13,18 @@ from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 router = APIRouter()
 
 
+class ReplicaHealth(TypedDict):
+    replica: int
+    is_running: bool
+    error: str | None
+    num_restarts: int
+
+
 class HealthResponse(TypedDict):
+    """replicas: only where there are several."""
+
     status: Literal["ok"]
+    replicas: NotRequired[list[ReplicaHealth]]
 
 
 class VersionResponse(TypedDict):
@@ -23,11 +33,18 @@ class VersionResponse(TypedDict):
 
 @router.get("/health", response_model=HealthResponse)
 async def health(request: Request) -> Response:
-    """Whether the engine runs: status 503 if not."""
+    """Whether the engine runs: status 503 if not. Of several replicas one that runs is enough."""
     engine: AsyncLLMEngine = request.app.state.engine
+    replicas = engine.replicas()
     if not engine.is_running:
-        raise ApiError(503, engine.error or "the engine does not run", code="engine_dead")
+        errors = "; ".join(each.error for each in replicas if each.error is not None)
+        raise ApiError(503, errors or "the engine does not run", code="engine_dead")
     response: HealthResponse = {"status": "ok"}
+    if len(replicas) > 1:
+        response["replicas"] = [
+            {"replica": i, "is_running": each.is_running, "error": each.error, "num_restarts": each.num_restarts}
+            for i, each in enumerate(replicas)
+        ]
     return JSONResponse(response)
 
 

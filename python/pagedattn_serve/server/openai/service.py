@@ -36,7 +36,7 @@ class Service:
         self.max_model_len = engine.facts.max_model_len
         self.defaults = engine.facts.default_sampling_params  # for requests that leave them out
         self.config = config
-        self.metrics = ServerMetrics(engine.stats, config.served_model_name, engine.core_pid)
+        self.metrics = ServerMetrics(engine.replicas, config.served_model_name)
         self.jobs = JobRunner(engine, self.metrics)
         self.created = int(time.time())
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))

@@ -5,13 +5,20 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, RequestOutput, SamplingParams
+from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, ReplicaStatus, RequestOutput, SamplingParams
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics
 from pagedattn_serve.server.http.request_context import RequestContext, current_request
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
+
+
+def status_of(stats: EngineStats) -> ReplicaStatus:
+    return ReplicaStatus(None, True, None, 0, stats)
+
+
+IDLE = [status_of(NO_STATS)]
 
 
 def samples(metrics: ServerMetrics) -> dict[str, float]:
@@ -47,7 +54,7 @@ def watch_all(metrics: ServerMetrics, *outputs: RequestOutput) -> None:
 
 def test_a_request() -> None:
     """Arrival at 100, first token at 101, end at 103 with 5 tokens."""
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     watch_all(metrics, output(1), output(1), output(3, finish_reason="length"))
     found = samples(metrics)
     for name, total, count in [
@@ -76,7 +83,7 @@ def ended(metrics: ServerMetrics) -> dict[str, float]:
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
 def test_how_requests_end(reason: str) -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     watch_all(metrics, output(1), output(1, finish_reason=reason))
     watch_all(metrics, output(1, finish_reason=reason))  # one token alone has no time between tokens
     assert ended(metrics) == {reason: 2}
@@ -85,7 +92,7 @@ def test_how_requests_end(reason: str) -> None:
 
 def test_several_outputs_are_one_request() -> None:
     """Its time a token is that of the longest, as they run side by side. The last deltas are of that one alone."""
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     last = output(3, finish_reason="length")
     last.outputs[0].index = 1
     watch_all(metrics, output(1, 1, 1), output(1, 1, 2), last)
@@ -96,7 +103,7 @@ def test_several_outputs_are_one_request() -> None:
 
 def test_a_request_that_ended_without_a_token() -> None:
     """As one that was aborted while it waited."""
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     watch_all(metrics, output(0, finish_reason="abort", metrics=RequestMetrics(100.0, None, 102.0)))
     found = samples(metrics)
     assert ended(metrics) == {"abort": 1} and found["pagedattn:time_to_first_token_seconds_count"] == 0
@@ -104,7 +111,7 @@ def test_a_request_that_ended_without_a_token() -> None:
 
 
 def test_a_request_that_is_refused_counts_for_nothing() -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     before = samples(metrics)
     with pytest.raises(ApiError, match="too long"), metrics.watch():
         raise ApiError(400, "too long")
@@ -113,7 +120,7 @@ def test_a_request_that_is_refused_counts_for_nothing() -> None:
 
 
 def test_a_request_that_fails_counts_once() -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     with pytest.raises(ApiError), metrics.watch() as see:
         see(output(1, finish_reason="error"))
         raise ApiError(500, "the request could not go on")
@@ -123,7 +130,7 @@ def test_a_request_that_fails_counts_once() -> None:
 @pytest.mark.parametrize("num_outputs", [0, 2])
 @pytest.mark.parametrize("how", [asyncio.CancelledError, OSError])
 def test_a_reader_that_leaves_counts_as_abort(num_outputs: int, how: type[BaseException]) -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     with pytest.raises(how), metrics.watch() as see:
         for _ in range(num_outputs):
             see(output(1))
@@ -132,7 +139,7 @@ def test_a_reader_that_leaves_counts_as_abort(num_outputs: int, how: type[BaseEx
 
 
 def test_a_reader_that_leaves_with_the_last_output_is_no_abort() -> None:
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
     with pytest.raises(asyncio.CancelledError), metrics.watch() as see:
         see(output(1, finish_reason="stop"))
         raise asyncio.CancelledError
@@ -141,7 +148,7 @@ def test_a_reader_that_leaves_with_the_last_output_is_no_abort() -> None:
 
 def test_tokens_are_added_to_the_http_request() -> None:
     """Of which several may be to the engine, and one that was left counts with what it had."""
-    metrics = ServerMetrics(lambda: NO_STATS, "demo")
+    metrics = ServerMetrics(lambda: IDLE, "demo")
 
     context = RequestContext("id")
     token = current_request.set(context)
@@ -155,7 +162,7 @@ def test_tokens_are_added_to_the_http_request() -> None:
 
 def test_what_the_engine_counts() -> None:
     engine = LLMEngine(DEMO_MODEL, num_blocks=8, max_num_seqs=4, preemption_mode="swap", speculation="ngram")
-    metrics = ServerMetrics(engine.stats, "demo")
+    metrics = ServerMetrics(lambda: [status_of(engine.stats())], "demo")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for i in range(6):
         engine.add_request(str(i), "The with statement. " * 4 + f"The {i}", params)
@@ -186,7 +193,7 @@ def test_what_the_engine_counts() -> None:
 
 
 def test_every_metric_has_its_help_and_type() -> None:
-    body, _ = ServerMetrics(lambda: NO_STATS, "demo").render("")
+    body, _ = ServerMetrics(lambda: IDLE, "demo").render("")
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert all(family.documentation and family.type != "unknown" for family in families.values())
     assert families.keys() >= {f"pagedattn:{name}" for name, _, _ in GAUGES + COUNTERS}
@@ -194,11 +201,11 @@ def test_every_metric_has_its_help_and_type() -> None:
 
 
 def test_openmetrics_for_who_asks() -> None:
-    body, content_type = ServerMetrics(lambda: NO_STATS, "demo").render("application/openmetrics-text; version=1.0.0")
+    body, content_type = ServerMetrics(lambda: IDLE, "demo").render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
 
 
 def test_two_servers_of_a_process_count_for_themselves() -> None:
-    first, second = (ServerMetrics(lambda: NO_STATS, "demo") for _ in range(2))
+    first, second = (ServerMetrics(lambda: IDLE, "demo") for _ in range(2))
     watch_all(first, output(1, finish_reason="stop"))
     assert ended(first) == {"stop": 1} and ended(second) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, EngineStats, ReplicaStatus, RequestMetrics, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.metrics import ServerMetrics
@@ -19,6 +19,7 @@ from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptToken
 from pagedattn_serve.server.openai.streaming import EventStream, SendEvents
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
+IDLE = ReplicaStatus(None, True, None, 0, NO_STATS)
 
 
 def job(num_prompts: int) -> Job:
@@ -41,7 +42,7 @@ class FakeEngine:
         self._end = end
 
     def jobs(self) -> JobRunner:
-        return JobRunner(self, ServerMetrics(lambda: NO_STATS, "tiny"))  # type: ignore[arg-type]
+        return JobRunner(self, ServerMetrics(lambda: [IDLE], "tiny"))  # type: ignore[arg-type]
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, priority: int, cache_salt: str

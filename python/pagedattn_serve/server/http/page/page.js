@@ -36,7 +36,7 @@ $("key-form").addEventListener("submit", (event) => {
 
 async function poll() {
   try {
-    const response = await fetch("state", { headers: headers() });
+    const response = await fetch(`state?replica=${$("replica").value || 0}`, { headers: headers() });
     if (response.status === 401) {
       $("key-form").hidden = false;
       return showStatus("needs an API key", true);
@@ -74,10 +74,22 @@ function show(next, latencies) {
     colours: palette.colours(next.requests),
   };
   $("model").textContent = state.model;
+  showReplicas();
   showStatus(`on ${state.device}, blocks of ${state.block_size} tokens`, false);
   showBlocks();
   showRequests();
 }
+
+function showReplicas() {
+  $("replicas").hidden = state.replicas.length === 1;
+  for (let i = $("replica").length; i < state.replicas.length; i++) $("replica").add(new Option(i, i));
+  state.replicas.forEach((runs, i) => { $("replica").options[i].text = runs ? i : `${i}, which does not run`; });
+}
+
+$("replica").addEventListener("change", () => {
+  state = null; // figures of another replica are no past of this one
+  rates.length = 0;
+});
 
 function showStatus(text, bad) {
   if ($("status").textContent !== text) $("status").textContent = text; // else a screen reader says it each time

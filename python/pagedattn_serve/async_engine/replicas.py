@@ -1,0 +1,269 @@
+"""`Replicas`: several engine cores that look like one to `AsyncLLMEngine`, each a process with the whole model."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
+from pagedattn_serve.async_engine.errors import EngineDeadError, ReplicaDeadError
+from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.process_core import ProcessCore
+from pagedattn_serve.async_engine.router import Router
+from pagedattn_serve.config import check_int
+from pagedattn_serve.engine_args import EngineArgs
+from pagedattn_serve.errors import describe
+from pagedattn_serve.outputs import EngineStats, ReplicaStatus
+
+if TYPE_CHECKING:
+    from pagedattn_serve.engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 1.0  # seconds before a replica that died is started anew; each further time doubles the pause
+LONGEST_PAUSE = 60.0
+STEADY_SECONDS = 300.0  # a replica that has run for so long begins with the first pause again
+
+
+@dataclass(slots=True)
+class Replica:
+    """One of the cores, and what was last heard of it.
+
+    core: the process that runs, or the last one that did; while a new one loads the model, the new one.
+    error: what ended the last core, until a new one runs. started: when the core began to run, by time.monotonic.
+    pause: seconds of the last pause before a new core was made; 0 if there was none.
+    """
+
+    index: int
+    core: ProcessCore
+    stats: EngineStats = field(init=False)
+    num_waiting: int = 0
+    is_running: bool = False
+    error: str | None = None
+    num_restarts: int = 0
+    started: float = 0.0
+    pause: float = 0.0
+
+
+class Replicas:
+    """A `Core` of several processes. A request goes to the replica that the `Router` chooses.
+
+    If a replica dies, its requests are refused with `ReplicaDeadError`, the others go on, and it is started anew: after
+    FIRST_PAUSE seconds, and if it dies again and again after up to LONGEST_PAUSE. What `call` did to its engine is
+    gone.
+
+    Args:
+        engine_args, initializer: of each core, as for `ProcessCore`.
+        num_replicas: how many cores. All load the model at the same time.
+
+    facts, first_stats: set by `wait_until_loaded`.
+    """
+
+    facts: EngineFacts
+    first_stats: EngineStats
+
+    def __init__(
+        self, engine_args: EngineArgs, num_replicas: int, initializer: Callable[[], object] | None = None
+    ) -> None:
+        check_int("data_parallel_size", num_replicas, 1)
+        self.engine_args = engine_args
+        self._make_core = partial(ProcessCore, engine_args, initializer)
+        self._replicas: list[Replica] = []
+        try:
+            for index in range(num_replicas):
+                self._replicas.append(Replica(index, self._make_core()))
+        except BaseException:
+            self.kill()
+            raise
+        self._router = Router(Random())
+        self._replica_of_call: dict[int, Replica] = {}
+        self._revivals: set[asyncio.Task[None]] = set()
+        # Loading waits in a thread: the threads of the event loop tokenize.
+        self._loading = ThreadPoolExecutor(num_replicas, "pagedattn-load")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopping = False
+        self._has_told_end = False
+
+    def wait_until_loaded(self) -> None:
+        """Wait until all replicas take requests. Raises what `ProcessCore.wait_until_loaded` does, then ends all."""
+        try:
+            for replica in self._replicas:
+                replica.core.wait_until_loaded()
+                replica.stats = replica.core.first_stats
+        except BaseException:
+            self.kill()
+            raise
+        self.facts = self._replicas[0].core.facts
+        self.first_stats = self._sum_of_stats()
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for replica in self._replicas:
+            replica.core.kill()
+
+    # ---- what `AsyncLLMEngine` asks of a core -----------------------------------------------------------------------
+
+    def status(self) -> list[ReplicaStatus]:
+        return [
+            ReplicaStatus(each.core.pid, each.is_running, each.error, each.num_restarts, each.stats)
+            for each in self._replicas
+        ]
+
+    async def start(self, deliver: Callable[[News], None], finish: Callable[[str | None], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deliver, self._finish = deliver, finish
+        self._stopped = asyncio.Event()
+        for replica in self._replicas:
+            await self._start(replica)
+
+    def add(self, key: int, args: RequestArgs) -> None:
+        """Raises TypeError for what cannot go to another process; then the caller has to `abort` the request. At least
+        one replica has to run."""
+        self._replicas[self._router.add(key, args.prompt, args.cache_salt)].core.add(key, args)
+
+    def replica_of(self, key: int) -> int:
+        """Which replica has an unfinished request."""
+        return self._router.replica_of(key)
+
+    def abort(self, key: int, is_left: bool) -> None:
+        self._replicas[self._router.replica_of(key)].core.abort(key, is_left)
+        if is_left:
+            self._router.end(key)
+
+    def call(self, key: int, f: Callable[["LLMEngine"], object], replica: int) -> None:
+        """Raises TypeError for what cannot go to another process, and ReplicaDeadError if the replica does not run."""
+        called = self._replicas[replica]
+        if not called.is_running:
+            raise death_of(called)
+        called.core.call(key, f)
+        self._replica_of_call[key] = called
+
+    def cancel(self, key: int) -> None:
+        if (replica := self._replica_of_call.pop(key, None)) is not None:
+            replica.core.cancel(key)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self._loop is None or self._loop.is_closed():
+            self.kill()
+            return
+        self._stopped.set()
+        for replica in self._replicas:
+            if replica.is_running:
+                replica.core.stop()
+            else:
+                replica.core.interrupt_loading()
+        self._tell_end()
+
+    async def join(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            await asyncio.gather(*self._revivals)
+            await asyncio.gather(*(replica.core.join() for replica in self._replicas))
+            self._loading.shutdown()
+
+    # ---- the replicas -----------------------------------------------------------------------------------------------
+
+    async def _start(self, replica: Replica) -> None:
+        """Let a core that has loaded the model run."""
+        replica.stats = replica.core.first_stats
+        replica.error = None
+        replica.is_running = True
+        replica.started = time.monotonic()
+        self._router.reset(replica.index, replica.stats.num_blocks * self.facts.block_size)
+        await replica.core.start(partial(self._take, replica), partial(self._end, replica))
+
+    def _take(self, replica: Replica, news: News) -> None:
+        """Pass on what a replica tells, with the stats of all."""
+        for key, output in news.outputs:
+            if output.finished:
+                self._router.end(key)
+            else:
+                self._router.begin(key)
+        for key, _ in news.refused:
+            self._router.end(key)
+        for key, _, _ in news.results:
+            self._replica_of_call.pop(key, None)
+        replica.stats, replica.num_waiting = news.stats, news.num_waiting
+        news.stats, news.num_waiting = self._sum_of_stats(), sum(each.num_waiting for each in self._replicas)
+        self._deliver(news)
+
+    def _end(self, replica: Replica, error: str | None) -> None:
+        """A core has ended, and with it all that it had in hand."""
+        assert self._loop is not None
+        replica.is_running = False
+        replica.num_waiting = 0
+        replica.error = error
+        death = EngineDeadError("the engine was shut down") if error is None else death_of(replica)
+        news = News(self._sum_of_stats(), sum(each.num_waiting for each in self._replicas))
+        news.refused = [(key, death) for key in self._router.keys_of(replica.index)]
+        calls = [key for key, each in self._replica_of_call.items() if each is replica]
+        news.results = [(key, None, death) for key in calls]
+        for key in calls:
+            del self._replica_of_call[key]
+        self._router.forget(replica.index)
+        self._deliver(news)
+        if self._is_stopping:
+            self._tell_end()
+            return
+        revival = self._loop.create_task(self._revive(replica))
+        self._revivals.add(revival)
+        revival.add_done_callback(self._revivals.discard)
+
+    def _tell_end(self) -> None:
+        """The last replica has stopped."""
+        if not any(each.is_running for each in self._replicas) and not self._has_told_end:
+            self._has_told_end = True
+            self._finish(None)
+
+    async def _revive(self, replica: Replica) -> None:
+        """Start a replica anew, until it runs or all are stopped."""
+        if time.monotonic() - replica.started > STEADY_SECONDS:
+            replica.pause = 0.0
+        while True:
+            replica.pause = min(2 * replica.pause or FIRST_PAUSE, LONGEST_PAUSE)
+            logger.error(
+                "replica %d died: %s; it is started anew in %g seconds", replica.index, replica.error, replica.pause
+            )
+            await replica.core.join()
+            if await self._are_stopped_within(replica.pause):
+                return
+            replica.num_restarts += 1
+            replica.core = self._make_core()
+            loaded = asyncio.get_running_loop().run_in_executor(self._loading, replica.core.wait_until_loaded)
+            try:
+                await loaded
+            except Exception as error:
+                if self._is_stopping:
+                    return
+                replica.error = describe(error)
+            else:
+                if self._is_stopping:
+                    replica.core.kill()
+                    return
+                await self._start(replica)
+                logger.warning("replica %d runs again, as process %d", replica.index, replica.core.pid)
+                return
+
+    async def _are_stopped_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _sum_of_stats(self) -> EngineStats:
+        return total([each.stats for each in self._replicas])
+
+
+def death_of(replica: Replica) -> ReplicaDeadError:
+    return ReplicaDeadError(f"replica {replica.index} died: {replica.error}")
+
+
+def total(stats: list[EngineStats]) -> EngineStats:
+    """The sum of all counts."""
+    return EngineStats(*(sum(getattr(each, field.name) for each in stats) for field in fields(EngineStats)))

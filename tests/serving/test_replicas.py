@@ -1,0 +1,278 @@
+"""Several engine cores behind one `AsyncLLMEngine`: who gets a request, and what becomes of it when a replica dies.
+
+One test has processes; in the others a fake stands for each process, which does what the test says.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from operator import methodcaller
+from typing import Any, ClassVar
+
+import pytest
+from async_runs import greedy, play, read, slow_steps, until
+from server_process import children_of
+
+from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, RequestOutput
+from pagedattn_serve.async_engine import replicas
+from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
+from pagedattn_serve.async_engine.errors import ReplicaDeadError
+from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
+from pagedattn_serve.sampling_params import SamplingParams
+
+STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8, "num_steps": 5})  # type: ignore[arg-type]
+FACTS = EngineFacts("Fake", "native", "cpu", "float32", 99, 16, 128, 8, SamplingParams())
+
+
+class FakeCore:
+    """In the place of a `ProcessCore`: the test says what its engine does. faults: what the next ones raise as they
+    load. made: all that there were."""
+
+    faults: ClassVar[list[Exception | None]] = []
+    made: ClassVar[list["FakeCore"]] = []
+    facts = FACTS
+    first_stats = STATS
+
+    def __init__(self, engine_args: EngineArgs, initializer: Callable[[], object] | None = None) -> None:
+        self.engine_args = engine_args
+        self.pid = 1000 + len(self.made)
+        self.fault = self.faults.pop(0) if self.faults else None
+        self.is_interrupted = self.is_ended = False
+        self.keys: list[int] = []
+        self.calls: list[int] = []
+        self.aborted: list[int] = []
+        self.made.append(self)
+
+    def wait_until_loaded(self) -> None:
+        if isinstance(self.fault, TimeoutError):  # it takes long
+            while not self.is_interrupted:
+                time.sleep(0.001)
+        if self.fault is not None:
+            raise self.fault
+
+    def interrupt_loading(self) -> None:
+        self.is_interrupted = True
+
+    def kill(self) -> None:
+        self.is_ended = True
+
+    async def start(self, deliver: Callable[[News], None], finish: Callable[[str | None], None]) -> None:
+        self.deliver, self.finish = deliver, finish
+
+    def add(self, key: int, args: RequestArgs) -> None:
+        if args.prompt == "not to be pickled":
+            raise TypeError("prompt: expected what can be pickled")
+        self.keys.append(key)
+
+    def abort(self, key: int, is_left: bool) -> None:
+        self.aborted.append(key)
+
+    def call(self, key: int, f: Any) -> None:
+        self.calls.append(key)
+
+    def cancel(self, key: int) -> None:
+        self.calls.remove(key)
+
+    def stop(self) -> None:
+        self.end(None)
+
+    async def join(self) -> None:
+        pass
+
+    def end(self, error: str | None) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            self.finish(error)
+
+    def tell(self, key: int, finished: bool) -> None:
+        """The engine has the next token of a request."""
+        completion = CompletionOutput(0, "x", [7], 0.0, None, "length" if finished else None)
+        output = RequestOutput(str(key), None, [5], [completion], finished, RequestMetrics(0.0))
+        self.deliver(News(STATS, queued=[key], outputs=[(key, output)]))
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCore]]:
+    """The fakes that were made; pauses are short."""
+    FakeCore.faults, FakeCore.made = [], []
+    monkeypatch.setattr(replicas, "ProcessCore", FakeCore)
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.01)
+    yield FakeCore.made
+
+
+def make(model: str, number: int = 2) -> AsyncLLMEngine:
+    return AsyncLLMEngine.from_engine_args(EngineArgs(model), data_parallel_size=number)
+
+
+def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests end with an error, those of the other replica go on, clients that leave leave nothing behind, and
+    the replica comes back."""
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.01)
+    before = children_of(os.getpid())
+    args = EngineArgs(text_model, num_blocks=40)
+    engine = AsyncLLMEngine.from_engine_args(args, initializer=slow_steps, data_parallel_size=2)
+
+    async def main() -> None:
+        async with engine:
+            streams = [engine.generate([i] * 9, greedy(100), request_id=str(i)) for i in range(4)]
+            await asyncio.gather(*map(anext, streams))
+            assert [each.stats.num_running for each in engine.replicas()] == [2, 2]
+            assert engine.stats().num_running == 4 and engine.stats().num_blocks == 80
+            maps = [(await engine.cache_map(replica))[1] for replica in range(2)]
+            lost, kept = ([each.request_id for each in cache_map.requests] for cache_map in maps)
+            assert sorted(lost + kept) == ["0", "1", "2", "3"]
+            pid = engine.replicas()[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            for name in lost:
+                with pytest.raises(EngineDeadError, match=rf"^replica 0 died: .* \(process {pid}\) was killed by SIGK"):
+                    while True:
+                        await anext(streams[int(name)])
+            assert engine.is_running and not engine.replicas()[0].is_running
+            for name in kept:
+                outputs = [output async for output in streams[int(name)]]
+                assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 100
+            await until(lambda: engine.replicas()[0].is_running)
+            assert (engine.replicas()[0].num_restarts, engine.replicas()[1].num_restarts) == (1, 0)
+            tasks = [asyncio.create_task(read(engine, [i] * 9, greedy(100))) for i in range(8)]
+            await until(lambda: [each.stats.num_running for each in engine.replicas()] == [4, 4])
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            stats = [await engine.call(methodcaller("stats"), replica) for replica in range(2)]
+            assert [(each.num_running, each.num_used_blocks) for each in stats] == [(0, 0)] * 2
+        assert engine.error is None and not engine.is_running
+
+    play(main())
+    assert children_of(os.getpid()) == before
+
+
+def test_a_request_without_an_output_is_tried_on_one_other_replica(cores: list[FakeCore], text_model: str) -> None:
+    async def main() -> None:
+        async with make(text_model, 3) as engine:
+            request = asyncio.create_task(read(engine, "the", request_id="a"))
+            await asyncio.sleep(0)
+            [first] = [core for core in cores if core.keys]
+            first.end("it fell")
+            await until(lambda: len([core for core in cores if core.keys]) == 2)
+            [second] = [core for core in cores if core.keys and core is not first]
+            second.tell(second.keys[0], finished=True)
+            assert (await request).finished
+            request = asyncio.create_task(read(engine, "the", request_id="a"))
+            for core in cores[:3]:  # of which one does not run
+                await asyncio.sleep(0.001)
+                if core.keys and core is not first:
+                    core.end("it fell")
+            with pytest.raises(ReplicaDeadError, match=r"^replica \d died: it fell$"):
+                await request
+
+    play(main())
+
+
+def test_a_request_with_an_output_is_not_tried_again(cores: list[FakeCore], text_model: str) -> None:
+    async def main() -> None:
+        async with make(text_model) as engine:
+            stream = engine.generate("the")
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            [core] = [core for core in cores if core.keys]
+            core.tell(core.keys[0], finished=False)
+            core.end("it fell")
+            assert not (await first).finished
+            with pytest.raises(ReplicaDeadError, match=f"^replica {cores.index(core)} died: it fell$"):
+                await anext(stream)
+            assert sum(len(core.keys) for core in cores) == 1 and engine.num_unfinished == 0
+
+    play(main())
+
+
+def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: str) -> None:
+    """Each time after a longer pause. While no replica runs, requests and calls say why."""
+
+    async def main() -> None:
+        async with make(text_model) as engine:
+            FakeCore.faults += [OSError("gone"), None, OSError("gone"), OSError("gone"), None]
+            cores[0].end("it fell")
+            assert engine.is_running
+            with pytest.raises(ReplicaDeadError, match=r"^replica 0 died: it fell$"):
+                await engine.call(methodcaller("stats"))
+            await until(lambda: engine.replicas()[0].is_running)
+            assert [each.num_restarts for each in engine.replicas()] == [2, 0]
+            assert engine.replicas()[0].pid == cores[-1].pid
+            call = asyncio.create_task(engine.call(methodcaller("stats"), 0))
+            await asyncio.sleep(0)
+            for core in (cores[-1], cores[1]):
+                core.end("it fell")
+            with pytest.raises(ReplicaDeadError):
+                await call
+            assert not engine.is_running and engine.error is None
+            for request in (anext(engine.generate("the")), engine.call(methodcaller("stats"))):
+                with pytest.raises(EngineDeadError, match=r"replica 0 died: it fell; replica 1 died: it fell"):
+                    await request
+            began = time.monotonic()
+            await until(lambda: all(each.is_running for each in engine.replicas()))
+            assert time.monotonic() - began > 0.04  # the third pause of replica 0
+            assert sum(each.num_restarts for each in engine.replicas()) == 6 and engine.stats().num_steps == 10
+
+    play(main())
+
+
+@pytest.mark.parametrize("fault", [None, TimeoutError("is interrupted")], ids=["pausing", "loading"])
+def test_the_end_does_not_wait_for_a_replica_that_starts(
+    cores: list[FakeCore], text_model: str, fault: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        if fault is None:
+            monkeypatch.setattr(replicas, "FIRST_PAUSE", 60)
+        async with make(text_model) as engine:
+            FakeCore.faults += [fault]
+            cores[0].end("it fell")
+            await asyncio.sleep(0.05)
+            assert len(cores) == (2 if fault is None else 3)
+            request = asyncio.create_task(read(engine, "the"))
+            await asyncio.sleep(0)
+        with suppress(EngineDeadError):
+            await request
+        assert cores[1].is_ended and engine.num_unfinished == 0
+
+    play(main())
+
+
+def test_aborts_and_cancelled_calls_reach_the_replica(cores: list[FakeCore], text_model: str) -> None:
+    async def main() -> None:
+        async with make(text_model) as engine:
+            request = asyncio.create_task(read(engine, "the", request_id="a"))
+            await asyncio.sleep(0)
+            [core] = [core for core in cores if core.keys]
+            abort = asyncio.create_task(engine.abort("a"))
+            await asyncio.sleep(0)
+            assert core.aborted == core.keys and len(core.calls) == 1 and not abort.done()
+            core.tell(core.keys[0], finished=True)
+            core.deliver(News(STATS, results=[(core.calls.pop(), 0, None)]))
+            await asyncio.gather(abort, request)
+            with pytest.raises(TypeError, match="prompt: expected what can be pickled"):
+                await read(engine, "not to be pickled")
+            call = asyncio.create_task(engine.call(methodcaller("stats"), 1))
+            await asyncio.sleep(0)
+            assert len(cores[1].calls) == 1
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await call
+            assert cores[1].calls == []
+            with pytest.raises(ValueError, match=r"replica: expected an int in \[0, 1\], got 2"):
+                await engine.call(methodcaller("stats"), 2)
+
+    play(main())
+
+
+def test_a_replica_that_cannot_start_ends_all(cores: list[FakeCore], text_model: str) -> None:
+    FakeCore.faults += [None, OSError("gone"), None]
+    with pytest.raises(OSError, match=r"^gone$"):
+        make(text_model, 3)
+    assert len(cores) == 3 and all(core.is_ended for core in cores)
+    with pytest.raises(ValueError, match="data_parallel_size: expected an int >= 1, got 0"):
+        make(text_model, 0)
