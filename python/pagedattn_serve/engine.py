@@ -306,6 +306,10 @@ class LLMEngine:
         request.metrics = replace(request.metrics, finished_time=time.monotonic())
         return request.output()
 
+    def check_health(self) -> None:
+        """Raise ExecutorDeadError if a rank of the model has died. A step says that as well; this is for idle times."""
+        self.model_runner.check_health()
+
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
         self._settle()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the requests are not to blame
+CHECK_SECONDS = 1.0  # between checks of an engine that has nothing to do
 STATS_PAUSE = 50  # as a multiple of the time of counting, which is long with many blocks
 
 
@@ -121,7 +122,11 @@ class EngineLoop:
                     self._send_news(with_stats=True)
                 if not is_idle:
                     return True
-                command = self._commands.get()
+                try:
+                    command = self._commands.get(timeout=CHECK_SECONDS)
+                except Empty:
+                    self._engine.check_health()
+                    continue
             command()
         return False
 

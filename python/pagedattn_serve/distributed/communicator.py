@@ -1,6 +1,6 @@
 """`SharedMemoryCommunicator`: what a rank's slice of a model asks of the other ranks of this machine."""
 
-import os
+from io import FileIO
 
 from torch import Tensor
 
@@ -20,17 +20,14 @@ class SharedMemoryCommunicator:
         self.world_size = world_size
         self._group: SharedMemoryGroup | None = None
 
-    def create_group(self) -> int:
-        """A descriptor of a new group, which the caller closes."""
-        return SharedMemoryGroup.create(self.world_size, timeout_seconds=PATIENCE_SECONDS)
+    def create_group(self) -> FileIO:
+        """The file of a new group. Who has joined does not need it any more."""
+        return FileIO(SharedMemoryGroup.create(self.world_size, timeout_seconds=PATIENCE_SECONDS), "r+")
 
-    def join(self, descriptor: int) -> None:
-        """Join a group, and close the descriptor."""
+    def join(self, group: FileIO) -> None:
+        """Leave the group before, and join this one."""
         self.leave()
-        try:
-            self._group = SharedMemoryGroup(descriptor, self.rank)
-        finally:
-            os.close(descriptor)
+        self._group = SharedMemoryGroup(group.fileno(), self.rank)
 
     def leave(self) -> None:
         if self._group is not None:

@@ -71,6 +71,10 @@ class Worker:
             self.steps.close()
             self.steps = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def death(self) -> str:
         """How the process ended, which has closed its channel."""
         try:
@@ -141,20 +145,16 @@ class Workers:
         self.end_steps()
         self.communicator.leave()
         self._generation += 1
-        group = self.communicator.create_group()
-        try:
+        with self.communicator.create_group() as group:
             for worker in self._workers:
                 try:
-                    worker.join(self._generation, group)
+                    worker.join(self._generation, group.fileno())
                 except ChannelClosed:
                     raise self._dead(worker.death()) from None
             deadline = time.monotonic() + ANSWER_SECONDS
             for worker in self._workers:
                 self._receive(worker, Joined, deadline)
-        except BaseException:
-            os.close(group)
-            raise
-        self.communicator.join(group)
+            self.communicator.join(group)
 
     def send_step(self, step: Step) -> None:
         data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
@@ -175,17 +175,25 @@ class Workers:
         for worker in self._workers:
             worker.end_steps()
 
-    def why(self, error: Exception) -> Exception | None:
-        """After a step that raised `error` on rank 0: wait until all ranks have left the group; what failed on another
-        rank, None if nothing did."""
+    def raise_cause(self, error: Exception) -> None:
+        """After a step that raised `error` on rank 0: wait until all ranks have left the group. Raises RuntimeError if
+        something failed on another rank."""
         self.end_steps()
         deadline = time.monotonic() + ANSWER_SECONDS
-        causes: list[Exception] = []
+        failures = []
         for worker in self._workers:
             cause = self._receive(worker, Left, deadline, f", after {describe(error)}").error
             if cause is not None:
-                causes.append(RuntimeError(f"{worker.name}: {describe(cause)}"))
-        return causes[0] if causes else None
+                failures.append(f"{worker.name}: {describe(cause)}")
+        if failures:
+            raise RuntimeError(failures[0]) from error
+
+    def check_health(self) -> None:
+        """Raise ExecutorDeadError if a process has ended."""
+        self.raise_if_dead()
+        for worker in self._workers:
+            if worker.has_ended:
+                raise self._dead(worker.death())
 
     def raise_if_dead(self) -> None:
         if self._death is not None:
@@ -209,10 +217,13 @@ class Workers:
             except ChannelClosed:
                 raise self._dead(worker.death()) from None
             except TimeoutError:
-                text = f"{worker.name} has not answered for {ANSWER_SECONDS:.0f} s{circumstance}"
+                text = f"{worker.name} has not answered for {ANSWER_SECONDS:g} s{circumstance}"
                 raise self._dead(text) from None
             if isinstance(message, Failed):
-                raise message.error
+                try:
+                    raise message.error
+                finally:
+                    del message  # or the error would keep this frame, and the frame the error
             if isinstance(message, Joined | Left) and message.generation != self._generation:
                 continue
             if isinstance(message, kind):
@@ -265,6 +276,9 @@ class Executor(ModelRunner):
     def can_run_again(self) -> bool:
         return self._are_in_step
 
+    def check_health(self) -> None:
+        self._workers.check_health()
+
     def _join(self) -> None:
         self._workers.raise_if_dead()
         self.drop_graphs()  # which have the old group
@@ -290,10 +304,8 @@ class Executor(ModelRunner):
                     self._workers.check_digests(digest(inputs, changes.lengths))
         except Exception as error:
             self._workers.communicator.abort(f"rank 0: {describe(error)}")
-            cause = self._workers.why(error)
-            if cause is None:
-                raise
-            raise cause from error
+            self._workers.raise_cause(error)
+            raise
         except BaseException as interrupt:
             self._workers.communicator.abort(f"rank 0: {describe(interrupt)}")
             self._workers.end_steps()

@@ -8,6 +8,7 @@ makes a new group. In between, a rank waits for rank 0.
 import pickle
 import socket
 from dataclasses import replace
+from io import FileIO
 
 import torch
 
@@ -79,7 +80,8 @@ class Rank:
         try:
             with socket.socket(fileno=steps) as connection:
                 self._runner.drop_graphs()
-                self._communicator.join(group)
+                with FileIO(group, "r+") as file:
+                    self._communicator.join(file)
                 self._channel.send(Joined(order.generation))
                 self._run_steps(connection)
         except ChannelClosed:

@@ -38,6 +38,9 @@ class ModelRunner(StepRunner):
         """Whether a batch that raised may run again: the caches hold what the batch expects."""
         return True
 
+    def check_health(self) -> None:
+        """Raise ExecutorDeadError if there are other processes to run batches with, and one has ended."""
+
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.

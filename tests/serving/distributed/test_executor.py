@@ -2,29 +2,22 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Checkpoint, run, token_ids
 from server_process import children_of, is_running, wait_for
-from warm_ranks import StartedRanks
+from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.loading.loader import load_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def memfds() -> list[str]:
-    """The memory files that this process has open or mapped."""
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    return [each for each in [*links, *maps] if "memfd:" in each]
 
 
 @pytest.fixture(scope="module")
@@ -92,26 +85,30 @@ PROGRAM = """
 import sys
 from pagedattn_serve import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks=40, tensor_parallel_size=2)
-params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-llm.generate(prompt_token_ids=[[1, 2]], sampling_params=params, use_tqdm=False)
-print("generated", flush=True)
-sys.stdin.read()
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+print("loaded", flush=True)
+try:
+    while True:
+        llm.generate(prompt_token_ids=[[1, 2]], sampling_params=params, use_tqdm=False)
+except KeyboardInterrupt:
+    [output] = llm.generate(prompt_token_ids=[[1, 2]], sampling_params=params, use_tqdm=False)
+    print(output.outputs[0].finish_reason, flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["return", "SIGKILL"])
-def test_a_program_leaves_no_rank(llama: Checkpoint, end: str) -> None:
-    """The rank is one that the program has started itself, whether the program ends or is killed."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_program_leaves_no_rank(llama: Checkpoint, number: int) -> None:
+    """Ctrl-C goes to all its processes, and only the program minds. The rank is one that it has started itself."""
     command = [sys.executable, "-X", "dev", "-c", PROGRAM, str(llama.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        assert program.stdin is not None and program.stdout is not None and program.stderr is not None
-        assert program.stdout.readline() == b"generated\n"
+    pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, process_group=0, **pipes) as program:
+        assert program.stdout is not None and program.stderr is not None
+        assert program.stdout.readline() == b"loaded\n"
         [rank] = children_of(program.pid)
-        if end == "return":
-            program.stdin.close()
+        if number == signal.SIGINT:
+            os.killpg(program.pid, number)
         else:
             program.kill()
-        program.wait(60)
-        stderr = program.stderr.read().decode()
-    assert "Warning" not in stderr and "Traceback" not in stderr
+        stdout, stderr = program.communicate(timeout=60)
+    assert (stdout, stderr) == (b"length\n" if number == signal.SIGINT else b"", b"")
     wait_for(lambda: not is_running(rank))

@@ -14,6 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from warm_python import PRELOADED
 
@@ -23,9 +25,9 @@ LARGEST_MESSAGE = 1 << 16
 class WarmProcess:
     """What `subprocess.Popen` is for a program, as far as `executor.Worker` uses that."""
 
-    def __init__(self, module: str, theirs: socket.socket) -> None:
+    def __init__(self, theirs: socket.socket, module: str, *arguments: str) -> None:
         self._server = server()
-        socket.send_fds(self._server, [json.dumps(["start", module]).encode()], [theirs.fileno()])
+        socket.send_fds(self._server, [json.dumps(["start", module, *arguments]).encode()], [theirs.fileno()])
         self.pid = int(self._server.recv(LARGEST_MESSAGE))
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(self.pid)
@@ -33,6 +35,9 @@ class WarmProcess:
     def kill(self) -> None:
         if self.returncode is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        return self.wait() if select.select([self._pidfd], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -45,19 +50,30 @@ class WarmProcess:
 
 
 class StartedRanks:
-    """The ranks that tests have started. module: the program of the next ones, None for their own."""
+    """The ranks that tests have started. fault: of the next ones, as `faulty_rank` takes it."""
 
     def __init__(self) -> None:
         self.processes: list[WarmProcess] = []
-        self.module: str | None = None
+        self.fault: str | None = None
 
     def start(self, module: str, theirs: socket.socket) -> WarmProcess:
-        self.processes.append(WarmProcess(self.module or module, theirs))
+        program = (module,) if self.fault is None else ("faulty_rank", self.fault)
+        self.processes.append(WarmProcess(theirs, *program))
         return self.processes[-1]
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
+
+
+def memfds() -> list[str]:
+    """The memory files that this process has open or mapped."""
+    files = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of this very directory
+            files.append(os.readlink(each))
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return [each for each in [*files, *maps] if "memfd:" in each]
 
 
 @functools.cache
@@ -71,17 +87,18 @@ def server() -> socket.socket:
     return ours
 
 
-def serve(connection: socket.socket) -> tuple[str, int] | None:
-    """Forks a child for each start. Returns module and socket in the child, None when nobody can ask any more."""
+def serve(connection: socket.socket) -> tuple[int, list[str]] | None:
+    """Forks a child for each start. Returns socket, and module and arguments, in the child; None when nobody can ask
+    any more."""
     while True:
         message, files, _, _ = socket.recv_fds(connection, LARGEST_MESSAGE, 1)
         if not message:
             return None
         match json.loads(message):
-            case ["start", module]:
+            case ["start", *program]:
                 pid = os.fork()
                 if pid == 0:
-                    return module, files[0]
+                    return files[0], program
                 os.close(files[0])
                 connection.send(str(pid).encode())
             case ["wait", pid]:
@@ -97,8 +114,8 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         asked = serve(connection)
     if asked is not None:
-        module, descriptor = asked
-        sys.argv = [module, str(descriptor), "0"]
+        descriptor, [module, *arguments] = asked
+        sys.argv = [module, str(descriptor), "0", *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,0 +1,75 @@
+"""The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT
+
+FAULT: "start", "load" or "cache": when the process is killed. "memory": loading finds no memory. "tokens": a step that
+has one of the tokens below fails on the way, once, between two calls of the other ranks.
+"""
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from pagedattn_serve.distributed import worker, worker_main
+from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.execution.step_inputs import StepInputs
+from pagedattn_serve.execution.step_runner import StepRunner
+
+RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS = 90, 91, 92, 93
+
+all_reduce = SharedMemoryCommunicator.all_reduce
+run_model = StepRunner.run_model
+done: set[int] = set()  # faults, by token
+ahead: list[int] = []  # the fault of this step, if one is to come
+
+
+def die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def no_memory(*_: Any) -> NoReturn:
+    raise MemoryError("no memory for a slice")
+
+
+def run_faulty_step(runner: StepRunner, inputs: StepInputs) -> Tensor:
+    ahead[:] = [token for token in (RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS) if token in inputs.token_ids]
+    if ahead == [HAS_OTHER_INPUTS]:
+        inputs.positions[0] += 1
+    return run_model(runner, inputs)
+
+
+def faulty_all_reduce(communicator: SharedMemoryCommunicator, tensor: Tensor) -> Tensor:
+    result = all_reduce(communicator, tensor)
+    if ahead and ahead[0] not in done:
+        done.add(ahead[0])
+        match ahead[0]:
+            case 90:
+                raise MemoryError("no memory amid a step")
+            case 91:
+                die()
+            case 92:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    return result
+
+
+def main() -> None:
+    fd, parent, fault = sys.argv[1:]
+    match fault:
+        case "start":
+            die()
+        case "load":
+            worker.load_model = die
+        case "cache":
+            worker.StepRunner = die  # type: ignore[assignment, misc]
+        case "memory":
+            worker.load_model = no_memory
+        case "tokens":
+            StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
+            SharedMemoryCommunicator.all_reduce = faulty_all_reduce  # type: ignore[method-assign]
+    worker_main.main(int(fd), int(parent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""What becomes of an engine whose ranks fail, die or stop, or that is interrupted: the real processes, with faults."""
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from async_runs import play, read
+from checkpoints import Checkpoint, token_ids
+from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
+from server_process import children_of, is_running, running, wait_for
+from test_interrupts import ROOT, Places, chosen, expect_nothing_left
+from warm_ranks import StartedRanks, memfds
+
+from pagedattn_serve import LLM, AsyncLLMEngine, EngineDeadError, LLMEngine, SamplingParams
+from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.errors import ExecutorDeadError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
+FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/step_runner.py")} | {
+    str(ROOT / f"distributed/{name}.py") for name in ("executor", "communicator", "channel")
+}
+
+
+@pytest.fixture
+def start(llama: Checkpoint, ranks: StartedRanks) -> Iterator[Callable[..., LLMEngine]]:
+    """Makes an engine with a rank that has this fault. In the end no process is left."""
+    num_started = len(ranks.processes)
+
+    def start(fault: str | None, **options: Any) -> LLMEngine:
+        ranks.fault = fault
+        return LLMEngine(llama.path, **SMALL, **options)
+
+    yield start
+    ranks.fault = None
+    gc.collect()  # errors that the test has seen keep frames, and the frames keep engines
+    wait_for(lambda: not any(map(is_running, ranks.pids[num_started:])))
+
+
+def add(engine: LLMEngine, *prompts: list[int]) -> None:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), None, GREEDY, prompt)
+
+
+def finish(engine: LLMEngine) -> dict[str, list[int]]:
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output.outputs[0].token_ids) for output in engine.step())
+    return outputs
+
+
+def error_of(step: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, ChildProcessError)) as error:
+        step()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_step_that_fails_on_a_rank(start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks) -> None:
+    """The error is that of the rank. Its requests end, and all others go on: with the right tokens, as if anew."""
+    engine = start("tokens")
+    add(engine, *llama.prompts[:3])
+    engine.step()
+    engine.add_request("bad", None, GREEDY, [1, RAISES])
+    started = time.monotonic()
+    assert error_of(engine.step) == (
+        f"RuntimeError: rank 1 (process {ranks.pids[-1]}): MemoryError: no memory amid a step"
+    )
+    assert time.monotonic() - started < 5
+    assert len(engine.fail_batch("it failed")) == 4
+    add(engine, *llama.prompts[:3])
+    assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(3)}
+    expect_nothing_left(engine)
+
+
+def test_a_step_that_failed_may_be_tried_again(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
+    """The caches may hold anything then, so all requests are computed anew."""
+    engine = start("tokens", preemption_mode="swap")
+    add(engine, *llama.prompts[:3])
+    engine.step()
+    engine.add_request("bad", None, GREEDY, [1, RAISES])
+    error_of(engine.step)
+    outputs = finish(engine)
+    assert [outputs[str(i)] for i in range(3)] == [expected[:6] for expected in llama.expected[:3]]
+    assert len(outputs["bad"]) == 6
+    expect_nothing_left(engine)
+
+
+def test_an_error_of_rank_0(
+    start: Callable[..., LLMEngine], llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the step's, and the other rank does not wait."""
+    engine = start(None)
+    add(engine, *llama.prompts[:2])
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory on rank 0")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"^no memory on rank 0$"):
+        patch.setattr(engine.model_runner.model, "forward", fail)
+        engine.step()
+    assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(2)}
+
+
+def test_a_rank_that_is_killed_amid_a_step(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
+    """The engine is broken for good, and says what died; what needs no rank still works."""
+    engine = start("tokens")
+    add(engine, [1, IS_KILLED])
+    started = time.monotonic()
+    death = f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]}) was killed by SIGKILL"
+    assert error_of(engine.step) == death
+    assert time.monotonic() - started < 5
+    assert len(engine.fail_batch("it died")) == 1
+    engine.add_request("next", None, GREEDY, [1, 2])
+    assert error_of(engine.step) == death
+    assert engine.abort_request("next") is not None
+    expect_nothing_left(engine)
+
+
+def test_an_async_engine_tells_of_a_rank_that_is_killed(start: Callable[..., LLMEngine]) -> None:
+    """At its first step without the rank, not at the third one that fails."""
+    engine = start("tokens")
+
+    async def main() -> str | None:
+        async with AsyncLLMEngine(engine) as serving:
+            with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL$"):
+                await read(serving, {"prompt_token_ids": [1, IS_KILLED]}, GREEDY)
+        return serving.error
+
+    assert (play(main()) or "").startswith("ExecutorDeadError: rank 1")
+
+
+@pytest.mark.parametrize("fault", ["start", "load", "cache"])
+def test_a_rank_that_is_killed_before_the_first_step(start: Callable[..., LLMEngine], fault: str) -> None:
+    with pytest.raises(ExecutorDeadError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL$"):
+        start(fault)
+
+
+def test_a_rank_without_memory_for_its_slice(start: Callable[..., LLMEngine]) -> None:
+    with pytest.raises(MemoryError, match=r"^no memory for a slice$"):
+        start("memory")
+
+
+def test_a_rank_that_stops(
+    start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a breakpoint, or where memory is swapped out: after a stated time the error says which rank it is."""
+    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    engine = start("tokens")
+    add(engine, [1, STOPS])
+    rank = f"rank 1 (process {ranks.pids[-1]})"
+    assert error_of(engine.step) == (
+        f"ExecutorDeadError: {rank} has not answered for 0.2 s, after RuntimeError: all_reduce_shared: the group is "
+        f"broken: {rank} has not come within 0.5 seconds: it is stopped"
+    )
+
+
+def test_checks_of_inputs(
+    start: Callable[..., LLMEngine], ranks: StartedRanks, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "1")
+    engine = start("tokens")
+    add(engine, *llama.prompts[:3])
+    assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(3)}
+    add(engine, [1, HAS_OTHER_INPUTS])
+    assert error_of(engine.step) == (
+        f"RuntimeError: PAGEDATTN_CHECK: the inputs of rank 1 (process {ranks.pids[-1]}) are not those of rank 0"
+    )
+
+
+def test_two_engines_side_by_side(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
+    engines = [start(None), start(None)]
+    for engine in engines:
+        add(engine, *llama.prompts[:2])
+    for _ in range(6):
+        outputs = [engine.step() for engine in engines]
+    for each in outputs:
+        assert token_ids(each) == [expected[:6] for expected in llama.expected[:2]]
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llm(llama: Checkpoint, ranks: StartedRanks) -> LLM:
+    return LLM(llama.path, block_size=8, max_num_batched_tokens=19, **SMALL)
+
+
+def expect_right_tokens(llm: LLM, llama: Checkpoint) -> None:
+    outputs = llm.generate(prompt_token_ids=llama.prompts[:3], sampling_params=GREEDY, use_tqdm=False)
+    assert token_ids(outputs) == [expected[:6] for expected in llama.expected[:3]]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_interrupts(llm: LLM, llama: Checkpoint, joins: bool) -> None:
+    """At places of what is new with several ranks, of steps and of a new group. The next requests have their tokens,
+    and no memory is left."""
+    runner: Any = llm.llm_engine.model_runner
+    expect_right_tokens(llm, llama)
+    runner._are_in_step = not joins
+    with Places(files=FILES) as places:
+        expect_right_tokens(llm, llama)
+    before = memfds()
+    ends_of_joining = [i for i, (name, _) in enumerate(places.seen) if name == "Executor._join"]
+    for at in chosen(places.seen[: ends_of_joining[-1] if joins else None]):
+        runner._are_in_step = not joins
+        with Places(at, FILES), pytest.raises(KeyboardInterrupt):
+            expect_right_tokens(llm, llama)
+        expect_nothing_left(llm.llm_engine)
+        expect_right_tokens(llm, llama)
+    assert len(memfds()) == len(before)
+
+
+@pytest.mark.timeout(method="thread")  # the signal of the other method is the one that the test sends
+def test_real_signals(llm: LLM, llama: Checkpoint) -> None:
+    """Between lines and within calls, at times spread over the whole of a run."""
+    expect_right_tokens(llm, llama)
+    started = time.perf_counter()
+    expect_right_tokens(llm, llama)
+    seconds = time.perf_counter() - started
+    hits = 0
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * seconds / 30)
+                expect_right_tokens(llm, llama)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hits += 1
+            expect_right_tokens(llm, llama)
+            expect_nothing_left(llm.llm_engine)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert hits > 5
+
+
+def test_a_server_whose_rank_is_killed() -> None:
+    """While nothing is to do: the server ends with status 1, and says what died."""
+    with running("--tensor-parallel-size", "2", python=sys.executable) as server:
+        [rank] = children_of(server.core_pid)
+        os.kill(rank, signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        assert f"rank 1 (process {rank}) was killed by SIGKILL" in server.stderr
