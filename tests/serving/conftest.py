@@ -1,7 +1,7 @@
 """Checkpoints, made once for all tests of the serving layer. Nothing may write to their directories."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,9 @@ from checkpoints import (
     make_tokenizer,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from warm_ranks import StartedRanks
 
+from pagedattn_serve.distributed import executor
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.model_runner import ModelRunner
 
@@ -103,3 +105,12 @@ def engine(text_model: str) -> LLMEngine:
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what happens amid steps."""
     monkeypatch.setattr(ModelRunner, "execute", slowed(ModelRunner.execute))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[StartedRanks]:
+    """For tests of engines with several ranks: the processes of these engines start fast."""
+    started = StartedRanks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "start_process", started.start)
+        yield started

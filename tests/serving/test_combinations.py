@@ -1,4 +1,5 @@
-"""All mechanisms of the engine together: in fp32 its output is Hugging Face's, whichever of them are at work."""
+"""All mechanisms of the engine together: in fp32 its output is Hugging Face's, whichever of them are at work, on one
+rank and on two."""
 
 from itertools import product
 from typing import Any
@@ -42,13 +43,21 @@ def expect_preemptions(engine: LLMEngine, watch: Watch, mode: str, small: bool) 
     assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
 
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
+ON_ONE_RANK = list(product([1], [False, True], [False, True], ["recompute", "swap"], [False, True], [1, 4]))
+ON_TWO_RANKS = [
+    (2, caches, caches, mode, True, n) for caches in (False, True) for mode, n in (("recompute", 1), ("swap", 4))
+]
+
+
 @pytest.mark.parametrize(
-    ("prefix_caching", "chunked", "mode", "small", "n"),
-    list(product([False, True], [False, True], ["recompute", "swap"], [False, True], [1, 4])),
+    ("tensor_parallel_size", "prefix_caching", "chunked", "mode", "small", "n"), ON_ONE_RANK + ON_TWO_RANKS
 )
 def test_greedy_equals_hugging_face(
     llama: Checkpoint,
     monkeypatch: pytest.MonkeyPatch,
+    tensor_parallel_size: int,
     prefix_caching: bool,
     chunked: bool,
     mode: str,
@@ -63,6 +72,7 @@ def test_greedy_equals_hugging_face(
         max_num_batched_tokens=19 if chunked else 2560,
         enable_prefix_caching=prefix_caching,
         preemption_mode=mode,
+        tensor_parallel_size=tensor_parallel_size,
     )
     watch = Watch(engine, monkeypatch)
     params = SamplingParams(temperature=0, n=n, max_tokens=24, ignore_eos=True)
@@ -85,13 +95,17 @@ BEAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", BEAMS)
 @pytest.mark.parametrize(
-    ("mode", "small", "prefix_caching"),
-    [("swap", False, False), ("swap", True, True), ("recompute", True, True), ("recompute", True, False)],
+    ("tensor_parallel_size", "mode", "small", "prefix_caching"),
+    [
+        *((1, "swap", False, False), (1, "swap", True, True), (1, "recompute", True, True)),
+        *((1, "recompute", True, False), (2, "swap", True, True)),
+    ],
 )
 def test_beam_search_equals_hugging_face(
     llama: Checkpoint,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
+    tensor_parallel_size: int,
     mode: str,
     small: bool,
     prefix_caching: bool,
@@ -108,6 +122,7 @@ def test_beam_search_equals_hugging_face(
         max_num_batched_tokens=29 if small else 2560,
         enable_prefix_caching=prefix_caching,
         preemption_mode=mode,
+        tensor_parallel_size=tensor_parallel_size,
     )
     engine.inputs._eos_token_ids = frozenset(eos)
     watch = Watch(engine, monkeypatch)
@@ -153,12 +168,19 @@ def beams_of(llama: Checkpoint, prompt: list[int], eos: list[int], options: dict
     return beams
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_seeded_samples_do_not_depend_on_the_batch(llama: Checkpoint, mode: str) -> None:
+@pytest.mark.parametrize(("tensor_parallel_size", "mode"), [(1, "recompute"), (1, "swap"), (2, "swap")])
+def test_seeded_samples_do_not_depend_on_the_batch(llama: Checkpoint, tensor_parallel_size: int, mode: str) -> None:
     """n outputs of a request with a seed differ from each other, and are the same alone, in a batch, and preempted."""
     params = SamplingParams(n=3, best_of=4, seed=5, max_tokens=20, logprobs=1)
     alone = [run(LLMEngine(llama.path, max_model_len=64), [prompt], params)[0] for prompt in llama.prompts[:4]]
-    engine = LLMEngine(llama.path, block_size=8, num_blocks=20, max_model_len=64, preemption_mode=mode)
+    engine = LLMEngine(
+        llama.path,
+        block_size=8,
+        num_blocks=20,
+        max_model_len=64,
+        preemption_mode=mode,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     together = run(engine, llama.prompts[:4] * 3, params)
     assert engine.stats().num_preemptions > 0
     for i, output in enumerate(together):

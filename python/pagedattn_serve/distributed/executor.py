@@ -8,6 +8,7 @@ import pickle
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedattn_serve.distributed.channel import Channel, ChannelClosed
 from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
+from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
 from pagedattn_serve.distributed.messages import (
     DIGEST_BYTES,
     CacheOrder,
@@ -103,14 +105,15 @@ class Workers:
         self._generation = 0  # of the group
         self._death: str | None = None
         self._workers: list[Worker] = []
-        num_threads = torch.get_num_threads()
-        share = max(1, num_threads // world_size)
-        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), num_threads, share)
-        torch.set_num_threads(share)
+        num_threads = max(1, torch.get_num_threads() // world_size)
+        nodes = numa_nodes(os.sched_getaffinity(0))
+        give_back = take_share(num_threads, cpus_of_rank(0, world_size, nodes))
+        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), give_back)
         try:
             for rank in range(1, world_size):
                 self._workers.append(Worker(rank))
-                order = RankOrder(rank, world_size, share, self.checks_inputs, model, cache, scheduler)
+                cpus = cpus_of_rank(rank, world_size, nodes)
+                order = RankOrder(rank, world_size, num_threads, cpus, self.checks_inputs, model, cache, scheduler)
                 self._send(self._workers[-1], order)
         except BaseException:
             self.close()
@@ -238,15 +241,30 @@ class Workers:
         return ExecutorDeadError(text)
 
 
-def _end(workers: list[Worker], owner: int, num_threads: int, share: int) -> None:
-    """Kill the processes: they have nothing that is to be kept. Takes back what was set in this process."""
+def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
+    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
+    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(num_threads)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+    def give_back() -> None:
+        if torch.get_num_threads() == num_threads:  # else somebody has set it since
+            torch.set_num_threads(num_threads_before)
+        if cpus is not None and os.sched_getaffinity(0) == cpus:
+            os.sched_setaffinity(0, cpus_before)
+
+    return give_back
+
+
+def _end(workers: list[Worker], owner: int, give_back: Callable[[], None]) -> None:
+    """Kill the processes: they have nothing that is to be kept."""
     if os.getpid() != owner:  # a child that was forked
         return
     for worker in workers:
         worker.kill()
     workers.clear()
-    if torch.get_num_threads() == share:
-        torch.set_num_threads(num_threads)
+    give_back()
 
 
 class Executor(ModelRunner):

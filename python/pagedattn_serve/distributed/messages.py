@@ -31,11 +31,15 @@ BlockPairs = list[tuple[int, int]]
 
 
 class RankOrder(NamedTuple):
-    """What a rank loads, and how many threads it computes with. checks_inputs: it answers each step with a digest."""
+    """What a rank loads, and how it computes: with how many threads, on which CPUs (None: on any).
+
+    checks_inputs: the rank answers each step with a digest.
+    """
 
     rank: int
     world_size: int
     num_threads: int
+    cpus: set[int] | None
     checks_inputs: bool
     model: ModelConfig
     cache: CacheConfig

@@ -5,6 +5,7 @@ rank, or rank 0 is interrupted amid one, the group of the ranks breaks: each ran
 makes a new group. In between, a rank waits for rank 0.
 """
 
+import os
 import pickle
 import socket
 from dataclasses import replace
@@ -59,6 +60,8 @@ class Rank:
         order: RankOrder
         order, _ = channel.receive()
         self._checks_inputs = order.checks_inputs
+        if order.cpus is not None:
+            os.sched_setaffinity(0, order.cpus)  # before torch starts the threads that it computes with
         torch.set_num_threads(order.num_threads)
         self._communicator = SharedMemoryCommunicator(order.rank, order.world_size)
         partition = Partition(order.rank, order.world_size, self._communicator)
