@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,15 +42,6 @@ class MallocUsage(ctypes.Structure):
 
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = MallocUsage
-
-
-@pytest.fixture(autouse=True, scope="module")
-def old_objects_left_alone() -> Iterator[None]:
-    """A collection looks at what was made since: with the million objects of torch and pytest it takes 0.3 seconds."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def malloc_bytes() -> int:
