@@ -107,14 +107,16 @@ class ServerMetrics:
         """Gives a function that is to see each output (a delta) of one request of the engine. At the end, the request's
         tokens are added to the current HTTP request's.
 
-        An ApiError in the context says that the request was refused or failed. Any other exception says that the reader
-        has left, which counts as "abort" unless the request was finished. A request that is refused before its first
-        output is not counted.
+        An ApiError in the context says that the request was refused or failed; a failure after the first output counts
+        as "error". Any other exception says that the reader has left, which counts as "abort" unless the request was
+        finished. A request that is refused before its first output is not counted.
         """
         seen = _Seen()
         try:
             yield lambda output: self._see(output, seen)
         except ApiError:
+            if seen.last is not None and not seen.last.finished:
+                self._count_end("error")  # the engine of the request has died
             raise
         except BaseException:
             if seen.last is None or not seen.last.finished:

@@ -119,10 +119,12 @@ def test_a_request_that_is_refused_counts_for_nothing() -> None:
     assert {name for name in before if before[name] != after[name]} <= {"process_cpu_seconds_total"}
 
 
-def test_a_request_that_fails_counts_once() -> None:
+@pytest.mark.parametrize("finish_reason", ["error", None])
+def test_a_request_that_fails_counts_once(finish_reason: str | None) -> None:
+    """Whether the engine says so in a last output, or has died."""
     metrics = ServerMetrics(lambda: IDLE, "demo")
     with pytest.raises(ApiError), metrics.watch() as see:
-        see(output(1, finish_reason="error"))
+        see(output(1, finish_reason=finish_reason))
         raise ApiError(500, "the request could not go on")
     assert ended(metrics) == {"error": 1}
 
