@@ -92,6 +92,7 @@ def app(args: dict[str, Any]) -> Application:
     """
     engine_args, config = read_args(args)
     return Engine.options(
+        ray_actor_options={"num_cpus": engine_args.tensor_parallel_size},  # a CPU for each rank, and as many threads
         max_ongoing_requests=engine_args.max_num_seqs,  # further ones wait in front of the replicas, for any of them
         max_queued_requests=config.max_waiting,
         graceful_shutdown_timeout_s=config.shutdown_timeout,
