@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from contextlib import suppress
+from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from typing import Any, get_args
 from starlette.types import ASGIApp
 
 from pagedattn_serve import engine_args as engine_options
+from pagedattn_serve.async_engine import EngineDeadError
 from pagedattn_serve.cli.options import CONVERTERS
 from pagedattn_serve.cli.serve import keys_in_environment, make_engine, read_text
 from pagedattn_serve.config import DEMO_MODEL
@@ -51,6 +53,8 @@ class Replica:
 
     async def __init__(self, engine_args: EngineArgs, config: ServerConfig) -> None:  # type: ignore[misc]
         set_up_log(config)
+        if not config.api_keys:  # `app` has read them from its environment, which may be that of another machine
+            config = replace(config, api_keys=tuple(keys_in_environment()))
         self._config = config
         self._engine = await asyncio.to_thread(make_engine, engine_args, config)
         self._engine.on_death = self._end_soon
@@ -60,8 +64,13 @@ class Replica:
         return make_app(self._engine, self._config)
 
     async def check_health(self) -> None:
-        """Wait until the engine answers between two steps. Raises EngineDeadError. Ray Serve limits the time."""
-        await self._engine.call(methodcaller("get_num_unfinished_requests"))
+        """Wait until each core that runs answers between two steps; Ray Serve limits the time. Raises EngineDeadError
+        if none runs."""
+        running = [i for i, core in enumerate(self._engine.replicas()) if core.is_running]
+        if not running:
+            raise EngineDeadError("no core of the engine runs")
+        ask = methodcaller("get_num_unfinished_requests")
+        await asyncio.gather(*(self._engine.call(ask, i) for i in running))
 
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else the model could not be loaded
@@ -91,9 +100,11 @@ def app(args: dict[str, Any]) -> Application:
     Raises ValueError, TypeError and OSError for what is wrong with the options.
     """
     engine_args, config = read_args(args)
+    num_engines = config.data_parallel_size
     return Engine.options(
-        ray_actor_options={"num_cpus": engine_args.tensor_parallel_size},  # a CPU for each rank, and as many threads
-        max_ongoing_requests=engine_args.max_num_seqs,  # further ones wait in front of the replicas, for any of them
+        ray_actor_options={"num_cpus": num_engines * engine_args.tensor_parallel_size},
+        # Further requests wait in front of the replicas, for any of them.
+        max_ongoing_requests=num_engines * engine_args.max_num_seqs,
         max_queued_requests=config.max_waiting,
         graceful_shutdown_timeout_s=config.shutdown_timeout,
     ).bind(engine_args, config)

@@ -12,6 +12,7 @@ from server_process import children_of
 
 from pagedattn_serve import ray_serve
 
+HEALTH_CHECK_SECONDS = 2  # Ray Serve replaces a replica when three in a row have failed
 OPTIONS = {"dtype": "float32", "num_blocks": 256}
 
 
@@ -29,7 +30,9 @@ class Replica(NamedTuple):
 
 def run(name: str, **options: Any) -> None:
     """Deploy, or deploy anew, with these options of Ray Serve. Returns when it serves."""
-    replica = ray_serve.Engine.options(health_check_period_s=1, graceful_shutdown_wait_loop_s=0.1, **options)
+    replica = ray_serve.Engine.options(
+        health_check_period_s=HEALTH_CHECK_SECONDS, graceful_shutdown_wait_loop_s=0.1, **options
+    )
     serve.run(replica.bind(*ray_serve.read_args(OPTIONS)), name=name)
 
 

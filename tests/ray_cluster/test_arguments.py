@@ -45,8 +45,10 @@ def test_mistakes(given: dict[str, object], message: str) -> None:
         app(given)
 
 
-def test_limits_of_ray_serve() -> None:
-    """Requests beyond those that an engine runs wait where another replica can still take them."""
-    bound = app({"max_num_seqs": 8, "max_waiting": 5, "shutdown_timeout": 7})._bound_deployment
-    assert (bound.max_ongoing_requests, bound.max_queued_requests) == (8, 5)
+def test_options_of_ray_serve() -> None:
+    """A CPU for each rank. Requests beyond those that a replica runs wait where another replica can still take them."""
+    given = {"max_num_seqs": 8, "max_waiting": 5, "shutdown_timeout": 7, "tensor_parallel_size": 2}
+    bound = app({**given, "data_parallel_size": 3})._bound_deployment
+    assert bound.ray_actor_options == {"num_cpus": 6}
+    assert (bound.max_ongoing_requests, bound.max_queued_requests) == (24, 5)
     assert bound._deployment_config.graceful_shutdown_timeout_s == 7

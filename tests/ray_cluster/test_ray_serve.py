@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from ray.cluster_utils import Cluster
-from replicas import Replica, free_port, replicas_of, run
+from replicas import HEALTH_CHECK_SECONDS, Replica, free_port, replicas_of, run
 from server_process import is_running, wait_for
 
 NAME = "test"
@@ -91,9 +91,10 @@ def test_dead_engine_is_replaced(client: httpx.Client, pool: ThreadPoolExecutor)
     os.kill(replica.core_pid, signal.SIGKILL)
     assert answer.result().status_code == 503
     assert f"(process {replica.core_pid}) was killed by SIGKILL" in answer.result().text
+    wait_for(lambda: not is_running(replica.pid), 2 * HEALTH_CHECK_SECONDS)  # sooner than Ray Serve sees what is wrong
     wait_for(lambda: complete(client).status_code == 200, SECONDS)
     [other] = replicas_of(NAME)
-    assert {*replica}.isdisjoint(other) and not is_running(replica.pid)
+    assert {*replica}.isdisjoint(other)
 
 
 def test_scale_up_and_down(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -118,9 +119,14 @@ def test_rolling_update(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
     assert len(replicas_of(NAME)) == 2 and not is_running(replica.pid)
 
 
-def test_killed_replica_and_node(client: httpx.Client, cluster: Cluster) -> None:
-    first, _ = replicas_of(NAME)
+def test_killed_replica_and_node(client: httpx.Client, pool: ThreadPoolExecutor, cluster: Cluster) -> None:
+    first, second = replicas_of(NAME)
+    second.freeze()
+    answers = sent_to_frozen(first, pool, client, number=6)
     os.kill(first.pid, signal.SIGKILL)
+    first.thaw()
+    second.thaw()
+    assert {answer.result().status_code for answer in answers} == {200, 500}  # those of one go on
     wait_for(lambda: not is_running(first.core_pid))  # no orphan
     wait_for(lambda: complete(client).status_code == 200, SECONDS)
     wait_for(lambda: len(replicas_of(NAME)) == 2, SECONDS)
