@@ -24,7 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm", "calibration", "async_engine"},
     "async_engine": {"async_engine.engine"},
     "async_engine.engine": {"async_engine.thread_core", "async_engine.stream", "async_engine.replicas"},
-    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "async_engine.errors"},
+    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "async_engine.errors"}
+    | {"distributed.cpus"},
     "async_engine.router": {"requests.prompts"},
     "async_engine.errors": set(),
     "async_engine.process_core": {"async_engine.messages", "distributed.processes"},  # it starts core_main

@@ -13,10 +13,11 @@ from operator import methodcaller
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from async_runs import greedy, play, read, slow_steps, until
 from server_process import children_of
 
-from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, RequestOutput
+from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, LLMEngine, RequestOutput
 from pagedattn_serve.async_engine import replicas
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
 from pagedattn_serve.async_engine.errors import ReplicaDeadError
@@ -104,6 +105,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCore]]:
     yield FakeCore.made
 
 
+def num_threads(engine: LLMEngine) -> int:
+    return torch.get_num_threads()
+
+
 def make(model: str, number: int = 2) -> AsyncLLMEngine:
     return AsyncLLMEngine.from_engine_args(EngineArgs(model), data_parallel_size=number)
 
@@ -127,6 +132,8 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
             assert sorted(lost + kept) == ["0", "1", "2", "3"]
             pid = engine.replicas()[0].pid
             assert pid is not None
+            num_cpus = len(os.sched_getaffinity(0))
+            assert await engine.call(num_threads) <= max(1, num_cpus // 2)
             os.kill(pid, signal.SIGKILL)
             for name in lost:
                 with pytest.raises(EngineDeadError, match=rf"^replica 0 died: .* \(process {pid}\) was killed by SIGK"):
@@ -151,24 +158,33 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
     assert children_of(os.getpid()) == before
 
 
+def holder(cores: list[FakeCore]) -> FakeCore | None:
+    """The core that has got a request and has not ended."""
+    return next((core for core in cores if core.keys and not core.is_ended), None)
+
+
 def test_a_request_without_an_output_is_tried_on_one_other_replica(cores: list[FakeCore], text_model: str) -> None:
+    async def fail(num_times: int) -> None:
+        for _ in range(num_times):
+            await until(lambda: holder(cores) is not None)
+            core = holder(cores)
+            assert core is not None
+            core.end("it fell")
+
     async def main() -> None:
         async with make(text_model, 3) as engine:
             request = asyncio.create_task(read(engine, "the", request_id="a"))
-            await asyncio.sleep(0)
-            [first] = [core for core in cores if core.keys]
-            first.end("it fell")
-            await until(lambda: len([core for core in cores if core.keys]) == 2)
-            [second] = [core for core in cores if core.keys and core is not first]
-            second.tell(second.keys[0], finished=True)
+            await fail(1)
+            await until(lambda: holder(cores) is not None)
+            second = holder(cores)
+            assert second is not None
+            second.tell(second.keys.pop(), finished=True)
             assert (await request).finished
             request = asyncio.create_task(read(engine, "the", request_id="a"))
-            for core in cores[:3]:  # of which one does not run
-                await asyncio.sleep(0.001)
-                if core.keys and core is not first:
-                    core.end("it fell")
+            await fail(2)
             with pytest.raises(ReplicaDeadError, match=r"^replica \d died: it fell$"):
                 await request
+            assert holder(cores) is None
 
     play(main())
 
@@ -276,3 +292,10 @@ def test_a_replica_that_cannot_start_ends_all(cores: list[FakeCore], text_model:
     assert len(cores) == 3 and all(core.is_ended for core in cores)
     with pytest.raises(ValueError, match="data_parallel_size: expected an int >= 1, got 0"):
         make(text_model, 0)
+
+
+def test_replicas_on_cuda_are_refused(cores: list[FakeCore], text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCore, "facts", FACTS._replace(device="cuda:0"))
+    with pytest.raises(ValueError, match=r"data_parallel_size: expected 1 on CUDA, .*, got 2"):
+        make(text_model)
+    assert all(core.is_ended for core in cores)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,9 @@ from pagedattn_serve.async_engine.loop import News
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
+from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
 from pagedattn_serve.engine_args import EngineArgs
-from pagedattn_serve.errors import describe
+from pagedattn_serve.errors import ArgumentError, describe
 from pagedattn_serve.outputs import EngineStats, ReplicaStatus
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Replicas:
 
     Args:
         engine_args, initializer: of each core, as for `ProcessCore`.
-        num_replicas: how many cores. All load the model at the same time.
+        num_replicas: how many cores, each with its share of the threads. All load the model at the same time.
 
     facts, first_stats: set by `wait_until_loaded`.
     """
@@ -72,11 +74,12 @@ class Replicas:
     ) -> None:
         check_int("data_parallel_size", num_replicas, 1)
         self.engine_args = engine_args
-        self._make_core = partial(ProcessCore, engine_args, initializer)
+        self._initializer = initializer
+        self._num_replicas = num_replicas
         self._replicas: list[Replica] = []
         try:
             for index in range(num_replicas):
-                self._replicas.append(Replica(index, self._make_core()))
+                self._replicas.append(Replica(index, self._make_core(index)))
         except BaseException:
             self.kill()
             raise
@@ -90,15 +93,19 @@ class Replicas:
         self._has_told_end = False
 
     def wait_until_loaded(self) -> None:
-        """Wait until all replicas take requests. Raises what `ProcessCore.wait_until_loaded` does, then ends all."""
+        """Wait until all replicas take requests. Raises what `ProcessCore.wait_until_loaded` does, and ValueError for
+        replicas on CUDA; then no replica is left."""
         try:
             for replica in self._replicas:
                 replica.core.wait_until_loaded()
                 replica.stats = replica.core.first_stats
+            self.facts = self._replicas[0].core.facts
+            if self.facts.device.startswith("cuda"):
+                expected = "1 on CUDA, where all replicas would take the same device"
+                raise ArgumentError("data_parallel_size", expected, self._num_replicas)
         except BaseException:
             self.kill()
             raise
-        self.facts = self._replicas[0].core.facts
         self.first_stats = self._sum_of_stats()
 
     def kill(self) -> None:
@@ -165,6 +172,10 @@ class Replicas:
             await asyncio.gather(*self._revivals)
             await asyncio.gather(*(replica.core.join() for replica in self._replicas))
             self._loading.shutdown()
+
+    def _make_core(self, index: int) -> ProcessCore:
+        initializer = partial(begin_on_share, index, self._num_replicas, self._initializer)
+        return ProcessCore(self.engine_args, initializer)
 
     # ---- the replicas -----------------------------------------------------------------------------------------------
 
@@ -233,7 +244,7 @@ class Replicas:
             if await self._are_stopped_within(replica.pause):
                 return
             replica.num_restarts += 1
-            replica.core = self._make_core()
+            replica.core = self._make_core(replica.index)
             loaded = asyncio.get_running_loop().run_in_executor(self._loading, replica.core.wait_until_loaded)
             try:
                 await loaded
@@ -258,6 +269,18 @@ class Replicas:
 
     def _sum_of_stats(self) -> EngineStats:
         return total([each.stats for each in self._replicas])
+
+
+def begin_on_share(index: int, num_replicas: int, initializer: Callable[[], object] | None) -> None:
+    """In a replica's process: take a share of threads and NUMA nodes, or all would be in each other's way."""
+    import torch  # here: the process of `Replicas` needs none
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_replicas))
+    cpus = cpus_of_rank(index, num_replicas, numa_nodes(os.sched_getaffinity(0)))
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+    if initializer is not None:
+        initializer()
 
 
 def death_of(replica: Replica) -> ReplicaDeadError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -163,6 +164,38 @@ def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
             assert (told["message"], told["code"]) == (died, "engine_dead")
         assert server.process.wait(30) == 1
         assert died in server.stderr and "Traceback" not in server.stderr
+
+
+def test_replicas_that_are_killed() -> None:
+    """Streams of the first get an error, those of the second go on. When none is left, the server says so, and a signal
+    ends it while the replicas start anew."""
+    with running("--data-parallel-size", "2", python=sys.executable, program=SLOW_COMMAND) as server:
+        pids = [int(pid) for pid in re.findall(r"replicas +2 \(processes (\d+), (\d+)\)", server.stdout)[0]]
+        assert sorted(pids) == sorted(children_of(server.process.pid))
+        streams = Streams(server, 4)
+        metrics = server.metrics()
+        assert [metrics[f'num_requests_running{{replica="{i}"}}'] for i in range(2)] == [2, 2]
+        assert all(metrics[f'engine_core_process_cpu_seconds_total{{replica="{i}"}}'] > 0 for i in range(2))
+        os.kill(pids[0], signal.SIGKILL)
+        streams.join()
+        died = f"replica 0 died: the engine core (process {pids[0]}) was killed by SIGKILL"
+        assert sum(died in text for text in streams.texts) == 2
+        assert sum('"finish_reason":"length"' in text for text in streams.texts) == 2
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 200 and [each["is_running"] for each in health.json()["replicas"]] == [False, True]
+        metrics = server.metrics()
+        assert [metrics[f'replica_up{{replica="{i}"}}'] for i in range(2)] == [0, 1]
+        assert httpx.get(f"{server.url}/state?replica=1").json()["replicas"] == [False, True]
+        for number, status in ((0, 503), (2, 400)):
+            assert httpx.get(f"{server.url}/state?replica={number}").status_code == status
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 5)
+        answer = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        assert answer.status_code == 503 and f"{died}; replica 1 died: " in answer.json()["error"]["message"]
+        wait_for(lambda: server.metrics()['replica_restarts_total{replica="0"}'] == 1, 10)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.stderr and died in server.stderr
 
 
 def test_ctrl_c_reaches_both_processes_and_ends_neither_at_once() -> None:
