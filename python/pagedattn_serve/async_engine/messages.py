@@ -14,7 +14,7 @@ from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetric
 
 HEADER = struct.Struct("=Q")
 CHUNK = 1 << 18  # bytes to read at once
-_numbers_of = attrgetter(*EngineStats.__slots__)
+numbers_of = attrgetter(*EngineStats.__slots__)
 
 
 def framed(message: object) -> bytes:
@@ -57,7 +57,7 @@ class NewsPacker:
         self._metrics: dict[int, RequestMetrics] = {}  # that were sent last, of each unfinished request with outputs
 
     def pack(self, news: News) -> tuple[Any, ...]:
-        stats = None if news.stats is self._stats else _numbers_of(news.stats)
+        stats = None if news.stats is self._stats else numbers_of(news.stats)
         self._stats = news.stats
         refused = [(key, portable(error)) for key, error in news.refused]
         results = [(key, _pack_result(result, error)) for key, result, error in news.results]

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
 from pagedattn_serve.async_engine.errors import EngineDeadError, ReplicaDeadError
 from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.messages import numbers_of
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
@@ -289,4 +290,4 @@ def death_of(replica: Replica) -> ReplicaDeadError:
 
 def total(stats: list[EngineStats]) -> EngineStats:
     """The sum of all counts."""
-    return EngineStats(*(sum(getattr(each, field.name) for each in stats) for field in fields(EngineStats)))
+    return EngineStats(*map(sum, zip(*map(numbers_of, stats), strict=True)))
