@@ -4,6 +4,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py sharing|samples|prefix|preemption|block-size|long-prompt [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
+       python bench/serving.py ranks [--workload many|one|long] [--shape small|1B] [--threads N] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
 
 Lengths are those of ShareGPT or Alpaca (serve/workloads.py), prompts are random tokens, and outputs never stop early.
@@ -21,6 +22,8 @@ between tokens beside a prompt of 30,000, and how soon a newcomer begins.
 server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
 engines (serve/engines.py): OpenVINO GenAI and llama.cpp beside the engine, as far as they are installed.
+
+ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread.
 
 profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 """
@@ -43,6 +46,7 @@ from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_ro
 from serve.http_server import compare_server
 from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
 from serve.profile import limits_of_profile, run_profile
+from serve.ranks import compare_ranks
 from serve.run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
 from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
 
@@ -131,6 +135,14 @@ def add_engines_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, 1, "bars of tokens per CPU-second")
 
 
+def add_ranks_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workload", choices=list(engines.WORKLOADS), default="many", help="as of engines (default: many)")
+    add("--shape", choices=list(SHAPES), default="small", help="of the LLaMA made (default: %(default)s)")
+    add_run_options(parser, 3, "bars of tokens/s")
+    parser.set_defaults(threads=2)
+
+
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, at_least(1)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
@@ -153,6 +165,7 @@ def parse_args() -> argparse.Namespace:
         add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
     add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
     add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
+    add_ranks_options(commands.add_parser("ranks", help="N ranks of one thread beside one rank of N threads"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     arguments = sys.argv[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
@@ -162,7 +175,7 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
-    if args.command in ("server", "engines", "profile"):
+    if args.command in ("server", "engines", "ranks", "profile"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -229,6 +242,8 @@ def main() -> None:
     facts = hardware("cpu")
     if args.command == "engines":
         return engines.compare_engines(args, facts)
+    if args.command == "ranks":
+        return compare_ranks(args, facts)
     print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.format}")
     with tempfile.TemporaryDirectory() as made:
         if not args.model:

@@ -1,6 +1,7 @@
 """The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT
 
-FAULT: "start", "load" or "cache": when the process is killed. "memory": loading finds no memory. "tokens": a step that
+FAULT: "start", "load" or "cache": when the process is killed. "memory": loading finds no memory. "room": the rank has
+room for 11 blocks, and for 5 on the host. "tokens": a step that
 has one of the tokens below fails on the way, once, between two calls of the other ranks.
 """
 
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.distributed import worker, worker_main
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
 from pagedattn_serve.execution.step_inputs import StepInputs
@@ -65,6 +67,8 @@ def main() -> None:
             worker.StepRunner = die  # type: ignore[assignment, misc]
         case "memory":
             worker.load_model = no_memory
+        case "room":
+            worker.limit_to_memory = lambda *_: CacheConfig(num_blocks=11, num_host_blocks=5)
         case "tokens":
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
             SharedMemoryCommunicator.all_reduce = faulty_all_reduce  # type: ignore[method-assign]

@@ -145,6 +145,14 @@ def test_a_rank_without_memory_for_its_slice(start: Callable[..., LLMEngine]) ->
         start("memory")
 
 
+def test_a_rank_that_has_less_room(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
+    """All ranks have as many blocks as that one."""
+    engine = start("room")
+    add(engine, *llama.prompts[:3])
+    assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(3)}
+    assert (engine.stats().num_blocks, engine.stats().num_host_blocks) == (11, 5)
+
+
 def test_a_rank_that_stops(
     start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
