@@ -60,7 +60,7 @@ class RandomRouting:
 def make_router(num_replicas: int = NUM_REPLICAS) -> Router:
     router = Router(Random(0))
     for replica in range(num_replicas):
-        router.reset(replica, NUM_BLOCKS * 16 * NUM_REPLICAS // num_replicas)
+        router.start(replica, NUM_BLOCKS * 16 * NUM_REPLICAS // num_replicas)
     return router
 
 

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from async_runs import greedy, play, read, slow_steps, until
-from server_process import children_of
+from server_process import is_running
+from warm_ranks import StartedRanks
 
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, LLMEngine, RequestOutput
-from pagedattn_serve.async_engine import replicas
+from pagedattn_serve.async_engine import process_core, replicas
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
 from pagedattn_serve.async_engine.errors import ReplicaDeadError
 from pagedattn_serve.async_engine.loop import News
@@ -117,7 +118,8 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
     """Its requests end with an error, those of the other replica go on, clients that leave leave nothing behind, and
     the replica comes back."""
     monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.01)
-    before = children_of(os.getpid())
+    processes = StartedRanks()
+    monkeypatch.setattr(process_core, "start_process", processes.start)
     args = EngineArgs(text_model, num_blocks=40)
     engine = AsyncLLMEngine.from_engine_args(args, initializer=slow_steps, data_parallel_size=2)
 
@@ -155,7 +157,7 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
         assert engine.error is None and not engine.is_running
 
     play(main())
-    assert children_of(os.getpid()) == before
+    assert len(processes.pids) == 3 and not any(map(is_running, processes.pids))
 
 
 def holder(cores: list[FakeCore]) -> FakeCore | None:

@@ -15,7 +15,7 @@ CACHE = 100 * PIECE_TOKENS  # tokens
 def router_of(num_replicas: int, num_cache_tokens: int = CACHE) -> Router:
     router = Router(Random(0))
     for replica in range(num_replicas):
-        router.reset(replica, num_cache_tokens)
+        router.start(replica, num_cache_tokens)
     return router
 
 
@@ -110,7 +110,7 @@ def test_a_replica_that_is_new_has_cached_nothing() -> None:
     router.forget(home)
     assert router.keys_of(home) == [] and {run(router, key, [5]) for key in range(2, 9)} == {1 - home}
     router.end(1)  # as its reader leaves
-    router.reset(home, CACHE)
+    router.start(home, CACHE)
     assert router._replicas[home].load == 0 and router._replicas[home].num_cached_tokens(split(LONG, "")) == 0
 
 

@@ -186,7 +186,7 @@ class Replicas:
         replica.error = None
         replica.is_running = True
         replica.started = time.monotonic()
-        self._router.reset(replica.index, replica.stats.num_blocks * self.facts.block_size)
+        self._router.start(replica.index, replica.stats.num_blocks * self.facts.block_size)
         await replica.core.start(partial(self._take, replica), partial(self._end, replica))
 
     def _take(self, replica: Replica, news: News) -> None:

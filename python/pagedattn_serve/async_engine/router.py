@@ -51,16 +51,15 @@ class Router:
         self._replicas: dict[int, _Replica] = {}
         self._replica_of: dict[int, _Replica] = {}  # by key of unfinished requests
 
-    def reset(self, replica: int, num_cache_tokens: int) -> None:
+    def start(self, replica: int, num_cache_tokens: int) -> None:
         """A replica starts, with nothing in its cache, and no request."""
-        self.forget(replica)
         self._replicas[replica] = _Replica(replica, num_cache_tokens // PIECE_TOKENS)
 
     def forget(self, replica: int) -> None:
         """A replica has ended, and its requests with it."""
-        if (gone := self._replicas.pop(replica, None)) is not None:
-            for key in [key for key, each in self._replica_of.items() if each is gone]:
-                del self._replica_of[key]
+        del self._replicas[replica]
+        for key in self.keys_of(replica):
+            del self._replica_of[key]
 
     def add(self, key: int, prompt: Prompt, cache_salt: str) -> int:
         """Choose the replica of a request, and count the request there until `end`. There has to be a replica."""
