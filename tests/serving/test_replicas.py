@@ -4,6 +4,7 @@ One test has processes; in the others a fake stands for each process, which does
 """
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -43,7 +44,7 @@ class FakeCore:
         self.engine_args = engine_args
         self.pid = 1000 + len(self.made)
         self.fault = self.faults.pop(0) if self.faults else None
-        self.is_interrupted = self.is_ended = False
+        self.is_started = self.is_interrupted = self.is_ended = False
         self.keys: list[int] = []
         self.calls: list[int] = []
         self.aborted: list[int] = []
@@ -64,10 +65,13 @@ class FakeCore:
 
     async def start(self, deliver: Callable[[News], None], finish: Callable[[str | None], None]) -> None:
         self.deliver, self.finish = deliver, finish
+        await asyncio.sleep(0.002)  # a connection is made
+        self.is_started = True
 
     def add(self, key: int, args: RequestArgs) -> None:
         if args.prompt == "not to be pickled":
             raise TypeError("prompt: expected what can be pickled")
+        assert self.is_started
         self.keys.append(key)
 
     def abort(self, key: int, is_left: bool) -> None:
@@ -208,6 +212,24 @@ def test_a_request_with_an_output_is_not_tried_again(cores: list[FakeCore], text
     play(main())
 
 
+def test_a_request_that_was_aborted_is_not_tried_again(cores: list[FakeCore], text_model: str) -> None:
+    async def main() -> None:
+        async with make(text_model) as engine:
+            request = asyncio.create_task(read(engine, "the", request_id="a"))
+            await until(lambda: holder(cores) is not None)
+            abort = asyncio.create_task(engine.abort("a"))
+            await asyncio.sleep(0)
+            core = holder(cores)
+            assert core is not None and core.aborted == core.keys
+            core.end("it fell")
+            with pytest.raises(ReplicaDeadError):
+                await request
+            await abort
+            assert holder(cores) is None
+
+    play(main())
+
+
 def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: str) -> None:
     """Each time after a longer pause. While no replica runs, requests and calls say why."""
 
@@ -218,16 +240,25 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
             assert engine.is_running
             with pytest.raises(ReplicaDeadError, match=r"^replica 0 died: it fell$"):
                 await engine.call(methodcaller("stats"))
-            await until(lambda: engine.replicas()[0].is_running)
+            requests = []
+            while not engine.replicas()[0].is_running:  # whenever they come, the other replica gets them
+                requests.append(asyncio.create_task(read(engine, "the")))
+                await asyncio.sleep(0.001)
+            assert len(cores[1].keys) == len(requests) and engine.num_unfinished == len(requests)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
             assert [each.num_restarts for each in engine.replicas()] == [2, 0]
             assert engine.replicas()[0].pid == cores[-1].pid
             call = asyncio.create_task(engine.call(methodcaller("stats"), 0))
             await asyncio.sleep(0)
+            cores[-1].deliver(News(dataclasses.replace(STATS, num_running=3)))
+            assert engine.stats().num_running == 3
             for core in (cores[-1], cores[1]):
                 core.end("it fell")
             with pytest.raises(ReplicaDeadError):
                 await call
-            assert not engine.is_running and engine.error is None
+            assert not engine.is_running and engine.error is None and engine.stats().num_running == 0
             for request in (anext(engine.generate("the")), engine.call(methodcaller("stats"))):
                 with pytest.raises(EngineDeadError, match=r"replica 0 died: it fell; replica 1 died: it fell"):
                     await request

@@ -223,7 +223,7 @@ class AsyncLLMEngine:
                     yield output
                 return
             except ReplicaDeadError:
-                if output is not None or is_second_try:
+                if output is not None or is_second_try or stream.is_aborted:
                     raise
             finally:
                 self._leave(stream)
@@ -232,6 +232,7 @@ class AsyncLLMEngine:
         """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""
         key = self._key_of.get(request_id)
         if key is not None and self._is_running:
+            self._streams[key].is_aborted = True
             replica = self._core.replica_of(key) if isinstance(self._core, Replicas) else 0
             self._core.abort(key, is_left=False)
             with suppress(EngineDeadError):  # a dead engine has ended the request, too

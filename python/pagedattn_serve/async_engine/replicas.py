@@ -182,12 +182,12 @@ class Replicas:
 
     async def _start(self, replica: Replica) -> None:
         """Let a core that has loaded the model run."""
+        await replica.core.start(partial(self._take, replica), partial(self._end, replica))
         replica.stats = replica.core.first_stats
         replica.error = None
         replica.is_running = True
         replica.started = time.monotonic()
         self._router.start(replica.index, replica.stats.num_blocks * self.facts.block_size)
-        await replica.core.start(partial(self._take, replica), partial(self._end, replica))
 
     def _take(self, replica: Replica, news: News) -> None:
         """Pass on what a replica tells, with the stats of all."""
@@ -209,6 +209,7 @@ class Replicas:
         assert self._loop is not None
         replica.is_running = False
         replica.num_waiting = 0
+        replica.stats = replica.core.first_stats
         replica.error = error
         death = EngineDeadError("the engine was shut down") if error is None else death_of(replica)
         news = News(self._sum_of_stats(), sum(each.num_waiting for each in self._replicas))
@@ -245,10 +246,9 @@ class Replicas:
             if await self._are_stopped_within(replica.pause):
                 return
             replica.num_restarts += 1
-            replica.core = self._make_core(replica.index)
-            loaded = asyncio.get_running_loop().run_in_executor(self._loading, replica.core.wait_until_loaded)
             try:
-                await loaded
+                replica.core = self._make_core(replica.index)
+                await asyncio.get_running_loop().run_in_executor(self._loading, replica.core.wait_until_loaded)
             except Exception as error:
                 if self._is_stopping:
                     return

@@ -12,14 +12,16 @@ class Stream:
     A slow reader costs nothing, because only one output waits for the reader: the engine's deltas are added up.
 
     key: of the request at the engine's core. wants_deltas: the reader gets what is new, not what there is so far.
+    is_aborted: somebody has asked for the end of the request.
     """
 
-    __slots__ = ("_error", "_is_new", "_output", "_waiter", "key", "request_id", "wants_deltas")
+    __slots__ = ("_error", "_is_new", "_output", "_waiter", "is_aborted", "key", "request_id", "wants_deltas")
 
     def __init__(self, request_id: str, key: int, wants_deltas: bool) -> None:
         self.request_id = request_id
         self.key = key
         self.wants_deltas = wants_deltas
+        self.is_aborted = False
         self._output: RequestOutput | None = None  # the sum of the deltas: of all, or of those that were not read
         self._is_new = False  # whether the reader has not read the sum
         self._error: Exception | None = None
