@@ -244,7 +244,10 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
             while not engine.replicas()[0].is_running:  # whenever they come, the other replica gets them
                 requests.append(asyncio.create_task(read(engine, "the")))
                 await asyncio.sleep(0.001)
-            assert len(cores[1].keys) == len(requests) and engine.num_unfinished == len(requests)
+            assert len(cores[1].keys) == len(requests)
+            requests.append(asyncio.create_task(read(engine, "the")))
+            await asyncio.sleep(0)
+            assert len(cores[-1].keys) == 1 and engine.num_unfinished == len(requests)
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
