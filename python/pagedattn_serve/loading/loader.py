@@ -81,9 +81,8 @@ def load_model(
     stored = checkpoint_format(directory)
     forms = linear_forms(model, stored, quantization, device)
     description = describe_linear_layers(model, stored, forms)
-    joins = {}
+    joins = model.joins()
     if isinstance(model, NativeCausalLM):
-        joins = model.joins()
         load_weights(model, directory, device, stored, forms)
     else:
         weight_files(directory)  # raises if there are none
@@ -116,12 +115,6 @@ def build_model(
     config = read_config(directory / "config.json")
     architecture = (config.architectures or ["none"])[0]
     stored = checkpoint_format(directory)
-    if partition.world_size > 1 and architecture not in NATIVE:
-        raise ArgumentError(
-            "tensor_parallel_size",
-            f"1, as {architecture} runs through transformers, where ranks cannot share a model yet",
-            partition.world_size,
-        )
     if stored is not None and architecture not in NATIVE:
         raise ArgumentError(
             "quantization_config",
@@ -134,7 +127,7 @@ def build_model(
     with torch.device("meta"):
         if architecture in NATIVE:
             return NATIVE[architecture](config, torch_dtype, partition)
-        return transformers_fallback()(config, torch_dtype)
+        return transformers_fallback()(config, torch_dtype, partition)
 
 
 def transformers_fallback() -> "type[TransformersCausalLM]":

@@ -118,7 +118,7 @@ class NativeCausalLM(CausalLM):
             elif isinstance(layer, SlicedLinear) and not layer.inputs.is_whole:
                 joins[name] = partial(SummedLinear, all_reduce=ranks.all_reduce)
         if not self.lm_head.outputs.is_whole:
-            joins["lm_head"] = partial(GatheredLinear, partition=self.partition, vocab_size=self.vocab_size)
+            joins["lm_head"] = partial(GatheredLinear, partition=self.partition, num_outputs=self.vocab_size)
         return joins
 
 

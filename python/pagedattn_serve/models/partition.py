@@ -12,7 +12,7 @@ the sums behind its layers. With one rank every slice is the whole, and there is
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
@@ -112,7 +112,7 @@ class Partition:
     def heads(self, num_heads: int) -> Share:
         """The query heads."""
         if num_heads % self.world_size:
-            raise self._refusal(f"a divisor of the {num_heads} query heads of the model")
+            raise self.refusal(f"a divisor of the {num_heads} query heads of the model")
         return split(num_heads, self.rank, self.world_size)
 
     def kv_heads(self, num_kv_heads: int) -> Share:
@@ -121,7 +121,7 @@ class Partition:
             return split(num_kv_heads, self.rank, self.world_size)
         if self.world_size % num_kv_heads == 0:
             return split(num_kv_heads, self.rank * num_kv_heads // self.world_size, num_kv_heads)
-        raise self._refusal(
+        raise self.refusal(
             f"a divisor or a multiple of the {num_kv_heads} key-value heads of the model, "
             "as the query heads of a rank must read whole key-value heads"
         )
@@ -130,7 +130,7 @@ class Partition:
         """The outputs of the query heads, which are the inputs of the layer behind attention."""
         features = self.heads(num_heads).times(head_size)
         if not features.splits_only_at(self.group_size):
-            raise self._refusal(
+            raise self.refusal(
                 f"one that leaves each rank whole groups of {self.group_size}, as the checkpoint has quantized them, "
                 f"of the {features.whole} elements of {num_heads} heads"
             )
@@ -142,15 +142,15 @@ class Partition:
         if size // unit >= self.world_size:
             return split(size, self.rank, self.world_size, unit)
         if self.world_size > size // self.group_size:
-            raise self._refusal(f"at most {size // self.group_size}, the groups of the {size} features of an MLP")
+            raise self.refusal(f"at most {size // self.group_size}, the groups of the {size} features of an MLP")
         return split(size, self.rank, self.world_size, self.group_size)
 
     def vocabulary(self, vocab_size: int) -> Share:
         if self.world_size > vocab_size:
-            raise self._refusal(f"at most {vocab_size}, the size of the vocabulary")
+            raise self.refusal(f"at most {vocab_size}, the size of the vocabulary")
         return split(vocab_size, self.rank, self.world_size)
 
-    def _refusal(self, expected: str) -> ArgumentError:
+    def refusal(self, expected: str) -> ArgumentError:
         return ArgumentError("tensor_parallel_size", expected, self.world_size)
 
 
@@ -226,30 +226,38 @@ class SummedEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = token_ids - self.begin
         own = rows.clamp(0, self.last)
-        return self.all_reduce(self.embedding(own).masked_fill_((rows != own)[:, None], 0.0))
+        return self.all_reduce(self.embedding(own).masked_fill_((rows != own)[..., None], 0.0))
 
 
 class SummedLinear(nn.Module):
-    """A linear layer that is split by inputs."""
+    """A linear layer that is split by inputs.
 
-    def __init__(self, linear: nn.Module, all_reduce: Reduce) -> None:
+    own_inputs: which of its inputs the rank takes, if it is given those of all ranks.
+    """
+
+    def __init__(self, linear: nn.Module, all_reduce: Reduce, own_inputs: Share | None = None) -> None:
         super().__init__()
         self.linear = linear
         self.all_reduce = all_reduce
+        self.own_inputs = own_inputs
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.own_inputs is not None:
+            hidden = self.own_inputs.of(hidden, dim=-1)
         return self.all_reduce(self.linear(hidden))
 
 
 class GatheredLinear(nn.Module):
-    """The last layer, which is split by outputs. Ranks with fewer outputs than others pad them."""
+    """A linear layer that is split by outputs and gives those of all ranks, as the last layer does.
 
-    def __init__(self, linear: nn.Module, partition: Partition, vocab_size: int) -> None:
+    Ranks with fewer outputs than others pad them.
+    """
+
+    def __init__(self, linear: nn.Module, partition: Partition, num_outputs: int) -> None:
         super().__init__()
         assert partition.communicator is not None
         self.linear = linear
-        ranks = (replace(partition, rank=rank) for rank in range(partition.world_size))
-        self.sizes = [rank.vocabulary(vocab_size).size for rank in ranks]
+        self.sizes = [split(num_outputs, rank, partition.world_size).size for rank in range(partition.world_size)]
         self.padding = max(self.sizes) - self.sizes[partition.rank]
         self.all_gather = partition.communicator.all_gather
 

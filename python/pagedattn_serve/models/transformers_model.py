@@ -21,10 +21,20 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.models.transformers_trial import TRIAL, Refusal, TrialMask, give_to_layers, run_trial
+from pagedattn_serve.models.partition import SINGLE, Partition
+from pagedattn_serve.models.transformers_slices import Joins, Slices, joined
+from pagedattn_serve.models.transformers_trial import (
+    TRIAL,
+    AttentionShape,
+    Refusal,
+    TrialMask,
+    give_to_layers,
+    run_trial,
+)
 
 PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no mask function, so no masks are made
 FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
@@ -39,9 +49,12 @@ class Step:
 
 
 class TransformersCausalLM(CausalLM):
-    """Built without weights, then loaded. Both steps raise ValueError for a model that would give wrong results."""
+    """Built without weights, then loaded. Both steps raise ValueError for a model that would give wrong results.
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    slices: what a rank holds of a model that several ranks share; None for one rank.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
         super().__init__()
         self.runs = f"through transformers {transformers.__version__}"
         self.architecture = (config.architectures or ["none"])[0]
@@ -54,6 +67,10 @@ class TransformersCausalLM(CausalLM):
             shape = run_trial(self.model, text_config)
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
+        self.partition = partition
+        self.slices = None if partition.world_size == 1 else self.slice(shape)
+        if self.slices is not None:
+            shape = self.slices.attention
         self.num_layers = text_config.num_hidden_layers
         self.num_heads = shape.num_heads
         self.num_kv_heads = shape.num_kv_heads
@@ -62,16 +79,52 @@ class TransformersCausalLM(CausalLM):
         self.step = Step()
 
     def load_weights(self, directory: Path, device: str) -> None:
-        """Replace the model without weights by the checkpoint's, on `device`."""
-        self.model = load(type(self.model), directory, self.config, self.dtype).to(device).eval()
+        """Replace the model without weights by the checkpoint's, or by the rank's slices of it, on `device`."""
+        if self.slices is None:
+            self.model = load(type(self.model), directory, self.config, self.dtype).to(device).eval()
+        else:
+            with self.slices.cut_when_loaded(type(self.model)) as model_class:
+                self.model = load(model_class, directory, self.config, self.dtype).to(device).eval()
+            self.slices.make_slices(self.model)
         give_to_layers(self.model, self.step)
         try:
-            difference = self.compare()
+            with joined(self.model, {} if self.slices is None else self.slices.joins_alone()):
+                difference = self.compare()
         except Exception as error:  # whatever a model runs into that expects more than its tokens and positions
             raise self.refusal(error) from None
         if not difference < TOLERANCES[self.dtype]:
             reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
             raise self.refusal(Refusal(reason))
+
+    def slice(self, shape: AttentionShape) -> Slices:
+        """The rank's slices, which the model without weights is made of.
+
+        shape: that of the whole model. Raises ArgumentError if ranks cannot share the model.
+        """
+        try:
+            slices = Slices(self.model, shape, self.partition)
+            slices.cut_all(self.model)
+            slices.make_slices(self.model)
+            with joined(self.model, slices.joins_alone()):
+                if run_trial(self.model, self.config.get_text_config()) != slices.attention:
+                    raise Refusal("its slices attend with other heads than those of a rank")
+        except ArgumentError:
+            raise
+        except Exception as error:  # also what layers run into that count on whole parameters
+            raise ArgumentError(
+                "tensor_parallel_size",
+                f"1, as {self.architecture} runs {self.runs}, and ranks cannot share it: {reason_of(error)}",
+                self.partition.world_size,
+            ) from None
+        return slices
+
+    def joins(self) -> Joins:
+        """As `NativeCausalLM.joins`."""
+        ranks = self.partition.communicator
+        if self.slices is None or ranks is None:
+            assert self.partition.world_size == 1
+            return {}
+        return {f"model.{name}": join for name, join in self.slices.joins(ranks).items()}
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -94,6 +147,7 @@ class TransformersCausalLM(CausalLM):
         """Relative difference of logits: two sequences that run together, in pieces, against each sequence alone.
 
         A quarter of the rows may differ by more, because rounding decides between two experts that are equally likely.
+        A rank that has slices computes with them alone, without the other ranks.
         """
         block_size, device = 8, self.model.device
         head_size = padded_head_size(self.head_size, self.dtype)
@@ -103,7 +157,8 @@ class TransformersCausalLM(CausalLM):
                 4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
             )
         ]
-        sequences = [(torch.arange(n, device=device) * 7 + n) % min(self.vocab_size, 1000) for n in (11, 6)]
+        begin, end = (0, self.vocab_size) if self.slices is None else self.slices.vocabulary.ranges[0]
+        sequences = [begin + (torch.arange(n, device=device) * 7 + n) % min(end - begin, 1000) for n in (11, 6)]
         expected = self.alone(sequences)
         differences = []
         computed = [0, 0]
@@ -131,12 +186,16 @@ class TransformersCausalLM(CausalLM):
         return logits
 
     def refusal(self, error: Exception) -> ValueError:
-        reason = str(error).strip().split("\n")[0]
-        if TRIAL in reason or TrialMask.__name__ in reason:
-            reason = "its layers do not leave their masks to transformers' attention interface"
-        elif not isinstance(error, Refusal):
-            reason = f"a trial run fails with {type(error).__name__}: {reason}"
-        return ValueError(f"architecture: expected one that can run {self.runs}, got {self.architecture}: {reason}")
+        return ValueError(
+            f"architecture: expected one that can run {self.runs}, got {self.architecture}: {reason_of(error)}"
+        )
+
+
+def reason_of(error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    if TRIAL in reason or TrialMask.__name__ in reason:
+        return "its layers do not leave their masks to transformers' attention interface"
+    return reason if isinstance(error, Refusal) else f"a trial run fails with {type(error).__name__}: {reason}"
 
 
 def paged_attention(
