@@ -123,13 +123,15 @@ ARROWS: dict[str, set[str]] = {
     # the processes of a model's ranks
     "distributed": set(),
     "distributed.executor": {"distributed.communicator", "distributed.messages", "distributed.channel"}
-    | {"distributed.processes", "distributed.cpus", "execution.model_runner"},  # it starts worker_main
+    | {"distributed.processes", "distributed.cpus", "distributed.ray_cpus"}
+    | {"execution.model_runner"},  # it starts worker_main
     "distributed.worker_main": {"distributed.worker", "distributed.processes"},
     "distributed.worker": {"distributed.communicator", "distributed.messages", "distributed.channel", "engine_setup"},
     "distributed.messages": {"execution.block_tables", "execution.step_inputs", "config"},
     "distributed.communicator": {"pagedattn_ext"},
     "distributed.channel": set(),
     "distributed.cpus": set(),
+    "distributed.ray_cpus": {"errors"},
     "distributed.processes": set(),
     # a batch through the model
     "execution": set(),

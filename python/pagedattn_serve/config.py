@@ -135,9 +135,11 @@ class ParallelConfig:
     """How many processes share the model."""
 
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str = "mp"
 
     def __post_init__(self) -> None:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, ("mp", "ray"))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

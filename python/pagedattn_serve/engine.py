@@ -87,7 +87,7 @@ class LLMEngine:
             workers, partition = None, SINGLE
             if parallel_config.tensor_parallel_size > 1:
                 check_has_ranks(device, parallel_config.tensor_parallel_size)
-                workers = Workers(parallel_config.tensor_parallel_size, model_config, cache_config, scheduler_config)
+                workers = Workers(parallel_config, model_config, cache_config, scheduler_config)
                 undo.callback(workers.close)
                 partition = workers.partition
             self.tokenizer = load_tokenizer(directory, model_config.tokenizer)

@@ -128,6 +128,11 @@ class EngineArgs:
         "widest beam of a request (`SamplingParams.use_beam_search`). The work of a step for a beam grows with "
         "the square of its width, and other requests wait for the step",
     ] = 32
+    distributed_executor_backend: Annotated[
+        str,
+        "where the ranks' CPUs come from, if there are several ranks: mp takes those of this machine; ray has a Ray "
+        "cluster, which this machine is part of, reserve them",
+    ] = "mp"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_memory is not None:

@@ -38,7 +38,8 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 OPTIONS = engine_options.OPTIONS | server_config.OPTIONS
-for name in ("host", "port"):  # Ray Serve listens: its http_options say where
+# Ray Serve listens, and has reserved the CPUs of a replica: `http_options` and `ray_actor_options` of its config.
+for name in ("host", "port", "distributed_executor_backend"):
     del OPTIONS[name]
 FLUSH_SECONDS = 1.0  # after an engine's end, for the errors of its requests to reach their clients
 
@@ -113,7 +114,7 @@ def app(args: dict[str, Any]) -> Application:
 def read_args(args: dict[str, Any]) -> tuple[EngineArgs, ServerConfig]:
     for name in args:
         if name not in OPTIONS:
-            raise ArgumentError("args", "options of EngineArgs and ServerConfig, without host and port", name)
+            raise ArgumentError("args", "options of EngineArgs and ServerConfig that Ray Serve has not", name)
     values: dict[str, Any] = {"model": DEMO_MODEL, "api_keys": tuple(keys_in_environment())}
     values |= {name: read_value(name, value) for name, value in args.items()}
     values.setdefault("served_model_name", Path(values["model"]).name)

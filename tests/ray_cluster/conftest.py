@@ -9,16 +9,16 @@ import pytest
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from replicas import free_port
+from replicas import NODE, free_port
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The driver is this process. The head has no CPU for replicas."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    """The driver is this process, on the head, which has no room for replicas."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=1, wait=False)
+            cluster.add_node(**NODE, wait=False)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:

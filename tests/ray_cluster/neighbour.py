@@ -4,9 +4,9 @@ import sys
 
 import ray
 from ray import serve
-from replicas import run
+from replicas import NODE, run
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", **NODE, include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"port": int(sys.argv[1])})
 run("neighbour")
 print("serving", flush=True)

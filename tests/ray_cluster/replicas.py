@@ -13,6 +13,9 @@ from server_process import children_of
 from pagedattn_serve import ray_serve
 
 HEALTH_CHECK_SECONDS = 2  # Ray Serve replaces a replica when three in a row have failed
+BODY = {"model": "demo_model", "prompt": "A class", "max_tokens": 8, "temperature": 0}
+TEXT = " can be parameterized\n(see below"  # in fp32
+NODE = {"num_cpus": 1, "resources": {"room for a replica": 1}}
 OPTIONS = {"dtype": "float32", "num_blocks": 256}
 
 
@@ -31,7 +34,10 @@ class Replica(NamedTuple):
 def run(name: str, **options: Any) -> None:
     """Deploy, or deploy anew, with these options of Ray Serve. Returns when it serves."""
     replica = ray_serve.Engine.options(
-        health_check_period_s=HEALTH_CHECK_SECONDS, graceful_shutdown_wait_loop_s=0.1, **options
+        health_check_period_s=HEALTH_CHECK_SECONDS,
+        graceful_shutdown_wait_loop_s=0.1,
+        ray_actor_options=NODE,
+        **options,
     )
     serve.run(replica.bind(*ray_serve.read_args(OPTIONS)), name=name)
 

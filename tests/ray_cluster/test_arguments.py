@@ -31,9 +31,10 @@ def test_values_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"num_bloks": "1"},
-            "args: expected options of EngineArgs and .*, without host and port, got num_bloks",
+            "args: expected options of EngineArgs and ServerConfig that .*, got num_bloks",
         ),
-        ({"port": "80"}, "without host and port, got port"),
+        ({"port": "80"}, "that Ray Serve has not, got port"),
+        ({"distributed_executor_backend": "ray"}, "got distributed_executor_backend"),
         ({"num_blocks": "many"}, "num_blocks: expected an"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory: expected bytes"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected"),

@@ -15,12 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 from ray.cluster_utils import Cluster
-from replicas import HEALTH_CHECK_SECONDS, Replica, free_port, replicas_of, run
+from replicas import BODY, HEALTH_CHECK_SECONDS, NODE, TEXT, Replica, free_port, replicas_of, run
 from server_process import is_running, wait_for
 
 NAME = "test"
-BODY = {"model": "demo_model", "prompt": "A class", "max_tokens": 8, "temperature": 0}
-TEXT = " can be parameterized\n(see below"  # in fp32
 SECONDS = 60  # for what takes 5 on an idle machine
 
 
@@ -134,7 +132,7 @@ def test_killed_replica_and_node(client: httpx.Client, pool: ThreadPoolExecutor,
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     wait_for(lambda: len(replicas_of(NAME)) == 1)
     wait_for(lambda: complete(client).status_code == 200, SECONDS)
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(**NODE)
     wait_for(lambda: len(replicas_of(NAME)) == 2, SECONDS)
     assert text_of(complete(client)) == TEXT
 

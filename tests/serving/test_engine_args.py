@@ -80,6 +80,7 @@ def test_configs_have_every_option() -> None:
         "gpu_memory_utilization": 0.5,
         "seed": 7,
         "tensor_parallel_size": 2,
+        "distributed_executor_backend": "ray",
         "enforce_eager": True,
         "trust_remote_code": False,
         "preemption_mode": "swap",

@@ -208,6 +208,7 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         (dict(seed="x"), TypeError, "seed"),
         (dict(block_size=512), ValueError, r"block_size: expected an int in \[8, 256\], got 512"),
         (dict(tensor_parallel_size=0), ValueError, r"tensor_parallel_size: expected an int in \[1, 64\], got 0"),
+        (dict(distributed_executor_backend="mpi"), ValueError, "distributed_executor_backend: expected one of mp, ray"),
         (dict(tensor_parallel_size="1"), TypeError, "tensor_parallel_size: expected an int"),
         (dict(trust_remote_code=True), ValueError, "trust_remote_code: expected False, .*not supported"),
         (dict(trust_remote_code="no"), TypeError, "trust_remote_code: expected a bool, got 'no'"),

@@ -264,6 +264,7 @@ def test_arguments_of_the_constructor() -> None:
         ("num_speculative_tokens", 5),
         ("quantization", None),
         ("max_beam_width", 32),
+        ("distributed_executor_backend", "mp"),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert EngineArgs.__doc__ is not None
@@ -290,7 +291,7 @@ def test_every_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     real = LLMEngine.__init__
     monkeypatch.setattr(LLMEngine, "__init__", record)
     values: list[Any] = ["m", "t", "bfloat16", "cuda:1", 32, None, 9, 3, 77, 66, 1.5, 0.5, 8, 1, True, False, "swap"]
-    values += [False, "priority", "fp8", "s", "ngram", 2, "int4", 7]
+    values += [False, "priority", "fp8", "s", "ngram", 2, "int4", 7, "ray"]
     LLM(*values)
     del seen["self"]
     assert seen == {name: value for (name, _), value in zip(arguments(LLM), values, strict=True)}

@@ -107,6 +107,11 @@ def test_serving_without_the_extra() -> None:
         assert of_server == (1, [line])
 
 
-def test_ray_serve_without_ray() -> None:
-    [(status, lines)] = run_in_children([(["ray"], "import pagedattn_serve.ray_serve")])
-    assert (status, lines[-1]) == (1, "ImportError: pagedattn_serve: expected ray: pip install 'pagedattn-ext[ray]'")
+def test_without_ray() -> None:
+    engine = "from pagedattn_serve import DEMO_MODEL, LLM; LLM(DEMO_MODEL, tensor_parallel_size=2, {})"
+    programs = ["import pagedattn_serve.ray_serve", engine.format("distributed_executor_backend='ray'")]
+    said = run_in_children([(["ray"], program) for program in programs])
+    assert [status for status, _ in said] == [1, 1]
+    assert said[0][1][-1] == "ImportError: pagedattn_serve: expected ray: pip install 'pagedattn-ext[ray]'"
+    expected = "distributed_executor_backend: expected ray: pip install 'pagedattn-ext[ray]'"
+    assert said[1][1][-1] == f"pagedattn_serve.errors.ArgumentImportError: {expected}"

@@ -16,6 +16,7 @@ METAVARS = {
     "tokenizer": "DIR",
     "kv_cache_memory": "SIZE",
     "swap_space": "GIB",
+    "distributed_executor_backend": "BACKEND",
     "gpu_memory_utilization": "SHARE",
     "preemption_mode": "MODE",
     "scheduling_policy": "POLICY",
@@ -34,7 +35,7 @@ METAVARS = {
     "log_level": "LEVEL",
 }
 MODEL = ("dtype", "quantization")
-PLACE = ("tokenizer", "device", "tensor_parallel_size")
+PLACE = ("tokenizer", "device", "tensor_parallel_size", "distributed_executor_backend")
 SCHEDULING = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode"),
     *("speculation", "max_beam_width"),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.channel import Channel, ChannelClosed
 from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
@@ -33,6 +33,7 @@ from pagedattn_serve.distributed.messages import (
     without_tables,
 )
 from pagedattn_serve.distributed.processes import how_it_ended, start_process
+from pagedattn_serve.distributed.ray_cpus import reserve_cpus
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
@@ -99,16 +100,22 @@ class Workers:
     Methods raise ExecutorDeadError if a process has died or does not answer. From then on every call raises it.
     """
 
-    def __init__(self, world_size: int, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    def __init__(
+        self, parallel: ParallelConfig, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig
+    ) -> None:
+        world_size = parallel.tensor_parallel_size
         self.communicator = SharedMemoryCommunicator(0, world_size)
         self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
         self._generation = 0  # of the group
         self._death: str | None = None
         self._workers: list[Worker] = []
         num_threads = max(1, torch.get_num_threads() // world_size)
+        undo: list[Callable[[], None]] = []
+        if parallel.distributed_executor_backend == "ray":
+            undo.append(reserve_cpus(world_size, num_threads))
         nodes = numa_nodes(os.sched_getaffinity(0))
-        give_back = take_share(num_threads, cpus_of_rank(0, world_size, nodes))
-        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), give_back)
+        undo.append(take_share(num_threads, cpus_of_rank(0, world_size, nodes)))
+        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
         try:
             for rank in range(1, world_size):
                 self._workers.append(Worker(rank))
@@ -257,14 +264,15 @@ def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
     return give_back
 
 
-def _end(workers: list[Worker], owner: int, give_back: Callable[[], None]) -> None:
+def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> None:
     """Kill the processes: they have nothing that is to be kept."""
     if os.getpid() != owner:  # a child that was forked
         return
     for worker in workers:
         worker.kill()
     workers.clear()
-    give_back()
+    for give_back in undo:
+        give_back()
 
 
 class Executor(ModelRunner):
