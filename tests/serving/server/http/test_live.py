@@ -45,7 +45,7 @@ def test_state_says_what_stats_and_the_cache_map_do(client: Any) -> None:
     client.answer("/v1/completions", prompt=[5] * 40, max_tokens=2)
     state = client.http.get("/state").json()
     stats = state["stats"]
-    assert (state["model"], state["device"], state["requests"]) == ("tiny", "cpu", [])
+    assert (state["model"], state["device"], state["requests"], state["replicas"]) == ("tiny", "cpu", [], [True])
     assert stats["num_running"] == stats["num_used_blocks"] == 0
     counts = {code: sum(count for what, count in state["blocks"] if what == code) for code in CODES.values()}
     assert sum(counts.values()) == stats["num_blocks"]
