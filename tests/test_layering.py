@@ -72,7 +72,7 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.response_bodies": set(),
     "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve"},
     "cli.generate": {"engine", "cli.options"},
-    "cli.serve": {"cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
+    "cli.serve": {"distributed.torchrun", "cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.info": {"execution.cache_memory"},
     "ray_serve": {"cli.serve"},
     "cli.parser": {"cli.options"},
@@ -123,12 +123,13 @@ ARROWS: dict[str, set[str]] = {
     # the processes of a model's ranks
     "distributed": set(),
     "distributed.executor": {"distributed.communicator", "distributed.messages", "distributed.channel"}
-    | {"distributed.processes", "distributed.cpus", "distributed.ray_cpus"}
+    | {"distributed.processes", "distributed.torchrun", "distributed.cpus", "distributed.ray_cpus"}
     | {"execution.model_runner"},  # it starts worker_main
     "distributed.worker_main": {"distributed.worker", "distributed.processes"},
     "distributed.worker": {"distributed.communicator", "distributed.messages", "distributed.channel", "engine_setup"},
     "distributed.messages": {"execution.block_tables", "execution.step_inputs", "config"},
     "distributed.communicator": {"pagedattn_ext"},
+    "distributed.torchrun": {"distributed.worker", "distributed.channel", "errors"},
     "distributed.channel": set(),
     "distributed.cpus": set(),
     "distributed.ray_cpus": {"errors"},

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from pagedattn_serve.distributed.executor import Executor, Workers
+from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.engine_setup import (
     check_has_ranks,
@@ -81,6 +82,7 @@ class LLMEngine:
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         model_config, cache_config, parallel_config, scheduler_config = args.create_engine_configs()
+        serve_as_rank(parallel_config.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
         device = choose_device(model_config.device)
         directory = model_directory(model_config.model)
         with ExitStack() as undo:

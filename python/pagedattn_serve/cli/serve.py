@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.cli.options import SERVER_OPTIONS, engine_args
+from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.server.http.config import ServerConfig
@@ -24,6 +25,7 @@ def serve(args: argparse.Namespace) -> int:
 
     Raises ValueError, TypeError and OSError for what is wrong with the options, and what `LLMEngine` does.
     """
+    serve_as_rank(args.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
     options = {name: getattr(args, name) for name in SERVER_OPTIONS}
     options["api_keys"] = tuple(keys_in_environment() if args.api_keys is None else args.api_keys)
     if args.served_model_name is None:

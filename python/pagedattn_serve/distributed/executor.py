@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,8 +32,9 @@ from pagedattn_serve.distributed.messages import (
     digest,
     without_tables,
 )
-from pagedattn_serve.distributed.processes import how_it_ended, start_process
+from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
 from pagedattn_serve.distributed.ray_cpus import reserve_cpus
+from pagedattn_serve.distributed.torchrun import accept, listen, rank_of_torchrun
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
@@ -48,15 +49,16 @@ Message = TypeVar("Message")
 
 
 class Worker:
-    """The process of a rank, as rank 0 sees it."""
+    """A rank, as rank 0 sees it.
 
-    def __init__(self, rank: int) -> None:
+    steps: the socket for the steps of the group that the rank is in.
+    """
+
+    def __init__(self, rank: int, channel: Channel, process: RankProcess) -> None:
         self.rank = rank
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel = Channel(ours)
-        self.steps: socket.socket | None = None  # of the group that the rank is in
-        with theirs:
-            self._process = start_process("pagedattn_serve.distributed.worker_main", theirs)
+        self.channel = channel
+        self.steps: socket.socket | None = None
+        self._process = process
 
     @property
     def name(self) -> str:
@@ -109,7 +111,10 @@ class Workers:
         self._generation = 0  # of the group
         self._death: str | None = None
         self._workers: list[Worker] = []
-        num_threads = max(1, torch.get_num_threads() // world_size)
+        by_torchrun = rank_of_torchrun(world_size) is not None
+        num_threads = torch.get_num_threads()
+        if not by_torchrun:  # else that is the number for a process already
+            num_threads = max(1, num_threads // world_size)
         undo: list[Callable[[], None]] = []
         if parallel.distributed_executor_backend == "ray":
             undo.append(reserve_cpus(world_size, num_threads))
@@ -117,11 +122,13 @@ class Workers:
         undo.append(take_share(num_threads, cpus_of_rank(0, world_size, nodes)))
         self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
         try:
-            for rank in range(1, world_size):
-                self._workers.append(Worker(rank))
-                cpus = cpus_of_rank(rank, world_size, nodes)
-                order = RankOrder(rank, world_size, num_threads, cpus, self.checks_inputs, model, cache, scheduler)
-                self._send(self._workers[-1], order)
+            for worker in accept_ranks(world_size) if by_torchrun else map(start_rank, range(1, world_size)):
+                self._workers.append(worker)
+                cpus = cpus_of_rank(worker.rank, world_size, nodes)
+                order = RankOrder(
+                    worker.rank, world_size, num_threads, cpus, self.checks_inputs, model, cache, scheduler
+                )
+                self._send(worker, order)
         except BaseException:
             self.close()
             raise
@@ -246,6 +253,21 @@ class Workers:
         self.communicator.leave()
         self.close()
         return ExecutorDeadError(text)
+
+
+def start_rank(rank: int) -> Worker:
+    """Start the process of a rank."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker_main", theirs))
+
+
+def accept_ranks(world_size: int) -> Iterator[Worker]:
+    """Wait for the ranks that torchrun has started, which `torchrun.serve_as_rank` runs."""
+    with listen() as listener:
+        for _ in range(1, world_size):
+            rank, connection, pid = accept(listener)
+            yield Worker(rank, Channel(connection), PeerProcess(pid))
 
 
 def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:

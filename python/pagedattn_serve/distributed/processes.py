@@ -2,11 +2,14 @@
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from io import FileIO
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,9 +40,44 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def how_it_ended(process: "subprocess.Popen[bytes]") -> str:
+class RankProcess(Protocol):
+    """What `subprocess.Popen` and `PeerProcess` have in common."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class PeerProcess:
+    """A process that somebody else has started, and ends: here it is watched. returncode: nobody tells."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._file = FileIO(os.pidfd_open(pid))
+
+    def poll(self) -> int | None:
+        return 0 if select.select([self._file], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._file.closed and not select.select([self._file], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("peer", timeout or 0)
+        return 0
+
+    def kill(self) -> None:
+        """Let it go. The process ends when its socket is closed."""
+        self._file.close()
+
+
+def how_it_ended(process: RankProcess) -> str:
     """In words, of a process that has been waited for."""
     status = process.returncode
+    if status is None:
+        return "has ended"
     return f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
 
 
