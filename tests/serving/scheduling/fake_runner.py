@@ -92,6 +92,8 @@ class FakeRunner:
     fail_at: if set, `execute` raises RuntimeError at this one of the places where it can be cut off.
     """
 
+    can_run_again = True
+
     def __init__(
         self,
         model: FakeModel,
