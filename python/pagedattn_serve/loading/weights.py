@@ -1,11 +1,10 @@
 """Puts the tensors of a checkpoint's files, *.safetensors or pytorch_model*.bin, into a native model."""
 
-import ctypes
 import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
-from pagedattn_serve.models.linear import LinearForms, quantized_linear
+from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 
 # In order of preference: the file with all weights, and the index that takes its place if there are several files.
@@ -88,13 +87,6 @@ def load_weights(
         problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
     if problems:
         raise ValueError(misfit(directory, type(model).__name__, problems))
-
-
-def give_back_freed_memory() -> None:
-    """Give the system the memory of tensors that are gone. Of its own accord glibc keeps much of this memory: after a
-    load, up to half as much as the model has."""
-    with suppress(AttributeError, OSError):  # other C libraries
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:

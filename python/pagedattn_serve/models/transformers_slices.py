@@ -177,6 +177,7 @@ class Slices:
                 )
         finally:
             hook.remove()
+            names.clear()  # which the class has for as long as the model lives
 
     def make_slices(self, model: nn.Module) -> None:
         """Tell the layers of a model, all of whose parameters are cut, that they are slices."""

@@ -1,5 +1,6 @@
 """Models that run through transformers, shared by ranks as their plans say. The ranks are threads here."""
 
+import gc
 import re
 import threading
 from collections import Counter
@@ -11,7 +12,7 @@ import torch
 from test_partition import greedy, on_one
 from test_transformers_models import make_config, make_model, prompts_of, references
 from thread_ranks import Ranks, ThreadCommunicator, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Olmo2Config
 
 from pagedattn_serve.errors import ArgumentError
@@ -108,6 +109,17 @@ def test_forms_of_layers_are_those_of_the_whole_model(tmp_path: Path) -> None:
     for types, logits in run_ranks(2, run):
         assert types[Int4Linear] == 2 * 7 and types[Int8Linear] == 1
         assert float((logits - whole).norm() / whole.norm()) < 0.02
+
+
+def test_layers_that_were_packed_are_gone(tmp_path: Path) -> None:
+    """Or a rank would have its weights twice."""
+    make_model("smollm3").save_pretrained(tmp_path)
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, nn.Linear)}
+    slices = load_slices(tmp_path, ThreadCommunicator(Ranks(2), 1, 2))
+    gc.collect()
+    layers = [each for each in gc.get_objects() if isinstance(each, nn.Linear) and id(each) not in before]
+    assert slices.num_layers == 2 and [layer for layer in layers if not layer.weight.is_meta] == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
