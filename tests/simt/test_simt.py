@@ -14,7 +14,7 @@ COMPILE: list[str | Path] = [
     *(os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-DPAGEDATTN_SIMT", "-I", TESTS, "-I", TESTS / "simt/include", "-I", TESTS.parent / "csrc"),
 ]
-SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+SANITIZE = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 RIGHT, WRONG, ERROR = 0, 1, 2  # exit status of the programs
 
 # Case of planted_bugs.cu -> what the run with the bug says: "expected" where the result is wrong.
