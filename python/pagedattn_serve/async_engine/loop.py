@@ -100,8 +100,9 @@ class EngineLoop:
             while self._take_commands():
                 self._step()
         except BaseException as broken:  # KeyboardInterrupt and SystemExit among them
-            logger.critical("the engine ends", exc_info=True)
             error = describe(broken)
+            # The text of ExecutorDeadError says all: what failed is another process.
+            logger.critical("the engine ends: %s", error, exc_info=not isinstance(broken, ExecutorDeadError))
         try:
             outputs = self._engine.abort_request(list(self._keys))
             if error is None:
