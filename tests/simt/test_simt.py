@@ -2,8 +2,10 @@
 the PTX ISA says. The programs are compiled here, once as they are and once with AddressSanitizer and
 UndefinedBehaviorSanitizer."""
 
+import functools
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,21 +109,39 @@ def run(program: Path, *arguments: str, seed: int | None = None) -> Outcome:
     return Outcome(done.returncode, done.stdout + done.stderr)
 
 
-def compile_program(name: str, directory: Path, *options: str) -> Path:
-    program = directory / name
-    sources = [TESTS / "simt" / f"{name}.cu", *sorted((TESTS / "simt").glob("*.cpp"))]
-    subprocess.run([*COMPILE, *options, "-x", "c++", *sources, "-o", program], check=True)
+Compile = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def compile_program(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    """compile_program(name, *options): the program of NAME.cu. The device is compiled once for programs with the same
+    options."""
+
+    @functools.cache
+    def device(*options: str) -> list[Path]:
+        directory = tmp_path_factory.mktemp("device")
+        sources = sorted((TESTS / "simt").glob("*.cpp"))
+        subprocess.run([*COMPILE, *options, "-c", *sources], check=True, cwd=directory)
+        return sorted(directory.glob("*.o"))
+
+    @functools.cache
+    def program(name: str, *options: str) -> Path:
+        path = tmp_path_factory.mktemp(name) / name
+        kernels = ["-x", "c++", TESTS / "simt" / f"{name}.cu", "-x", "none"]
+        subprocess.run([*COMPILE, *options, *kernels, *device(*options), "-o", path], check=True)
+        return path
+
     return program
 
 
 @pytest.fixture(scope="module")
-def planted_bugs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_program("planted_bugs", tmp_path_factory.mktemp("plain"), "-O2")
+def planted_bugs(compile_program: Compile) -> Path:
+    return compile_program("planted_bugs", "-O2")
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_program("planted_bugs", tmp_path_factory.mktemp("sanitized"), *SANITIZE)
+def sanitized(compile_program: Compile) -> Path:
+    return compile_program("planted_bugs", *SANITIZE)
 
 
 def test_every_case_is_tested(planted_bugs: Path) -> None:
@@ -180,11 +200,11 @@ def test_error_says_who_waits_where(planted_bugs: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["-O2"], SANITIZE], ids=["plain", "sanitized"])
-def test_twins(tmp_path: Path, options: list[str]) -> None:
-    assert run(compile_program("twins", tmp_path, *options)) == Outcome(RIGHT, "")
+def test_twins(compile_program: Compile, options: list[str]) -> None:
+    assert run(compile_program("twins", *options)) == Outcome(RIGHT, "")
 
 
-def test_speed_is_printed(tmp_path: Path) -> None:
-    outcome = run(compile_program("speed", tmp_path, "-O2"))
+def test_speed_is_printed(compile_program: Compile) -> None:
+    outcome = run(compile_program("speed", "-O2"))
     assert outcome.status == RIGHT
     assert len(outcome.text.splitlines()) == 5
