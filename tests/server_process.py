@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -95,18 +95,23 @@ class ServerProcess:
 
 @contextmanager
 def running(
-    *arguments: str, python: str, environment: Mapping[str, str] | None = None, program: str = COMMAND
+    *arguments: str,
+    python: str,
+    environment: Mapping[str, str] | None = None,
+    program: str = COMMAND,
+    launcher: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """`pagedattn serve ARGUMENTS` on a free port, once it serves; killed in the end, if it still runs.
 
     python: an interpreter that has pagedattn_serve. What it wrote can be read as long as the context lasts.
+    launcher: a command that starts the command which follows.
     """
     with tempfile.TemporaryDirectory() as directory:
         stdout, stderr = Path(directory, "stdout"), Path(directory, "stderr")
         without_key = {name: value for name, value in os.environ.items() if name != "PAGEDATTN_API_KEY"}
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = subprocess.Popen(
-                [python, "-c", program, *arguments],
+                [*launcher, python, "-c", program, *arguments],
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,

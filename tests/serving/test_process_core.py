@@ -349,9 +349,9 @@ def test_a_process_that_is_killed_while_idle_and_one_that_ends_by_itself(text_mo
         idle = AsyncLLMEngine.from_engine_args(EngineArgs(text_model), on_death=dead.set)
         assert idle.core_pid is not None
         async with idle:
-            os.kill(idle.core_pid, signal.SIGTERM)
+            os.kill(idle.core_pid, signal.SIGKILL)
             await asyncio.wait_for(dead.wait(), 1)
-            assert idle.error == f"the engine core (process {idle.core_pid}) was killed by SIGTERM"
+            assert idle.error == f"the engine core (process {idle.core_pid}) was killed by SIGKILL"
 
     play(main())
 

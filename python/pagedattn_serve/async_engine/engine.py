@@ -21,6 +21,7 @@ from pagedattn_serve.async_engine.replicas import Replicas
 from pagedattn_serve.async_engine.stream import Stream
 from pagedattn_serve.async_engine.thread_core import ThreadCore
 from pagedattn_serve.config import check_int
+from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import CacheMap, EngineStats, ReplicaStatus, RequestOutput
@@ -136,6 +137,7 @@ class AsyncLLMEngine:
         check_int("max_waiting", max_waiting, 1)  # before the process is started
         check_int("data_parallel_size", data_parallel_size, 1)
         if data_parallel_size == 1:
+            serve_as_rank(engine_args.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
             return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
         return cls(Replicas(engine_args, data_parallel_size, initializer), max_waiting, on_death)
 

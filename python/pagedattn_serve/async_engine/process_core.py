@@ -28,7 +28,7 @@ class ProcessCore(asyncio.Protocol):
     """An `EngineCore` in a process that this object starts. `wait_until_loaded` comes next, then `start`.
 
     The process ends with this object, and with the thread that made it if that is the main thread: a killed parent
-    leaves no orphan. It ignores SIGINT, because Ctrl-C goes to all processes of a terminal, and the parent decides.
+    leaves no orphan. It ignores SIGINT and SIGTERM: the parent decides.
 
     Args:
         engine_args: of the engine.

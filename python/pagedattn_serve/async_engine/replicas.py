@@ -19,6 +19,7 @@ from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
+from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, describe
 from pagedattn_serve.outputs import EngineStats, ReplicaStatus
@@ -74,6 +75,9 @@ class Replicas:
         self, engine_args: EngineArgs, num_replicas: int, initializer: Callable[[], object] | None = None
     ) -> None:
         check_int("data_parallel_size", num_replicas, 1)
+        if rank_of_torchrun(engine_args.tensor_parallel_size) is not None:
+            expected = "1 with ranks that torchrun has started, which are those of one engine"
+            raise ArgumentError("data_parallel_size", expected, num_replicas)
         self.engine_args = engine_args
         self._initializer = initializer
         self._num_replicas = num_replicas

@@ -264,10 +264,10 @@ def start_rank(rank: int) -> Worker:
 
 def accept_ranks(world_size: int) -> Iterator[Worker]:
     """Wait for the ranks that torchrun has started, which `torchrun.serve_as_rank` runs."""
-    with listen() as listener:
-        for _ in range(1, world_size):
-            rank, connection, pid = accept(listener)
-            yield Worker(rank, Channel(connection), PeerProcess(pid))
+    listener = listen()
+    for _ in range(1, world_size):
+        rank, connection, pid = accept(listener)
+        yield Worker(rank, Channel(connection), PeerProcess(pid))
 
 
 def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:

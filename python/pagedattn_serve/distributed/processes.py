@@ -17,14 +17,17 @@ PR_SET_PDEATHSIG = 1
 def start_process(module: str, theirs: socket.socket, *arguments: str) -> "subprocess.Popen[bytes]":
     """Start `python -m MODULE FD PARENT ARGUMENTS`. The program finds the modules that this process finds.
 
+    The program ignores SIGINT and SIGTERM: this process decides when it ends.
+
     theirs: the program's end of a pair of sockets, which is FD. PARENT is what `die_with` takes, or 0.
     """
     # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(parent), *arguments]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # The child inherits the mask: no Ctrl-C reaches it, not even while Python starts.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The child inherits the mask, so neither signal reaches it, not even while Python starts. A terminal sends SIGINT
+    # to all processes of a group; torchrun and systemd send SIGTERM to all processes that they have started.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}

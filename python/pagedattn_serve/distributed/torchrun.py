@@ -4,6 +4,8 @@ They meet at a Unix socket without a file, whose name comes from what torchrun t
 user of the other: what passes are pickles.
 """
 
+import errno
+import hashlib
 import os
 import signal
 import socket
@@ -18,6 +20,8 @@ START_SECONDS = 300.0  # that ranks wait for each other at the start
 POLL_SECONDS = 0.1
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 RANK = struct.Struct("i")
+
+_listeners: list[socket.socket] = []  # of this process, at most one: as long as it is open, it keeps its name
 
 
 def rank_of_torchrun(tensor_parallel_size: int) -> int | None:
@@ -41,6 +45,8 @@ def serve_as_rank(tensor_parallel_size: int) -> None:
     """In a process that torchrun has started as rank 1 or up: serve rank 0 until it ends, then end the program. Returns
     in all other processes.
 
+    A caller that makes an engine in another process calls this first, so that only rank 0 goes on.
+
     Raises ArgumentError as `rank_of_torchrun` does, TimeoutError if rank 0 makes no engine in time.
     """
     rank = rank_of_torchrun(tensor_parallel_size)
@@ -57,15 +63,22 @@ def serve_as_rank(tensor_parallel_size: int) -> None:
 
 
 def listen() -> socket.socket:
-    """Rank 0's socket, at which the others come."""
+    """Rank 0's socket, at which the others come. Its name stays taken until this process ends.
+
+    Raises RuntimeError for a second engine in this process: the other ranks serve the first one and end with it.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(address())
         listener.listen()
         listener.settimeout(START_SECONDS)
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        if error.errno != errno.EADDRINUSE:
+            raise
+        text = "a program that torchrun has started has one engine with tensor_parallel_size, and this is a second one"
+        raise RuntimeError(text) from None
+    _listeners.append(listener)
     return listener
 
 
@@ -78,6 +91,7 @@ def accept(listener: socket.socket) -> tuple[int, socket.socket, int]:
             raise TimeoutError(f"a rank that torchrun has started has not come within {START_SECONDS:g} s") from None
         pid, uid = peer_of(connection)
         if uid == os.geteuid():
+            connection.settimeout(START_SECONDS)
             [rank] = RANK.unpack(connection.recv(RANK.size))
             return rank, connection, pid
         connection.close()
@@ -105,9 +119,9 @@ def connect(rank: int) -> socket.socket:
 
 def address() -> str:
     """A name of Linux's abstract namespace. No other run on this machine has the same port."""
-    environment = os.environ
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-    return "\0pagedattn/" + "/".join(environment[name] for name in names)
+    facts = [os.environ[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    # A name has 107 bytes at most, and a run id may be longer.
+    return "\0pagedattn/" + hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

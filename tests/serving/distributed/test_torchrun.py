@@ -1,12 +1,21 @@
 """Ranks that torchrun starts."""
 
+import json
+import signal
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from checkpoints import Checkpoint
+from server_process import SLOW_COMMAND, running
 from warm_python import run_python
 
+from pagedattn_serve import AsyncLLMEngine, EngineArgs
+from pagedattn_serve.distributed import torchrun
 from pagedattn_serve.distributed.torchrun import rank_of_torchrun
+
+COMMAND = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 PROGRAM = """
 import os, sys
@@ -15,22 +24,62 @@ llm = LLM(sys.argv[1], num_blocks=40, tensor_parallel_size=2)
 params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 [output] = llm.generate(prompt_token_ids=eval(sys.argv[2]), sampling_params=params, use_tqdm=False)
 print(os.environ["RANK"], output.outputs[0].token_ids)
+try:
+    LLM(sys.argv[1], num_blocks=40, tensor_parallel_size=2)
+except RuntimeError as error:
+    print(error)
 """
 
 
 def test_rank_0_has_the_engine(llama: Checkpoint, tmp_path: Path) -> None:
-    """And the other rank serves it until it ends."""
+    """And the other rank serves it until it ends. A second engine does not wait for ranks that cannot come."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    arguments = ["--nproc-per-node", "2", program, str(llama.path), str(llama.prompts[:1])]
-    done = run_python("-m", "torch.distributed.run", *arguments)
-    assert (done.returncode, done.stdout) == (0, f"0 {llama.expected[0][:6]}\n"), done.stderr
+    done = run_python(*COMMAND, program, str(llama.path), str(llama.prompts[:1]))
+    refusal = "a program that torchrun has started has one engine with tensor_parallel_size, and this is a second one"
+    assert (done.returncode, done.stdout) == (0, f"0 {llama.expected[0][:6]}\n{refusal}\n"), done.stderr
+
+
+def test_a_server_ends_when_its_requests_have_ended() -> None:
+    """torchrun sends SIGTERM to all processes that it has started, and to their children. A stream goes on to its end,
+    for which it needs the engine's process and both ranks."""
+    launcher = [sys.executable, *COMMAND, "--no-python"]
+    body = {"model": "demo_model", "prompt": "A class", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    options = ("--tensor-parallel-size", "2")
+    with running(*options, python=sys.executable, program=SLOW_COMMAND, launcher=launcher) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            events = response.iter_lines()
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = [event.removeprefix("data: ") for event in events if event]
+        assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+        server.process.wait(60)
+        assert "in_flight=1" in server.stderr and "stopped" in server.stderr
+
+
+def as_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local_world_size: int) -> None:
+    facts = {"TORCHELASTIC_RUN_ID": "a run id of someone's own, " * 9, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_world_size, **facts).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_only_rank_0_starts_a_process_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank_of_torchrun(monkeypatch, 1, 2, 2)
+    monkeypatch.setattr(torchrun, "START_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match=r"^rank 0 has made no engine within 0 s$"):
+        AsyncLLMEngine.from_engine_args(EngineArgs("no/such/model", tensor_parallel_size=2))
+
+
+def test_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would wait for ranks that serve another one."""
+    as_rank_of_torchrun(monkeypatch, 0, 2, 2)
+    with pytest.raises(ValueError, match=r"^data_parallel_size: expected 1 with ranks that torchrun .*, got 2$"):
+        AsyncLLMEngine.from_engine_args(EngineArgs("no/such/model", tensor_parallel_size=2), data_parallel_size=2)
 
 
 def test_ranks_are_as_many_as_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_of_torchrun(2) is None
-    for name, value in dict(TORCHELASTIC_RUN_ID="none", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", RANK="3").items():
-        monkeypatch.setenv(name, value)
+    as_rank_of_torchrun(monkeypatch, 3, 4, 2)
     assert rank_of_torchrun(1) is None
     with pytest.raises(ValueError, match=r"^tensor_parallel_size: expected 4, as many as the processes .*, got 2$"):
         rank_of_torchrun(2)

@@ -198,10 +198,12 @@ def test_replicas_that_are_killed() -> None:
         assert "Traceback" not in server.stderr and died in server.stderr
 
 
-def test_ctrl_c_reaches_both_processes_and_ends_neither_at_once() -> None:
-    """A terminal sends SIGINT to all processes of a group: what runs ends as after SIGTERM."""
+def test_signals_reach_both_processes_and_end_neither_at_once() -> None:
+    """A terminal sends SIGINT to all processes of a group, and systemd sends SIGTERM to all processes of a service: the
+    process that clients talk to decides."""
     with running(python=sys.executable, program=SLOW_COMMAND) as server:
         streams, pid = Streams(server, 4), server.core_pid
+        os.kill(pid, signal.SIGTERM)
         for each in (pid, server.process.pid):
             os.kill(each, signal.SIGINT)
         streams.join()
