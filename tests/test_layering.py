@@ -70,16 +70,36 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.errors": {"server.http.errors", "async_engine"},
     "server.openai.request_bodies": {"sampling_params"},
     "server.openai.response_bodies": set(),
-    "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve"},
+    "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve", "cli.simulate"},
     "cli.generate": {"engine", "cli.options"},
     "cli.serve": {"distributed.torchrun", "cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.info": {"execution.cache_memory"},
+    "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.sweep", "async_engine.router"}
+    | {"execution.cache_memory", "text.tokenizer"},
     "ray_serve": {"cli.serve"},
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},
     "llm": {"engine", "text.chat_template"},
     "engine": {"engine_args", "engine_setup", "requests.inputs", "distributed.executor"},
     "engine_setup": {"execution.cache_memory"},
+    # a deployment on a simulated clock
+    "simulation": set(),
+    "simulation.deployment": {"simulation.simulator", "simulation.systems.paged", "simulation.systems.orca"}
+    | {"simulation.systems.faster_transformer"},
+    "simulation.sweep": {"simulation.metrics"},
+    "simulation.simulator": {"simulation.metrics"},
+    "simulation.metrics": {"simulation.systems.system"},
+    "simulation.systems": set(),
+    "simulation.systems.paged": {"simulation.systems.system", "scheduling.scheduler"},
+    "simulation.systems.orca": {"simulation.systems.system", "simulation.systems.buddy_allocator"},
+    "simulation.systems.faster_transformer": {"simulation.systems.system"},
+    "simulation.systems.buddy_allocator": set(),
+    "simulation.systems.system": {"simulation.cost_model", "simulation.workload"},
+    "simulation.files": {"simulation.workload"},
+    "simulation.cost_model": {"simulation.hardware"},
+    "simulation.hardware": {"config"},
+    "simulation.workload": {"simulation.lengths"},
+    "simulation.lengths": {"errors"},
     # a request from what a caller says to what it is told
     "requests": set(),
     "requests.inputs": {
@@ -200,6 +220,7 @@ PLAIN_DATA = {"errors", "config", "options", "sampling_params", "structured_outp
 DOORS = room("cli") | room("server")
 DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
 WALLS: dict[str, set[str]] = {
+    "engine": room("simulation"),
     "requests": DOORS | room("execution") | room("models") | {"pagedattn_ext"},
     "scheduling": DOORS
     | room("requests")
@@ -218,6 +239,15 @@ WALLS: dict[str, set[str]] = {
     "loading": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
     "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text") | room("loading"),
     "server.http": room("server.openai"),
+    "simulation": DOORS
+    | room("requests")
+    | room("sampling")
+    | room("distributed")
+    | room("execution")
+    | room("loading")
+    | room("models")
+    | room("text")
+    | {"pagedattn_ext"},
     "text": DOORS
     | room("requests")
     | room("execution")
@@ -226,7 +256,7 @@ WALLS: dict[str, set[str]] = {
     | room("scheduling")
     | {"pagedattn_ext"},
 }
-TORCH_FREE = room("scheduling") | room("text") | room("sampling") | PLAIN_DATA
+TORCH_FREE = room("scheduling") | room("simulation") | room("text") | room("sampling") | PLAIN_DATA
 
 # The rooms of csrc/ are its folders: a new one has its walls from its first file on.
 ROOMS = {path.name for path in CSRC.iterdir() if path.is_dir()}
@@ -398,7 +428,7 @@ def test_includes_of_csrc() -> None:
 
 
 def test_scheduling_loads_without_torch() -> None:
-    modules = sorted(room("scheduling") | PLAIN_DATA | {"engine_args", "cli.parser"})
+    modules = sorted(room("scheduling") | room("simulation") | PLAIN_DATA | {"engine_args", "cli.parser"})
     program = (
         f"import importlib, sys; sys.path.insert(0, {str(SERVE.parent)!r}); sys.modules['torch'] = None\n"
         f"for module in {modules}: importlib.import_module('pagedattn_serve.' + module)\n"

@@ -1,20 +1,13 @@
-"""Requests with the lengths of ShareGPT or Alpaca, and models to send them to.
-
-ShareGPT: prompts and first answers as Kwon et al. (SOSP 2023) used them, pairs of up to 2048 tokens together, in tokens
-of OPT. Lengths are drawn from their quantiles, linear between them, prompt and output independently (their correlation
-is 0.04). Straight lines lie above the data's quantiles, which are convex: the means come out at 169 and 342 instead of
-161 and 338. Alpaca: of its lengths only the means are known here; they are log-normal, with a spread that is assumed.
-"""
+"""Requests with the lengths of ShareGPT or Alpaca (pagedattn_serve.simulation.lengths), and models to send them to."""
 
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy
 import torch
 import transformers
 
-QUANTILE_RANKS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cent; the table of ShareGPT begins at 10
+from pagedattn_serve.simulation.lengths import WORKLOADS, Lengths
 
 
 class Shape(NamedTuple):
@@ -33,37 +26,6 @@ SHAPES = {
     "tiny": Shape(256, 704, 4, 4, 2, 2048),
     "small": Shape(768, 2112, 12, 12, 4, 32000),
     "1B": Shape(2048, 8192, 16, 32, 8, 32000),
-}
-
-
-@dataclass(frozen=True)
-class FromQuantiles:
-    quantiles: tuple[int, ...]  # tokens, at QUANTILE_RANKS
-    mean: float  # of the data
-
-    def at(self, ranks: numpy.ndarray) -> numpy.ndarray:
-        """Lengths at ranks in (0, 1)."""
-        return numpy.interp(ranks * 100, QUANTILE_RANKS, self.quantiles)
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    mean: float
-    sigma: float  # of the logarithms; at 1.0 the median is 0.6 of the mean, one in a hundred is six times the mean
-
-    def at(self, ranks: numpy.ndarray) -> numpy.ndarray:
-        """Lengths at ranks in (0, 1)."""
-        logarithms = NormalDist(numpy.log(self.mean) - self.sigma**2 / 2, self.sigma)
-        return numpy.exp([logarithms.inv_cdf(rank) for rank in ranks])
-
-
-Lengths = FromQuantiles | LogNormal
-WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {  # of prompt and output
-    "sharegpt": (
-        FromQuantiles((1, 9, 13, 18, 24, 35, 55, 94, 203, 507, 864, 1464, 2028), mean=161.31),
-        FromQuantiles((1, 45, 101, 157, 216, 271, 330, 405, 525, 754, 899, 1280, 2009), mean=337.99),
-    ),
-    "alpaca": (LogNormal(mean=19.31, sigma=1.0), LogNormal(mean=58.45, sigma=1.0)),
 }
 
 

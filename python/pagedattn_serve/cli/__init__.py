@@ -40,6 +40,10 @@ def run(argv: Sequence[str] | None) -> int:
         from pagedattn_serve.cli.serve import serve
 
         return serve(args)
+    if args.command == "simulate":
+        from pagedattn_serve.cli.simulate import simulate
+
+        return simulate(args)
     from pagedattn_serve.cli.info import info
 
     return info(args)

@@ -58,7 +58,7 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs(**{name: getattr(args, name) for name in ENGINE_OPTIONS})
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, options: tuple[str, ...] = MODEL) -> None:
     parser.add_argument(
         "model",
         nargs="?",
@@ -66,7 +66,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="Hugging Face directory, or a repository in its cache (default: the demo model of the package)",
     )
-    add_options(parser, MODEL)
+    add_options(parser, options)
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:

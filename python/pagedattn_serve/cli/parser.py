@@ -2,8 +2,9 @@
 
 import argparse
 from importlib.metadata import version
+from pathlib import Path
 
-from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, add_server
+from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, add_server, parts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -14,6 +15,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_generate(commands.add_parser("generate", help=generate_help, description=capital(generate_help)))
     serve_help = "serve OpenAI's API over HTTP"
     add_serve(commands.add_parser("serve", help=serve_help, description=capital(serve_help)))
+    simulate_help = (
+        "what a deployment would do under a load: the real scheduler on a simulated clock; no weights are read"
+    )
+    add_simulate(commands.add_parser("simulate", help=simulate_help, description=capital(simulate_help)))
     info_help = "shapes of a model, and what fits in the cache; no weights are read"
     add_info(commands.add_parser("info", help=info_help, description=capital(info_help)))
     return parser
@@ -72,3 +77,81 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def add_info(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, ("block_size", "kv_cache_memory", "kv_cache_dtype"))
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, ("dtype",))
+    add_deployment(parser.add_argument_group("deployment"))
+    add_load(parser.add_argument_group("load"))
+    limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode")
+    add_options(parser.add_argument_group("scheduler"), limits)
+    cache = ("num_blocks", "block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching")
+    add_options(parser.add_argument_group("cache"), (*cache, "kv_cache_dtype"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+
+
+def add_deployment(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME",
+        help="A100-40, A100-80, H100, H200, or a JSON file (docs/simulate.md)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)"
+    )
+    group.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="replicas of it (default: 1)")
+    group.add_argument(
+        "--system",
+        type=parts,
+        default=("paged",),
+        metavar="NAME,...",
+        help="any of paged (this engine), orca-oracle, orca-pow2, orca-max, fastertransformer (default: paged)",
+    )
+    group.add_argument(
+        "--price", type=float, metavar="P", help="of a GPU for an hour; shows what a million output tokens cost"
+    )
+
+
+def add_load(group: argparse._ArgumentGroup) -> None:
+    when = group.add_mutually_exclusive_group(required=True)
+    when.add_argument(
+        "--rate", type=numbers, metavar="R,...", help="requests a second, with Poisson arrivals; a run for each rate"
+    )
+    when.add_argument(
+        "--max-latency",
+        type=float,
+        metavar="SECONDS",
+        help="look for the highest rate at which the normalised latency (from arrival to end, over output tokens; the "
+        "mean of all requests) is no higher",
+    )
+    when.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="CSV with the columns arrival (in seconds), prompt and output (in tokens), and priority if wanted",
+    )
+    group.add_argument(
+        "--duration",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="in which requests arrive; then the last ones are served (default: 600)",
+    )
+    group.add_argument(
+        "--lengths",
+        default="sharegpt",
+        metavar="NAME",
+        help="of prompts and outputs: sharegpt, alpaca, or a JSON file in the form of either (default: sharegpt)",
+    )
+    add_options(group, ("tokenizer",))
+    group.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with (default: 0)"
+    )
+    group.add_argument(
+        "--n", type=int, default=1, metavar="N", help="outputs of a request, one as long as the other (default: 1)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default: 0)")
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))

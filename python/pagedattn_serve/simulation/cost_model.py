@@ -1,0 +1,115 @@
+"""How long a step takes: the bytes that it reads and the operations that it does, over what the hardware gives.
+
+Kernels run one after the other, so their times add up. A kernel takes as long as its reads or its operations, whichever
+takes longer (the roofline model: Williams et al., 2009).
+"""
+
+from dataclasses import dataclass
+
+from pagedattn_serve.simulation.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a model's times and memory depend on.
+
+    num_parameters: all, which memory has to hold.
+    num_layer_parameters: of what every token is multiplied with.
+    num_head_parameters: of the last layer, to the vocabulary. Only tokens that sample are multiplied with it.
+    parameter_bytes: of one parameter. token_bytes: of the keys and values of one token, over all layers.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_parameters: int
+    num_layer_parameters: int
+    num_head_parameters: int
+    max_model_len: int
+    parameter_bytes: int
+    token_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters."""
+        return self.num_parameters * self.parameter_bytes
+
+    def num_shares(self, num_ranks: int) -> int:
+        """Into how many parts so many ranks can cut keys and values: a head is not cut."""
+        return min(num_ranks, self.num_kv_heads)
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes and moves, over all of its sequences.
+
+    num_tokens: that run through the layers. num_samples: that run through the last layer.
+    num_decode_keys: tokens that the decodes attend to. Each decode reads its own.
+    num_prefill_keys: tokens whose keys and values the prompts read. A prompt's tokens read them together.
+    num_prefill_pairs: for each token of a prompt, the tokens that it attends to.
+    num_copied_tokens, num_swapped_tokens: of blocks that are copied within the cache, and from or to the host.
+    """
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_decode_keys: int = 0
+    num_prefill_keys: int = 0
+    num_prefill_pairs: int = 0
+    num_copied_tokens: int = 0
+    num_swapped_tokens: int = 0
+
+    def add_decode(self, num_keys: int) -> None:
+        """One token, which attends to so many, itself among them."""
+        self.num_sequences += 1
+        self.num_tokens += 1
+        self.num_samples += 1
+        self.num_decode_keys += num_keys
+
+    def add_prompt(self, begin: int, num_tokens: int, num_samples: int) -> None:
+        """Tokens [begin, begin + num_tokens) of a sequence, whose tokens before are in the cache."""
+        end = begin + num_tokens
+        self.num_sequences += 1
+        self.num_tokens += num_tokens
+        self.num_samples += num_samples
+        self.num_prefill_keys += end
+        self.num_prefill_pairs += (begin + 1 + end) * num_tokens // 2
+
+
+class CostModel:
+    """num_ranks: GPUs that share the model (tensor parallelism)."""
+
+    def __init__(self, shape: ModelShape, hardware: Hardware, num_ranks: int = 1) -> None:
+        self._hardware = hardware
+        self._layer_bytes = shape.num_layer_parameters * shape.parameter_bytes / num_ranks
+        self._layer_flops = 2 * shape.num_layer_parameters / num_ranks  # of a token
+        self._head_bytes = shape.num_head_parameters * shape.parameter_bytes / num_ranks
+        self._head_flops = 2 * shape.num_head_parameters / num_ranks
+        self._token_bytes = shape.token_bytes / shape.num_shares(num_ranks)
+        self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_size / num_ranks
+        # Two sums a layer, after attention and after the MLP. A ring sends 2 (N - 1) / N of what is summed.
+        self._num_sums = 2 * shape.num_layers if num_ranks > 1 else 0
+        self._sum_bytes = 2 * (num_ranks - 1) / num_ranks * shape.hidden_size * shape.parameter_bytes  # of a token
+
+    def seconds(self, work: StepWork) -> float:
+        """Of one step."""
+        hardware = self._hardware
+        keys_per_second = hardware.attention_bytes / self._token_bytes
+        pairs_per_second = hardware.attention_flops / self._pair_flops
+        seconds = hardware.step_seconds + hardware.sequence_seconds * work.num_sequences
+        if work.num_tokens:
+            seconds += max(
+                self._layer_bytes / hardware.weight_bytes, self._layer_flops * work.num_tokens / hardware.weight_flops
+            )
+            sum_seconds = self._sum_bytes * work.num_tokens / hardware.link_bytes
+            seconds += self._num_sums * (hardware.link_seconds + sum_seconds)
+        if work.num_samples:
+            seconds += max(
+                self._head_bytes / hardware.weight_bytes, self._head_flops * work.num_samples / hardware.weight_flops
+            )
+        seconds += max(work.num_decode_keys / keys_per_second, work.num_decode_keys / pairs_per_second)
+        seconds += max(work.num_prefill_keys / keys_per_second, work.num_prefill_pairs / pairs_per_second)
+        seconds += 2 * work.num_copied_tokens / keys_per_second  # read and written
+        return seconds + work.num_swapped_tokens * self._token_bytes / hardware.host_bytes

@@ -1,0 +1,120 @@
+"""A model on hardware under one system: what fits, and what happens to a trace of requests there."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_int
+from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.simulation.cost_model import CostModel, ModelShape
+from pagedattn_serve.simulation.hardware import Hardware
+from pagedattn_serve.simulation.metrics import Summary
+from pagedattn_serve.simulation.simulator import Routing, Simulator
+from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
+from pagedattn_serve.simulation.systems.paged import PagedSystem
+from pagedattn_serve.simulation.systems.system import System
+from pagedattn_serve.simulation.workload import TraceEntry, requests_of
+
+SYSTEMS = ("paged", *(f"orca-{reservation}" for reservation in RESERVATIONS), "fastertransformer")
+MAX_GPUS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Raises ArgumentError if the model does not fit.
+
+    num_ranks: GPUs that share the model. num_replicas: of the model and its ranks.
+    scheduler_config, cache_config: where a limit is UNBOUNDED, model and memory say it.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    num_ranks: int
+    num_replicas: int
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
+
+    def __post_init__(self) -> None:
+        check_int("tensor_parallel_size", self.num_ranks, 1, MAX_GPUS)
+        check_int("data_parallel_size", self.num_replicas, 1, MAX_GPUS)
+        if self.shape.num_heads % self.num_ranks:
+            expected = f"a divisor of the model's {self.shape.num_heads} heads"
+            raise ArgumentError("tensor_parallel_size", expected, self.num_ranks)
+        cache_config = self._with_blocks(self.cache_config)
+        num_slots = cache_config.num_blocks * cache_config.block_size
+        given = self.scheduler_config.max_model_len
+        if given == UNBOUNDED:
+            limit = min(self.shape.max_model_len, num_slots)
+            object.__setattr__(self, "scheduler_config", replace(self.scheduler_config, max_model_len=limit))
+        else:
+            check_int("max_model_len", given, 2, min(self.shape.max_model_len, num_slots))
+        object.__setattr__(self, "cache_config", cache_config)
+
+    def _with_blocks(self, config: CacheConfig) -> CacheConfig:
+        """Fill in how many blocks the memory has room for, here and on the host, unless the number is given."""
+        shares = self.shape.num_shares(self.num_ranks)
+        block_bytes = self.shape.token_bytes * config.block_size / shares  # of one rank
+        num_blocks = config.num_blocks
+        weights = self.shape.weight_bytes / self.num_ranks
+        if num_blocks == UNBOUNDED:
+            memory: float | None = config.kv_cache_memory
+            if memory is None:
+                memory = self.hardware.memory * config.gpu_memory_utilization - weights
+            num_blocks = math.floor(memory / block_bytes)
+        needed = weights + num_blocks * block_bytes
+        if num_blocks < 1 or needed > self.hardware.memory:
+            raise ArgumentError(
+                "hardware",
+                f"memory for {weights / 1e9:.1f} GB of weights and {max(num_blocks, 1) * block_bytes / 1e9:.1f} GB of "
+                f"cache on each of {self.num_ranks} (more GPUs: tensor_parallel_size)",
+                f"{self.hardware.memory * config.gpu_memory_utilization / 1e9:.1f} GB of {self.hardware.name}",
+            )
+        num_host_blocks = min(int(config.swap_space * (1 << 30) / block_bytes), num_blocks)
+        return replace(config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache of a replica holds."""
+        return self.cache_config.num_blocks * self.cache_config.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler_config.max_model_len
+
+    def run(
+        self,
+        system: str,
+        trace: list[TraceEntry],
+        make_routing: Callable[[], Routing],
+        num_sequences: int = 1,
+        num_shared_tokens: int = 0,
+    ) -> Summary:
+        """Serve a trace. system: one of SYSTEMS. make_routing: for each run a new one.
+
+        Raises ArgumentError for a request that is too long, or too wide for the system.
+        """
+        check_int("n", num_sequences, 1)
+        limit = self.max_model_len - num_shared_tokens
+        for number, entry in enumerate(trace, 1):
+            if entry.num_prompt_tokens + entry.num_output_tokens > limit:
+                raise ArgumentError(
+                    f"request {number} of {len(trace)}",
+                    f"at most {limit} tokens of prompt and output (max_model_len {self.max_model_len}"
+                    + (f", {num_shared_tokens} of a shared prefix)" if num_shared_tokens else ")"),
+                    f"{entry.num_prompt_tokens} and {entry.num_output_tokens}",
+                )
+        make_system = self._system(system)
+        cost_model = CostModel(self.shape, self.hardware, self.num_ranks)
+        simulator = Simulator([make_system() for _ in range(self.num_replicas)], make_routing(), cost_model.seconds)
+        return simulator.run(requests_of(trace, num_sequences, num_shared_tokens))
+
+    def _system(self, name: str) -> Callable[[], System]:
+        if name == "paged":
+            return partial(PagedSystem, self.scheduler_config, self.cache_config)
+        if name == "fastertransformer":
+            return partial(FasterTransformerSystem, self.scheduler_config, self.num_slots)
+        if name in SYSTEMS:
+            return partial(OrcaSystem, self.scheduler_config, self.num_slots, name.removeprefix("orca-"))
+        raise ArgumentError("system", ", ".join(SYSTEMS), repr(name))

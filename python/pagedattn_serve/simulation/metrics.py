@@ -1,0 +1,142 @@
+"""What a simulation tells: latencies, batches, memory, money."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from pagedattn_serve.simulation.systems.system import Memory, StepResult
+from pagedattn_serve.simulation.workload import SimulatedRequest
+
+PERCENTILES = (50, 90, 99)
+MEMORY_EVERY = 8  # steps; looking at all blocks takes longer than a step
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """normalized_latency: seconds from the arrival to the end, over output tokens, of each request. Mean over requests.
+    time_to_first_token, inter_token_latency: None if there was none.
+    batch_size: requests in a step, and most_waiting: requests that waited at one time on one replica.
+    memory: shares of the slots: used, reserved and internal as in `Memory`; external: free while a request waits;
+        free: all other. Batch size and memory are means over the time in which steps ran.
+    shared: of the slots that would be taken if no block were shared, the share that sharing saves.
+    seconds: until the last request is over. tokens_per_second: of output.
+    """
+
+    num_requests: int
+    num_failed: int
+    seconds: float
+    requests_per_second: float
+    tokens_per_second: float
+    normalized_latency: Distribution | None
+    time_to_first_token: Distribution | None
+    inter_token_latency: Distribution | None
+    batch_size: float
+    most_waiting: int
+    memory: dict[str, float]
+    shared: float
+    num_preemptions: int
+    num_steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Takes what happens, in the order of time."""
+
+    num_requests: int = 0
+    num_failed: int = 0
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    most_waiting: int = 0
+    last: float = 0.0
+    _normalized: Counter[float] = field(default_factory=Counter)
+    _first: Counter[float] = field(default_factory=Counter)
+    _between: Counter[float] = field(default_factory=Counter)
+    _batch_seconds: float = 0.0  # requests times seconds
+    _seconds: float = 0.0  # of all steps
+    _memory: Counter[str] = field(default_factory=Counter)  # slots times seconds
+
+    def begin_step(self, seconds: float, num_running: int, num_waiting: int) -> bool:
+        """Returns whether `look_at_memory` is due."""
+        self._seconds += seconds
+        self._batch_seconds += seconds * num_running
+        self.most_waiting = max(self.most_waiting, num_waiting)
+        self.num_steps += 1
+        return self.num_steps % MEMORY_EVERY == 1
+
+    def look_at_memory(self, seconds: float, memory: Memory, num_waiting: int) -> None:
+        slots = memory._asdict()
+        if num_waiting:
+            slots["external"] = slots.pop("free")
+        for kind, num_slots in slots.items():
+            self._memory[kind] += num_slots * seconds
+
+    def end_step(self, now: float, result: StepResult) -> None:
+        """Note the tokens of a step, and the requests that it ended."""
+        self.last = now
+        self.num_output_tokens += len(result.got_tokens)
+        self._between.update([now - each.last_token for each in result.got_tokens if each.last_token is not None])
+        for request in result.got_tokens:
+            if request.first_token is None:
+                request.first_token = now
+                self._first[now - request.arrival] += 1
+            request.last_token = now
+        for request in result.finished:
+            request.finished = now
+            self._finish(request)
+
+    def _finish(self, request: SimulatedRequest) -> None:
+        self.num_requests += 1
+        assert request.finished is not None
+        if request.has_failed:
+            self.num_failed += 1
+        else:
+            self._normalized[(request.finished - request.arrival) / request.num_output_tokens] += 1
+
+    def summary(self, num_preemptions: int) -> Summary:
+        saved = self._memory.pop("saved", 0)
+        taken = sum(self._memory[kind] for kind in ("used", "reserved", "internal"))
+        slots = sum(self._memory.values())
+        kinds = ("used", "reserved", "internal", "external", "free")
+        return Summary(
+            num_requests=self.num_requests,
+            num_failed=self.num_failed,
+            seconds=self.last,
+            requests_per_second=self.num_requests / self.last if self.last else 0.0,
+            tokens_per_second=self.num_output_tokens / self.last if self.last else 0.0,
+            normalized_latency=distribution(self._normalized),
+            time_to_first_token=distribution(self._first),
+            inter_token_latency=distribution(self._between),
+            batch_size=self._batch_seconds / self._seconds if self._seconds else 0.0,
+            most_waiting=self.most_waiting,
+            memory={kind: self._memory[kind] / slots if slots else 0.0 for kind in kinds},
+            shared=saved / (taken + saved) if saved else 0.0,
+            num_preemptions=num_preemptions,
+            num_steps=self.num_steps,
+        )
+
+
+def distribution(counts: Mapping[float, int]) -> Distribution | None:
+    """Of values, each as often as it is counted."""
+    if not counts:
+        return None
+    values = sorted(counts)
+    ends = list(accumulate(counts[value] for value in values))
+    total = ends[-1]
+    percentiles = [values[bisect_left(ends, total * rank / 100)] for rank in PERCENTILES]
+    return Distribution(sum(value * counts[value] for value in values) / total, *percentiles)

@@ -1,0 +1,85 @@
+"""FasterTransformer with a dynamic batcher, as Kwon et al. (SOSP 2023, section 6.1) compare with: the earliest requests
+become a batch, and the next batch begins when the longest output of this one is done.
+
+The batch is padded: each row has the length of the longest prompt, and runs until the end. Each row has slots for the
+longest sequence. The batch has as many rows as memory has room for. A request is told at the end of its batch.
+"""
+
+from collections import deque
+
+from pagedattn_serve.config import SchedulerConfig
+from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.simulation.cost_model import StepWork
+from pagedattn_serve.simulation.systems.system import Memory, StepResult
+from pagedattn_serve.simulation.workload import SimulatedRequest
+
+
+class FasterTransformerSystem:
+    num_preemptions = 0
+
+    def __init__(self, config: SchedulerConfig, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._row_slots = config.max_model_len
+        self._max_num_rows = min(num_slots // self._row_slots, config.max_num_seqs)
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._batch: list[SimulatedRequest] = []
+        self._num_steps = 0  # of the batch: tokens that each row has so far
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: SimulatedRequest) -> None:
+        if request.num_sequences > self._max_num_rows:
+            expected = f"at most {self._max_num_rows} sequences, each with {self._row_slots} of {self._num_slots} slots"
+            raise ArgumentError("request", expected, request.num_sequences)
+        self._waiting.append(request)
+
+    def begin_step(self) -> StepWork | None:
+        if not self._batch:
+            self._begin_batch()
+        if not self._batch:
+            return None
+        work = StepWork()
+        num_prompt = max(len(request.prompt_token_ids) for request in self._batch)
+        for _ in range(sum(request.num_sequences for request in self._batch)):
+            if self._num_steps == 0:
+                work.add_prompt(0, num_prompt, num_samples=1)
+            else:
+                work.add_decode(num_prompt + self._num_steps)
+        return work
+
+    def _begin_batch(self) -> None:
+        num_rows = 0
+        while self._waiting and num_rows + self._waiting[0].num_sequences <= self._max_num_rows:
+            request = self._waiting.popleft()
+            num_rows += request.num_sequences
+            self._batch.append(request)
+        self._num_steps = 0
+
+    def end_step(self, seconds: float) -> StepResult:
+        self._num_steps += 1
+        got_tokens = [
+            request
+            for request in self._batch
+            if self._num_steps <= request.num_output_tokens
+            for _ in range(request.num_sequences)
+        ]
+        finished: list[SimulatedRequest] = []
+        if self._num_steps >= max(request.num_output_tokens for request in self._batch):
+            finished, self._batch = self._batch, []
+        return StepResult(got_tokens, finished)
+
+    def memory(self) -> Memory:
+        used = reserved = num_rows = 0
+        for request in self._batch:
+            num_output = min(self._num_steps, request.num_output_tokens)
+            used += request.num_sequences * (len(request.prompt_token_ids) + num_output)
+            reserved += request.num_sequences * (request.num_output_tokens - num_output)
+            num_rows += request.num_sequences
+        taken = num_rows * self._row_slots
+        return Memory(used, reserved, taken - used - reserved, self._num_slots - taken, saved=0)

@@ -1,0 +1,65 @@
+"""What the simulation asks of a system."""
+
+from typing import NamedTuple, Protocol
+
+from pagedattn_serve.simulation.cost_model import StepWork
+from pagedattn_serve.simulation.workload import SimulatedRequest
+
+
+class Memory(NamedTuple):
+    """What the slots of the cache are taken for, at one moment. A slot holds the keys and values of one token.
+
+    used: hold tokens; slots of a shared block count once.
+    reserved: kept for tokens that will come.
+    internal: kept for tokens that will never come.
+    free: not kept for anybody.
+    saved: that sharing saves: if no block were shared, so many more would be taken.
+    """
+
+    used: int
+    reserved: int
+    internal: int
+    free: int
+    saved: int
+
+
+class StepResult(NamedTuple):
+    """After a step: requests that got a token, one for each of their outputs; and requests that are over."""
+
+    got_tokens: list[SimulatedRequest]
+    finished: list[SimulatedRequest]
+
+
+class System(Protocol):
+    """One replica. Call `begin_step`, let the time of its work pass, call `end_step`, and begin anew."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of requests, so far."""
+        ...
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Queue a request. Raises ValueError if it can never be served."""
+        ...
+
+    def begin_step(self) -> StepWork | None:
+        """Choose what runs. None if there is nothing to do."""
+        ...
+
+    def end_step(self, seconds: float) -> StepResult:
+        """What the step gave, which took so long."""
+        ...
+
+    def memory(self) -> Memory:
+        """Between `begin_step` and `end_step`."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the step runs."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have arrived and do not run."""
+        ...

@@ -1,0 +1,153 @@
+"""`pagedattn simulate`, as a user runs it: a model is a config.json alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pagedattn_serve import DEMO_MODEL
+from pagedattn_serve.cli import main
+from pagedattn_serve.simulation.deployment import SYSTEMS
+
+OPT_13B = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 5120,
+    "word_embed_proj_dim": 5120,
+    "ffn_dim": 20480,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "activation_function": "relu",
+    "dtype": "float16",
+    "torch_dtype": "float16",
+}
+
+
+@pytest.fixture(scope="module")
+def opt_13b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("opt-13b")
+    (directory / "config.json").write_text(json.dumps(OPT_13B))
+    return str(directory)
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", *arguments])
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The lines of both tables, by their columns; of percentiles that have the same name the last."""
+    lines: list[dict[str, str]] = []
+    for block in text.split("\n\n")[1:]:
+        header, *rows = [re.split(r"\s{2,}", line) for line in block.splitlines()]
+        read = [dict(zip(header, row, strict=True)) for row in rows]
+        lines = [old | new for old, new in zip(lines or read, read, strict=True)]
+    return lines
+
+
+def test_all_systems_at_two_rates(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The paper's model on the paper's GPU: 800 KB a token, 15.7K slots. Table and JSON say the same."""
+    path = tmp_path / "runs.json"
+    options = ["--rate", "1,2", "--duration", "20", "--price", "2", "--json", str(path)]
+    assert simulate(opt_13b, "--hardware", "A100-40", "--system", ",".join(SYSTEMS), *options) == 0
+    text = capsys.readouterr().out
+    assert "12.9B parameters, 25.7 GB; 800 KiB of cache a token" in text and "15,792 slots" in text
+    lines, runs = table(text), json.loads(path.read_text())["runs"]
+    assert [(line["system"], line["rate"]) for line in lines] == [(name, rate) for name in SYSTEMS for rate in "12"]
+    for line, run in zip(lines, runs, strict=True):
+        assert (line["system"], line["rate"]) == (run["system"], run["rate"])
+        assert float(line["s/token"]) == pytest.approx(run["normalized_latency"]["mean"], rel=0.01)
+        assert float(line["1M tok"]) == pytest.approx(run["cost_per_million"], rel=0.01)
+        assert run["cost_per_million"] == pytest.approx(2 / 3600 / run["tokens_per_second"] * 1e6)
+        assert run["num_requests"] == runs["12".index(run["rate"])]["num_requests"]
+
+
+def test_the_rate_at_a_latency(opt_13b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-latency", "0.1", "--duration", "20", "--lengths", "alpaca", "--max-num-seqs", "8"]
+    assert simulate(opt_13b, "--hardware", "A100-40", "--system", "paged,fastertransformer", *options) == 0
+    paged, fixed = table(capsys.readouterr().out)
+    assert float(paged["rate"]) > 2 * float(fixed["rate"])
+    assert max(float(paged["s/token"]), float(fixed["s/token"])) <= 0.1
+
+
+def test_a_trace_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With every option of the scheduler and the cache; two replicas of two ranks."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,prompt,output,priority\n0,100,20,1\n0.01,30,20,0\n")
+    options = [
+        "--scheduling-policy",
+        "priority",
+        "--preemption-mode",
+        "swap",
+        "--block-size",
+        "32",
+        "--num-blocks",
+        "64",
+    ]
+    options += ["--no-prefix-caching", "--n", "2", "--shared-prefix", "50", "--tensor-parallel-size", "2"]
+    assert simulate(DEMO_MODEL, "--hardware", "H100", "--trace", str(path), *options, "--data-parallel-size", "2") == 0
+    text = capsys.readouterr().out
+    [line] = table(text)
+    assert line["rate"] == "trace" and float(line["shared"].rstrip("%")) > 0
+    assert "2 x 2 H100" in text and "2,048 slots: 64 blocks of 32, on each replica" in text
+    assert "2 outputs a request, after a shared prefix of 50 tokens" in text
+
+
+def test_lengths_of_a_file_are_in_tokens_of_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps([{"instruction": "Name three colours.", "output": "Red, green and blue."}]))
+    assert simulate(DEMO_MODEL, "--hardware", "H100", "--lengths", str(path), "--rate", "5", "--duration", "5") == 0
+    assert table(capsys.readouterr().out)[0]["system"] == "paged"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "0"], "rate: expected a number > 0, got 0.0"),
+        (["--rate", "nan"], "rate: expected a finite number, got nan"),
+        (["--rate", "1e6"], "rate: expected at most 1000000 requests in 600 seconds, got 1e+06 a second"),
+        (["--rate", "1", "--duration", "0"], "duration: expected a number > 0, got 0.0"),
+        (["--rate", "1", "--duration", "1e-9"], "duration: expected time for a request at 1 a second, got 1e-09 s"),
+        (["--rate", "1", "--system", "vllm"], "system: expected any of paged, orca-oracle, orca-pow2, orca-max, "),
+        (
+            ["--rate", "1", "--hardware", "TPU"],
+            "hardware: expected A100-40, A100-80, H100, H200, or a JSON file, got TPU",
+        ),
+        (["--rate", "1", "--lengths", "none"], "lengths: expected sharegpt, alpaca, or a JSON file, got none"),
+        (["--rate", "1", "--n", "0"], "n: expected an int >= 1, got 0"),
+        (["--rate", "1", "--n", "300"], "n: expected at most 256 (max_num_seqs), got 300"),
+        (
+            ["--rate", "1", "--shared-prefix", "2047"],
+            "shared_prefix: expected at most 2046 tokens (max_model_len 2048)",
+        ),
+        (["--rate", "1", "--tensor-parallel-size", "3"], "tensor_parallel_size: expected a divisor of the model's 40"),
+        (["--rate", "1", "--gpu-memory-utilization", "0.5"], "hardware: expected memory for 25.7 GB of weights"),
+        (["--rate", "1", "--block-size", "12"], "block_size: expected a power of two, got 12"),
+        (["--rate", "1", "--price", "-1"], "price: expected a number >= 0, got -1.0"),
+        (["--max-latency", "0.001"], "max_latency: expected what paged can hold at "),
+        (["--trace", "no/such/file"], "No such file or directory: 'no/such/file'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    opt_13b: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert simulate(opt_13b, "--hardware", "A100-40", *arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pagedattn: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_lengths_of_texts_need_a_tokenizer(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps([{"instruction": "a", "output": "b"}]))
+    assert simulate(opt_13b, "--hardware", "A100-40", "--rate", "1", "--lengths", str(path)) == 1
+    assert "tokenizer: expected a directory with a tokenizer that counts the tokens of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--rate", "1", "--trace", "x"], ["--rate", "much"], ["--rate", "1,"]])
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        simulate("--hardware", "H100", *arguments)
+    assert exit.value.code == 2
