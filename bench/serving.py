@@ -6,6 +6,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py ranks [--workload many|one|long] [--shape small|1B] [--threads N] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
+       python bench/serving.py cost-model [--shape small|1B] [--format bfloat16] [--hardware F] [--quick] [--json F]
 
 Lengths are those of ShareGPT or Alpaca (serve/workloads.py), prompts are random tokens, and outputs never stop early.
 
@@ -26,6 +27,8 @@ engines (serve/engines.py): OpenVINO GenAI and llama.cpp beside the engine, as f
 ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread.
 
 profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
+
+cost-model (serve/cost_model.py): the step times of `pagedattn simulate`, fitted to this CPU and checked on other steps.
 """
 
 import argparse
@@ -42,6 +45,7 @@ import torch
 import transformers
 from harness import check_plot, hardware, keep_freed_memory, write_files
 from serve import engines
+from serve.cost_model import LONGEST, limits_of_cost_model, run_cost_model
 from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
 from serve.http_server import compare_server
 from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
@@ -51,6 +55,7 @@ from serve.run import FORMATS, engine_options, plot_run, print_summary, summariz
 from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve.cli.simulate import shape_of
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -153,6 +158,14 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, 20, "bars of the shares", num_quick_rounds=5, rounds="steps to measure")
 
 
+def add_cost_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
+    add("--shape", choices=list(SHAPES), default="small", help="of the model made (default: %(default)s)")
+    add("--hardware", type=Path, metavar="FILE", help="write the numbers for `pagedattn simulate --hardware FILE`")
+    add_run_options(parser, 12, "bars of predicted over measured", num_quick_rounds=4, rounds="steps to measure")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Without a command: report.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -167,6 +180,7 @@ def parse_args() -> argparse.Namespace:
     add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
     add_ranks_options(commands.add_parser("ranks", help="N ranks of one thread beside one rank of N threads"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
+    add_cost_model_options(commands.add_parser("cost-model", help="the step times that `pagedattn simulate` computes"))
     arguments = sys.argv[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["report", *arguments]
@@ -175,7 +189,7 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
-    if args.command in ("server", "engines", "ranks", "profile"):
+    if args.command in ("server", "engines", "ranks", "profile", "cost-model"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -249,7 +263,8 @@ def main() -> None:
         if not args.model:
             args.model = made
             experiment = EXPERIMENTS.get(args.command)
-            make_model(args.shape, args.seed, made, experiment.max_len if experiment else MAX_LEN)
+            max_len = LONGEST if args.command == "cost-model" else experiment.max_len if experiment else MAX_LEN
+            make_model(args.shape, args.seed, made, max_len)
         start = partial(LLMEngine, args.model, device="cpu", **engine_options(args.format))
         run = run_experiment
         if args.command == "report":
@@ -259,12 +274,16 @@ def main() -> None:
             )
         elif args.command == "profile":
             start = partial(start, **limits_of_profile(args))
+        elif args.command == "cost-model":
+            start = partial(start, **limits_of_cost_model(args))
         try:
             engine = start()
         except (FileNotFoundError, ValueError) as error:
             args.parser.error(str(error))
         if args.command == "profile":
             return run_profile(args, facts, engine)
+        if args.command == "cost-model":
+            return run_cost_model(args, facts, engine, shape_of(args.model, args.format, "auto"))
         args.vocab_size = transformers.AutoConfig.from_pretrained(args.model).vocab_size
         run(args, facts, start, engine)
 

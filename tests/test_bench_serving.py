@@ -14,6 +14,10 @@ import numpy
 import pytest
 from warm_python import run_python
 
+from pagedattn_serve import DEMO_MODEL
+from pagedattn_serve.cli.simulate import shape_of
+from pagedattn_serve.simulation.hardware import find_hardware
+
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 PROGRAM = BENCH / "serving.py"
 SHORT = ["--requests", "6", "--mean-input", "8", "--mean-output", "6"]
@@ -332,6 +336,35 @@ def test_profile(tmp_path):
         assert all(len(seconds) == 4 and min(seconds) > 0 for seconds in profile["seconds"].values())
 
 
+def test_cost_model(tmp_path):
+    """The files say what the table says, and `pagedattn simulate` takes the hardware. How near the times are is not
+    looked at."""
+    report, hardware = tmp_path / "report.json", tmp_path / "cpu.json"
+    options = ["--quick", "--rounds", "2", "--json", str(report), "--hardware", str(hardware)]
+    result = run("cost-model", "--shape", "micro", *options)
+    assert result.returncode == 0, result.stderr
+    steps = json.loads(report.read_text())["steps"]
+    assert len(steps) == 12 and {step["is_fitted"] for step in steps} == {True, False}
+    for step in steps:
+        [line] = [line for line in result.stdout.splitlines() if line.startswith(f"{step['step']} ")]
+        assert f"{1e3 * step['seconds']:.2f}" in line and f"{1e3 * step['predicted']:.2f}" in line
+    assert find_hardware(str(hardware)).name == "cpu"
+
+
+def test_the_numbers_of_a_machine_are_found(monkeypatch):
+    """From the times that the model gives for other numbers than the search begins with; steps that were not fitted
+    come out as well."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from serve.cost_model import START, cases_of, fit, predict
+
+    factors = {"weight_flops": 0.4, "attention_bytes": 3.0, "attention_flops": 0.2, "step_seconds": 2.0}
+    true = {name: value * factors.get(name, 1.0) for name, value in START.items()}
+    shape = shape_of(DEMO_MODEL, "bfloat16", "auto")
+    times = predict(shape, true, cases_of(SimpleNamespace(quick=False)))
+    found = predict(shape, fit(shape, {case: seconds for case, seconds in times.items() if case.is_fitted}), times)
+    assert all(found[case] == pytest.approx(seconds, rel=0.1) for case, seconds in times.items())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -340,6 +373,7 @@ def test_profile(tmp_path):
         (["sharing", "--rounds", "0"], "argument --rounds: expected at least 1, got 0"),
         (["--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["server", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
+        (["cost-model", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["profile", "--model", "nowhere"], "model: expected a directory with a config.json, got nowhere"),
         (["server", "--output-tokens", "1"], "argument --output-tokens: expected at least 2, got 1"),
     ],

@@ -113,7 +113,7 @@ def test_lengths_of_a_file_are_in_tokens_of_the_model(capsys: pytest.CaptureFixt
         (["--rate", "1", "--system", "vllm"], "system: expected any of paged, orca-oracle, orca-pow2, orca-max, "),
         (
             ["--rate", "1", "--hardware", "TPU"],
-            "hardware: expected A100-40, A100-80, H100, H200, or a JSON file, got TPU",
+            "hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file, got TPU",
         ),
         (["--rate", "1", "--lengths", "none"], "lengths: expected sharegpt, alpaca, or a JSON file, got none"),
         (["--rate", "1", "--n", "0"], "n: expected an int >= 1, got 0"),

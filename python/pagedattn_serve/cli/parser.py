@@ -95,7 +95,7 @@ def add_deployment(group: argparse._ArgumentGroup) -> None:
         "--hardware",
         required=True,
         metavar="NAME",
-        help="A100-40, A100-80, H100, H200, or a JSON file (docs/simulate.md)",
+        help="A100-40, A100-80, H100, H200, cpu, or a JSON file (docs/simulate.md)",
     )
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)"

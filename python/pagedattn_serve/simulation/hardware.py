@@ -76,6 +76,22 @@ def _gpu(name: str, memory: int, bandwidth: float, flops: float, link_bytes: flo
     )
 
 
+# As `bench/serving.py cost-model --format bfloat16 --hardware FILE` writes it. Between ranks nothing was measured.
+_CPU = Hardware(
+    name="cpu",
+    memory=23 << 30,
+    weight_bytes=2.31e10,
+    weight_flops=9.55e10,
+    attention_bytes=1.18e10,
+    attention_flops=1.25e11,
+    host_bytes=5.9e9,
+    link_bytes=2.31e10,
+    link_seconds=60e-6,
+    step_seconds=3.04e-3,
+    sequence_seconds=0.0,
+    source="fitted to steps of the engine in bf16 on one thread of an Intel Xeon (Sapphire Rapids) with 2 CPUs",
+)
+
 PRESETS = {
     each.name: each
     for each in (
@@ -83,6 +99,7 @@ PRESETS = {
         _gpu("A100-80", 80 << 30, 2.039e12, 312e12, 300e9, 25e9),
         _gpu("H100", 80 << 30, 3.35e12, 989e12, 450e9, 50e9),
         _gpu("H200", 141 * 10**9, 4.8e12, 989e12, 450e9, 50e9),
+        _CPU,
     )
 }
 

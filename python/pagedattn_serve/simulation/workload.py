@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 
@@ -14,6 +14,7 @@ class SimulatedRequest:
     """arrival: in seconds from the start. num_sequences: outputs to the prompt, all of the same length.
 
     first_token, last_token, finished: when, as far as that has happened.
+    output_token_ids: of one output, once the request is over; empty in systems that only count tokens.
     """
 
     arrival: float
@@ -25,6 +26,7 @@ class SimulatedRequest:
     last_token: float | None = None
     finished: float | None = None
     has_failed: bool = False
+    output_token_ids: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -115,5 +115,7 @@ def test_a_file_of_something_else(tmp_path: Path, content: str) -> None:
 
 
 def test_no_such_hardware() -> None:
-    with pytest.raises(ArgumentError, match="hardware: expected A100-40, A100-80, H100, H200, or a JSON file, got TPU"):
+    with pytest.raises(
+        ArgumentError, match="hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file, got TPU"
+    ):
         find_hardware("TPU")

@@ -13,7 +13,7 @@ from pagedattn_serve.simulation.metrics import Distribution, Summary, distributi
 from pagedattn_serve.simulation.simulator import Simulator
 from pagedattn_serve.simulation.sweep import sustainable_rate
 from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.workload import poisson_trace, requests_of
+from pagedattn_serve.simulation.workload import SimulatedRequest, poisson_trace, requests_of
 
 MANY = [(5 + 3 * i % 17, 4 + 7 * i % 29) for i in range(40)]
 CACHE = CacheConfig(num_blocks=20, block_size=8)
@@ -33,6 +33,27 @@ def test_times_by_hand() -> None:
     assert (summary.num_requests, summary.num_steps, summary.seconds) == (3, 5, 11.0)
     assert summary.batch_size == pytest.approx((1 + 1 + 2 + 1 + 1) / 5)
     assert summary.tokens_per_second == pytest.approx(6 / 11)
+
+
+def test_a_request_that_follows_another() -> None:
+    """The next turn of a conversation comes two seconds after the answer, which its prompt begins with. Another request
+    arrives in between."""
+    first, other = request(20, 4), request(4, 1, arrival=5.0)
+    turns: list[SimulatedRequest] = []
+
+    def follow_up(done: SimulatedRequest) -> SimulatedRequest | None:
+        if done is not first:
+            return None
+        prompt = [*done.prompt_token_ids, *done.output_token_ids, 99]
+        assert done.finished is not None and len(prompt) == 25
+        turns.append(SimulatedRequest(done.finished + 2, prompt, 2))
+        return turns[0]
+
+    system = PagedSystem(scheduler_config(), CACHE)
+    summary = Simulator([system], routing(), lambda work: 1.0).run([first, other], follow_up)
+    assert (first.finished, other.finished, turns[0].first_token, turns[0].finished) == (4.0, 6.0, 7.0, 8.0)
+    assert summary.num_requests == 3
+    assert system.num_found_tokens == 16  # the full blocks that the first turn has filled
 
 
 def test_replicas_run_at_the_same_time() -> None:

@@ -13,7 +13,7 @@ from pagedattn_serve.simulation.workload import SimulatedRequest
 
 
 class PagedSystem:
-    """Every token that is drawn is unique, so that a cache finds prompts alone. Outputs end at their known length."""
+    """Every token that is drawn is unique. Outputs end at their known length."""
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self._scheduler = Scheduler(scheduler_config, cache_config)
@@ -34,6 +34,16 @@ class PagedSystem:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+
+    @property
+    def num_looked_up_tokens(self) -> int:
+        """Of prompts that were let in."""
+        return self._scheduler.num_looked_up_tokens
+
+    @property
+    def num_found_tokens(self) -> int:
+        """Of these, how many were in the cache."""
+        return self._scheduler.num_found_tokens
 
     def add(self, request: SimulatedRequest) -> None:
         request_id = str(self._num_added)
@@ -76,6 +86,7 @@ class PagedSystem:
                 each.output_token_ids.append(next(self._new_token))
                 got_tokens.append(request)
                 if len(each.output_token_ids) == request.num_output_tokens:
+                    request.output_token_ids = each.output_token_ids
                     scheduler.finish(group, each, SequenceStatus.FINISHED_LENGTH)
             if not group.sequences:
                 finished.append(request)
