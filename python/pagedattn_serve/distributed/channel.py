@@ -1,16 +1,18 @@
-"""What passes between rank 0 and another rank: messages over a pair of Unix sockets.
+"""What passes between rank 0 and another rank: messages, over a pair of Unix sockets or between machines.
 
-The socket keeps messages whole (SOCK_SEQPACKET), so that one which is interrupted was sent or was not. A message may
-bring descriptors along.
+A message that is interrupted was sent or was not, and was received or was not.
 """
 
 import pickle
+import select
 import socket
+import struct
 import time
 from typing import Any
 
 MAX_BYTES = 1 << 16  # of a message
 MAX_DESCRIPTORS = 2
+SIZE = struct.Struct("!I")
 
 
 class ChannelClosed(Exception):  # an end, not always an error
@@ -18,7 +20,8 @@ class ChannelClosed(Exception):  # an end, not always an error
 
 
 class Channel:
-    """One side of it."""
+    """One side of a pair of Unix sockets, which keep messages whole (SOCK_SEQPACKET). A message may bring descriptors
+    along."""
 
     def __init__(self, side: socket.socket) -> None:
         self._socket = side
@@ -33,7 +36,7 @@ class Channel:
     def receive(self, deadline: float | None = None) -> tuple[Any, list[int]]:
         """Wait for a message; returns the message and its descriptors. Raises ChannelClosed; TimeoutError if no message
         has come at `deadline`, a time of `time.monotonic()`."""
-        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+        _wait_until(deadline, self._socket)
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
@@ -42,5 +45,72 @@ class Channel:
             raise ChannelClosed
         return pickle.loads(data), descriptors
 
+    def has_message(self) -> bool:
+        """Whether `receive` would return or raise ChannelClosed at once."""
+        return _is_readable(self._socket)
+
     def close(self) -> None:
         self._socket.close()
+
+
+class NetworkChannel:
+    """One side of a TCP connection. Each message goes behind its size."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, message: Any) -> None:
+        """Raises ChannelClosed."""
+        data = pickle.dumps(message)
+        self.connection.settimeout(None)
+        try:
+            # At once: there is room for what fits into a message, as its receiver reads it before the next one comes.
+            self.connection.sendall(SIZE.pack(len(data)) + data)
+        except OSError:
+            raise ChannelClosed from None
+
+    def receive(self, deadline: float | None = None) -> tuple[Any, list[int]]:
+        """As that of `Channel`; there are no descriptors."""
+        needed = SIZE.size
+        while True:
+            # Nothing is taken before the whole message is there.
+            self._wake_for(needed)
+            _wait_until(deadline, self.connection)
+            try:
+                data = self.connection.recv(SIZE.size + MAX_BYTES, socket.MSG_PEEK)
+            except TimeoutError as error:
+                if error.errno is None:
+                    raise
+                raise ChannelClosed from None  # the connection's, whose machine has vanished
+            except OSError:
+                raise ChannelClosed from None
+            if len(data) < needed:
+                raise ChannelClosed
+            [size] = SIZE.unpack_from(data)
+            if size > MAX_BYTES:
+                raise ChannelClosed
+            needed = SIZE.size + size
+            if len(data) >= needed:
+                break
+        message = self.connection.recv(needed)[SIZE.size :]
+        self._wake_for(1)
+        return pickle.loads(message), []
+
+    def has_message(self) -> bool:
+        return _is_readable(self.connection)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _wake_for(self, num_bytes: int) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+
+def _wait_until(deadline: float | None, connection: socket.socket) -> None:
+    connection.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))

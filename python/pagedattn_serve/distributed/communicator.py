@@ -35,8 +35,9 @@ class SharedMemoryCommunicator:
             self._group = None
 
     @property
-    def is_broken(self) -> bool:
-        return self._group is not None and self._group.broken is not None
+    def broken(self) -> str | None:
+        """Why the group is broken, None if it is not."""
+        return None if self._group is None else self._group.broken
 
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, so that none waits for this one."""

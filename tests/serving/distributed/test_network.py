@@ -1,0 +1,119 @@
+"""Connections between hosts: who may connect, and that a message is received whole or not at all."""
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedattn_serve.distributed import network
+from pagedattn_serve.distributed.channel import SIZE, ChannelClosed, NetworkChannel
+from pagedattn_serve.distributed.network import Hello, Listener, connect, has_hung_up
+
+KEY = b"the key of an engine"
+OURS = Hello("steps", generation=3, rank=1)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", KEY)
+    yield listener
+    listener.close()
+
+
+def goes_on() -> None:
+    pass
+
+
+def in_seconds(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_who_is_expected_comes_in(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others do not, and keep nobody out: who has another key, says nothing, says anything, or is of another group."""
+    monkeypatch.setattr(network, "HANDSHAKE_SECONDS", 1)
+    early, stranger = OURS._replace(generation=2), OURS._replace(generation=4)
+    callers = [(b"another key", stranger), (KEY, early), (KEY, OURS)]
+    with socket.create_connection(listener.address), socket.create_connection(listener.address) as noisy:
+        noisy.sendall(100 * b"\0\0\0\5hello")
+        with ThreadPoolExecutor() as pool:
+            calls = [
+                pool.submit(connect, listener.address, key, hello, in_seconds(30), goes_on) for key, hello in callers
+            ]
+            [(hello, connection)] = listener.gather({OURS}, in_seconds(30), goes_on).items()
+    assert hello == OURS and calls[0].exception() is not None
+    with connection, calls[2].result() as ours:
+        ours.sendall(b"a step")
+        assert connection.recv(6) == b"a step"
+
+
+class Bomb:
+    """Is run by who unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self._path,))
+
+
+def test_nothing_of_a_stranger_is_unpickled(listener: Listener, tmp_path: Path) -> None:
+    with Client(listener.address) as stranger:
+        for _ in range(3):
+            stranger.send(Bomb(tmp_path / "exploded"))
+        with pytest.raises(TimeoutError):
+            listener.gather({OURS}, in_seconds(0.5), goes_on)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_waiting_ends(listener: Listener) -> None:
+    """At the deadline, and when `check` raises: on both sides."""
+
+    def check() -> None:
+        raise RuntimeError("no more")
+
+    with pytest.raises(TimeoutError, match=r"^rank 1 has not connected in time$"):
+        listener.gather({OURS}, in_seconds(0), goes_on)
+    with pytest.raises(RuntimeError, match="no more"):
+        listener.gather({OURS}, in_seconds(30), check)
+    with pytest.raises(TimeoutError):  # nobody accepts
+        connect(listener.address, KEY, OURS, in_seconds(0), goes_on)
+    with pytest.raises(RuntimeError, match="no more"):
+        connect(listener.address, KEY, OURS, in_seconds(30), check)
+
+
+def test_a_message_comes_whole_or_not_at_all() -> None:
+    ours, theirs = (NetworkChannel(side) for side in tcp_pair())
+    ours.send([1, 2])
+    ours.send("x" * 60_000)
+    assert theirs.has_message() and theirs.receive() == ([1, 2], [])
+    assert theirs.receive(in_seconds(30)) == ("x" * 60_000, [])
+    assert not theirs.has_message()
+    data = pickle.dumps("later")
+    message = SIZE.pack(len(data)) + data
+    for i in range(len(message)):
+        with pytest.raises(TimeoutError):
+            theirs.receive(in_seconds(0))
+        ours.connection.sendall(message[i : i + 1])
+    assert theirs.receive(in_seconds(30)) == ("later", [])
+    assert not has_hung_up(theirs.connection)
+    ours.send("last")
+    ours.connection.sendall(message[:-1])
+    ours.close()
+    assert has_hung_up(theirs.connection, timeout=30)
+    assert theirs.receive() == ("last", [])
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+    theirs.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
