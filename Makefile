@@ -97,8 +97,8 @@ test-clients: build .venv-clients/ready
 	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
 	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
 
-# Replicas on a Ray cluster of this machine. Ray is added to what .venv has, in an environment of its own, so that all
-# other tests show that nothing else needs Ray.
+# Replicas, and ranks of a model, on a Ray cluster of this machine. Ray is added to what .venv has, in an environment of
+# its own, so that all other tests show that nothing else needs Ray.
 .venv-ray/ready: .venv/dev
 	$(PYTHON) -m venv .venv-ray
 	echo "import site; site.addsitedir('$(SITE_PACKAGES)')" \

@@ -142,17 +142,20 @@ ARROWS: dict[str, set[str]] = {
     "sampling.grammar": {"structured_output"},
     # the processes of a model's ranks
     "distributed": set(),
-    "distributed.executor": {"distributed.communicator", "distributed.messages", "distributed.channel"}
-    | {"distributed.processes", "distributed.torchrun", "distributed.cpus", "distributed.ray_cpus"}
-    | {"execution.model_runner"},  # it starts worker_main
+    "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
+    | {"distributed.processes", "execution.model_runner"},  # it starts worker_main
     "distributed.worker_main": {"distributed.worker", "distributed.processes"},
-    "distributed.worker": {"distributed.communicator", "distributed.messages", "distributed.channel", "engine_setup"},
-    "distributed.messages": {"execution.block_tables", "execution.step_inputs", "config"},
+    "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "engine_setup"},
+    "distributed.remote": {"distributed.messages", "distributed.channel", "distributed.ray_placement"},
+    "distributed.ray_placement": {"distributed.worker"},
+    "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}
+    | {"execution.step_inputs", "config"},
+    "distributed.hosts": {"distributed.communicator"},
     "distributed.communicator": {"pagedattn_ext"},
     "distributed.torchrun": {"distributed.worker", "distributed.channel", "errors"},
     "distributed.channel": set(),
+    "distributed.network": set(),
     "distributed.cpus": set(),
-    "distributed.ray_cpus": {"errors"},
     "distributed.processes": set(),
     # a batch through the model
     "execution": set(),

@@ -130,8 +130,8 @@ class EngineArgs:
     ] = 32
     distributed_executor_backend: Annotated[
         str,
-        "where the ranks' CPUs come from, if there are several ranks: mp takes those of this machine; ray has a Ray "
-        "cluster, which this machine is part of, reserve them",
+        "where the ranks are, if there are several: mp takes CPUs of this machine; ray has a Ray cluster, which this "
+        "machine is part of, reserve CPUs here or, if this machine has too few, on several machines",
     ] = "mp"
 
     def __post_init__(self) -> None:

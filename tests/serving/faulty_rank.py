@@ -1,10 +1,12 @@
-"""The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT
+"""The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT MODULE
 
+MODULE: whose main the program is, once it has the fault.
 FAULT: "start", "load" or "cache": when the process is killed. "memory": loading finds no memory. "room": the rank has
-room for 11 blocks, and for 5 on the host. "tokens": a step that
-has one of the tokens below fails on the way, once, between two calls of the other ranks.
+room for 11 blocks, and for 5 on the host. "tokens": a step that has one of the tokens below fails on the way, once,
+between two calls of the other ranks.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -13,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.distributed import worker, worker_main
+from pagedattn_serve.distributed import worker
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
 from pagedattn_serve.execution.step_inputs import StepInputs
 from pagedattn_serve.execution.step_runner import StepRunner
@@ -57,7 +59,7 @@ def faulty_all_reduce(communicator: SharedMemoryCommunicator, tensor: Tensor) ->
 
 
 def main() -> None:
-    fd, parent, fault = sys.argv[1:]
+    fd, parent, fault, module = sys.argv[1:]
     match fault:
         case "start":
             die()
@@ -72,7 +74,7 @@ def main() -> None:
         case "tokens":
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
             SharedMemoryCommunicator.all_reduce = faulty_all_reduce  # type: ignore[method-assign]
-    worker_main.main(int(fd), int(parent))
+    importlib.import_module(module).main(int(fd), int(parent))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class StartedRanks:
         self.fault: str | None = None
 
     def start(self, module: str, theirs: socket.socket) -> WarmProcess:
-        program = (module,) if self.fault is None else ("faulty_rank", self.fault)
+        program = (module,) if self.fault is None else ("faulty_rank", self.fault, module)
         self.processes.append(WarmProcess(theirs, *program))
         return self.processes[-1]
 

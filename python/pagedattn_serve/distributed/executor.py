@@ -15,25 +15,30 @@ from typing import Any, TypeVar
 import torch
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from pagedattn_serve.distributed.channel import Channel, ChannelClosed
-from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
+from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
+from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
+from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
 from pagedattn_serve.distributed.messages import (
     DIGEST_BYTES,
     CacheOrder,
     Failed,
+    GroupMade,
     Join,
     Joined,
     Left,
     Loaded,
+    MakeGroup,
     RankOrder,
     Ready,
     Step,
     digest,
     without_tables,
 )
+from pagedattn_serve.distributed.network import Address
 from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
-from pagedattn_serve.distributed.ray_cpus import reserve_cpus
+from pagedattn_serve.distributed.ray_placement import Placement
+from pagedattn_serve.distributed.remote import OtherHosts, absolute
 from pagedattn_serve.distributed.torchrun import accept, listen, rank_of_torchrun
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -51,25 +56,42 @@ Message = TypeVar("Message")
 class Worker:
     """A rank, as rank 0 sees it.
 
+    ip, nodes: of a rank on another host: the host's address, and the CPUs of its NUMA nodes.
     steps: the socket for the steps of the group that the rank is in.
     """
 
-    def __init__(self, rank: int, channel: Channel, process: RankProcess) -> None:
+    def __init__(
+        self,
+        rank: int,
+        channel: Channel | NetworkChannel,
+        process: RankProcess,
+        ip: str = "",
+        nodes: list[set[int]] | None = None,
+    ) -> None:
         self.rank = rank
         self.channel = channel
+        self.ip = ip
+        self.nodes = nodes
         self.steps: socket.socket | None = None
         self._process = process
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (process {self._process.pid})"
+        return f"rank {self.rank} (process {self._process.pid}" + (f" on {self.ip})" if self.ip else ")")
 
-    def join(self, generation: int, group: int) -> None:
-        """Send the rank into a group, whose descriptor this is."""
-        self.steps, theirs = socket.socketpair()
-        self.steps.settimeout(PATIENCE_SECONDS)
+    def join(self, generation: int, group: int, path: str | None) -> None:
+        """Send the rank into a group. Its memory has this descriptor here, and this path on another host."""
+        if isinstance(self.channel, NetworkChannel):
+            self.channel.send(Join(generation, path))
+            return
+        ours, theirs = socket.socketpair()
         with theirs:
-            self.channel.send(Join(generation), (group, theirs.fileno()))
+            self.begin_steps(ours)
+            self.channel.send(Join(generation, None), (group, theirs.fileno()))
+
+    def begin_steps(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE_SECONDS)
+        self.steps = connection
 
     def end_steps(self) -> None:
         if self.steps is not None:
@@ -106,32 +128,50 @@ class Workers:
         self, parallel: ParallelConfig, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig
     ) -> None:
         world_size = parallel.tensor_parallel_size
-        self.communicator = SharedMemoryCommunicator(0, world_size)
         self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
         self._generation = 0  # of the group
         self._death: str | None = None
         self._workers: list[Worker] = []
+        self._other_hosts: OtherHosts | None = None
+        self._addresses: list[Address | None] = []  # where each rank listens to ranks on other hosts
         by_torchrun = rank_of_torchrun(world_size) is not None
         num_threads = torch.get_num_threads()
         if not by_torchrun:  # else that is the number for a process already
             num_threads = max(1, num_threads // world_size)
         undo: list[Callable[[], None]] = []
-        if parallel.distributed_executor_backend == "ray":
-            undo.append(reserve_cpus(world_size, num_threads))
-        nodes = numa_nodes(os.sched_getaffinity(0))
-        undo.append(take_share(num_threads, cpus_of_rank(0, world_size, nodes)))
         self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
         try:
-            for worker in accept_ranks(world_size) if by_torchrun else map(start_rank, range(1, world_size)):
+            if parallel.distributed_executor_backend == "ray":
+                placement = Placement(world_size, num_threads)
+                undo.append(placement.give_back)
+                if placement.num_hosts > 1:
+                    self._other_hosts = OtherHosts(placement, world_size)
+                    undo.append(self._other_hosts.close)
+                    model = replace(model, model=absolute(model.model), enforce_eager=True)  # see `has_graphs`
+            others = self._other_hosts
+            ranks_per_host = world_size if others is None else others.ranks_per_host
+            self.communicator = make_communicator(0, world_size, 1 if others is None else others.num_hosts)
+            nodes = numa_nodes(os.sched_getaffinity(0))
+            undo.append(take_share(num_threads, cpus_of_rank(0, ranks_per_host, nodes)))
+            for worker in accept_ranks(world_size) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
                 self._workers.append(worker)
-                cpus = cpus_of_rank(worker.rank, world_size, nodes)
+            for remote in [] if others is None else others.start():
+                self._workers.append(Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes))
+            for worker in self._workers:
+                cpus = cpus_of_rank(worker.rank % ranks_per_host, ranks_per_host, worker.nodes or nodes)
+                hosts = None if others is None else others.seen_from(worker.ip or others.address[0])
                 order = RankOrder(
-                    worker.rank, world_size, num_threads, cpus, self.checks_inputs, model, cache, scheduler
+                    worker.rank, world_size, num_threads, cpus, hosts, self.checks_inputs, model, cache, scheduler
                 )
                 self._send(worker, order)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether CPU graphs can hold what the ranks compute together."""
+        return self._other_hosts is None
 
     @property
     def partition(self) -> Partition:
@@ -142,6 +182,8 @@ class Workers:
         """Wait until all ranks have loaded; the config with as many blocks as every rank has room for. Raises what
         failed on a rank."""
         loaded = [self._receive(worker, Loaded) for worker in self._workers]
+        own_address = None if self._other_hosts is None else self._other_hosts.address
+        self._addresses = [own_address, *(each.address for each in loaded)]
         return replace(
             cache,
             num_blocks=min(cache.num_blocks, *(each.num_blocks for each in loaded)),
@@ -150,7 +192,7 @@ class Workers:
 
     def order_caches(self, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         for worker in self._workers:
-            self._send(worker, CacheOrder(cache, scheduler))
+            self._send(worker, CacheOrder(cache, scheduler, self._addresses))
 
     def wait_until_ready(self) -> None:
         """Wait until all ranks have caches. Raises what failed on a rank."""
@@ -162,16 +204,43 @@ class Workers:
         self.end_steps()
         self.communicator.leave()
         self._generation += 1
+        deadline = time.monotonic() + ANSWER_SECONDS
+        paths = self._make_groups(deadline)
         with self.communicator.create_group() as group:
             for worker in self._workers:
                 try:
-                    worker.join(self._generation, group.fileno())
+                    worker.join(self._generation, group.fileno(), paths[worker.rank])
                 except ChannelClosed:
                     raise self._dead(worker.death()) from None
-            deadline = time.monotonic() + ANSWER_SECONDS
+            if self._other_hosts is not None:
+                self._connect(self._other_hosts, deadline)
             for worker in self._workers:
                 self._receive(worker, Joined, deadline)
             self.communicator.join(group)
+
+    def _make_groups(self, deadline: float) -> dict[int, str | None]:
+        """Let each of the other hosts have the memory of a group. Where a rank finds its group; None on this host."""
+        paths: dict[int, str | None] = {worker.rank: None for worker in self._workers}
+        if self._other_hosts is not None:
+            firsts = [worker for worker in self._workers if worker.rank in self._other_hosts.first_ranks]
+            for worker in firsts:
+                self._send(worker, MakeGroup(self._generation))
+            for worker in firsts:
+                made = self._receive(worker, GroupMade, deadline)
+                paths |= {worker.rank + i: made.path for i in range(self._other_hosts.ranks_per_host)}
+        return paths
+
+    def _connect(self, others: OtherHosts, deadline: float) -> None:
+        """Wait for what the ranks on other hosts connect with this one."""
+        assert isinstance(self.communicator, HostsCommunicator)
+        try:
+            steps, sums = others.connect(self._generation, self.communicator.peers, deadline, self.check_health)
+        except TimeoutError as error:
+            raise self._dead(str(error)) from None
+        for worker in self._workers:
+            if worker.rank in steps:
+                worker.begin_steps(steps[worker.rank])
+        self.communicator.take_links(sums)
 
     def send_step(self, step: Step) -> None:
         data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
@@ -241,11 +310,12 @@ class Workers:
                     raise message.error
                 finally:
                     del message  # or the error would keep this frame, and the frame the error
-            if isinstance(message, Joined | Left) and message.generation != self._generation:
+            if isinstance(message, GroupMade | Joined | Left) and message.generation != self._generation:
                 continue
             if isinstance(message, kind):
                 return message
-            if isinstance(message, Left):  # in place of Joined
+            if isinstance(message, Left):  # in place of GroupMade or Joined
+                self.check_health()
                 raise RuntimeError(f"{worker.name}: {message.error}")
 
     def _dead(self, text: str) -> ExecutorDeadError:
@@ -293,7 +363,7 @@ def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> N
     for worker in workers:
         worker.kill()
     workers.clear()
-    for give_back in undo:
+    for give_back in reversed(undo):
         give_back()
 
 
@@ -314,7 +384,7 @@ class Executor(ModelRunner):
         enforce_eager: bool = False,
     ) -> None:
         workers.order_caches(cache_config, scheduler_config)
-        super().__init__(model, scheduler_config, cache_config, device, seed, enforce_eager)
+        super().__init__(model, scheduler_config, cache_config, device, seed, enforce_eager or not workers.has_graphs)
         workers.wait_until_ready()
         self._workers = workers
         self._are_in_step = False  # whether all ranks have done the same, and wait for the next step

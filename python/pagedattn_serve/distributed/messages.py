@@ -1,17 +1,21 @@
 """What rank 0 and the other ranks tell each other.
 
     rank 0                                        another rank
+                                          <-      Arrived, if it is on another host
     RankOrder  ->                                 starts, loads its slice of the model
                                           <-      Loaded
     CacheOrder ->                                 makes its cache
                                           <-      Ready
+    MakeGroup  ->                                 makes the memory of a group, if it is the first rank of another host
+                                          <-      GroupMade
     Join       ->                                 joins a group, the first or a new one
                                           <-      Joined
     Step ...   ->   through the group's socket    runs it, and answers nothing
     closes the group's socket                     leaves the group
                                           <-      Left
 
-In place of Loaded and Ready, Failed may come. All but Step go through the rank's `Channel`.
+In place of Loaded and Ready, Failed may come; in place of GroupMade and Joined, Left. All but Step go through the
+rank's channel.
 """
 
 import hashlib
@@ -21,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedattn_serve.distributed.hosts import Hosts
+from pagedattn_serve.distributed.network import Address
 from pagedattn_serve.execution.block_tables import TableChanges
 from pagedattn_serve.execution.step_inputs import StepInputs
 
@@ -30,16 +36,24 @@ _NO_TABLES = np.zeros((0, 0), dtype=np.int32)
 BlockPairs = list[tuple[int, int]]
 
 
+class Arrived(NamedTuple):
+    """The process of the rank, and the CPUs that it may use, of each NUMA node."""
+
+    pid: int
+    nodes: list[set[int]]
+
+
 class RankOrder(NamedTuple):
     """What a rank loads, and how it computes: with how many threads, on which CPUs (None: on any).
 
-    checks_inputs: the rank answers each step with a digest.
+    hosts: None if all ranks are on one. checks_inputs: the rank answers each step with a digest.
     """
 
     rank: int
     world_size: int
     num_threads: int
     cpus: set[int] | None
+    hosts: Hosts | None
     checks_inputs: bool
     model: ModelConfig
     cache: CacheConfig
@@ -47,17 +61,19 @@ class RankOrder(NamedTuple):
 
 
 class CacheOrder(NamedTuple):
-    """What all ranks have room for, with nothing left open."""
+    """What all ranks have room for, with nothing left open. addresses: where each rank listens."""
 
     cache: CacheConfig
     scheduler: SchedulerConfig
+    addresses: list[Address | None]
 
 
 class Loaded(NamedTuple):
-    """The blocks that the rank has room for."""
+    """The blocks that the rank has room for, and where it listens to ranks on other hosts."""
 
     num_blocks: int
     num_host_blocks: int
+    address: Address | None
 
 
 class Ready(NamedTuple):
@@ -68,10 +84,26 @@ class Failed(NamedTuple):
     error: Exception
 
 
-class Join(NamedTuple):
-    """Comes with two descriptors: the group, and the socket for its steps. generation: the number of the group."""
+class MakeGroup(NamedTuple):
+    generation: int
+
+
+class GroupMade(NamedTuple):
+    """path: of the group's memory, as long as the rank has it open."""
 
     generation: int
+    path: str
+
+
+class Join(NamedTuple):
+    """generation: the number of the group.
+
+    On the host of rank 0, two descriptors come along: the group, and the socket for its steps. On another host, the
+    group's memory is at `path`, and the rank connects to rank 0.
+    """
+
+    generation: int
+    path: str | None
 
 
 class Joined(NamedTuple):

@@ -8,25 +8,32 @@ makes a new group. In between, a rank waits for rank 0.
 import os
 import pickle
 import socket
+import time
+from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
 
 import torch
 
-from pagedattn_serve.distributed.channel import Channel, ChannelClosed
-from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
+from pagedattn_serve.distributed.cpus import numa_nodes
+from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
 from pagedattn_serve.distributed.messages import (
+    Arrived,
     CacheOrder,
     Failed,
+    GroupMade,
     Join,
     Joined,
     Left,
     Loaded,
+    MakeGroup,
     RankOrder,
     Ready,
     Step,
     digest,
 )
+from pagedattn_serve.distributed.network import Address, Hello, Listener, connect
 from pagedattn_serve.engine_setup import limit_to_memory, limit_to_model
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.execution.block_tables import TableArray
@@ -35,10 +42,21 @@ from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.partition import Partition
 
 DEVICE = "cpu"
+CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
 MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
 
 
-def serve_rank(channel: Channel) -> None:
+def serve_remote_rank(rank: int, address: Address, key: bytes) -> None:
+    """Serve rank 0, which listens at this address of another host."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    connection = connect(address, key, Hello("messages", 0, rank), deadline, check=lambda: None)
+    channel = NetworkChannel(connection)
+    with suppress(ChannelClosed):
+        channel.send(Arrived(os.getpid(), numa_nodes(os.sched_getaffinity(0))))
+        serve_rank(channel)
+
+
+def serve_rank(channel: Channel | NetworkChannel) -> None:
     """Do all that rank 0 says, until rank 0 closes the channel."""
     try:
         try:
@@ -55,47 +73,98 @@ def serve_rank(channel: Channel) -> None:
 class Rank:
     """A slice of the model and its cache."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | NetworkChannel) -> None:
         self._channel = channel
+        self._group_file: FileIO | None = None  # of the group that this rank has made for its host
         order: RankOrder
         order, _ = channel.receive()
         self._checks_inputs = order.checks_inputs
         if order.cpus is not None:
             os.sched_setaffinity(0, order.cpus)  # before torch starts the threads that it computes with
         torch.set_num_threads(order.num_threads)
-        self._communicator = SharedMemoryCommunicator(order.rank, order.world_size)
+        self._hosts = order.hosts
+        self._communicator = make_communicator(
+            order.rank, order.world_size, 1 if order.hosts is None else order.hosts.num_hosts
+        )
+        self._listener: Listener | None = None
+        if order.hosts is not None:
+            self._listener = Listener(order.hosts.ip, order.hosts.key)
         partition = Partition(order.rank, order.world_size, self._communicator)
         config = order.model
         model = load_model(config.model, config.dtype, DEVICE, config.quantization, partition)
         own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), DEVICE)
-        channel.send(Loaded(own_cache.num_blocks, own_cache.num_host_blocks))
+        address = None if self._listener is None else self._listener.address
+        channel.send(Loaded(own_cache.num_blocks, own_cache.num_host_blocks, address))
         agreed: CacheOrder
         agreed, _ = channel.receive()
+        self._addresses = agreed.addresses
         self._runner = StepRunner(model, agreed.scheduler, agreed.cache, DEVICE, config.enforce_eager)
         self._tables = TableArray(agreed.scheduler.max_num_seqs, max_num_blocks_per_seq(agreed.scheduler, agreed.cache))
         channel.send(Ready())
 
     def serve_group(self) -> None:
-        """Join the next group, and run its steps until it ends."""
-        order: Join
-        order, [group, steps] = self._channel.receive()
+        """Join the next group, and run its steps until it ends. Or make the memory of the next group."""
+        order: MakeGroup | Join
+        order, descriptors = self._channel.receive()
         error = None
         try:
-            with socket.socket(fileno=steps) as connection:
+            if isinstance(order, MakeGroup):
+                self._make_group(order.generation)
+                return
+            group, steps = self._open(order, descriptors)
+            with steps:
                 self._runner.drop_graphs()
-                with FileIO(group, "r+") as file:
-                    self._communicator.join(file)
+                with group:
+                    self._connect_peers(order.generation)
+                    self._communicator.join(group)
                 self._channel.send(Joined(order.generation))
-                self._run_steps(connection)
+                self._run_steps(steps)
         except ChannelClosed:
             raise
         except Exception as failure:
-            if not self._communicator.is_broken:  # else another rank failed, and this failure follows
+            if self._communicator.broken is None:  # else another rank failed, and this failure follows
                 self._communicator.abort(f"rank {self._communicator.rank}: {describe(failure)}")
                 error = short(failure)
         finally:
             self._communicator.leave()
         self._channel.send(Left(order.generation, error))
+
+    def _make_group(self, generation: int) -> None:
+        if self._group_file is not None:
+            self._group_file.close()
+        self._group_file = self._communicator.create_group()
+        self._channel.send(GroupMade(generation, f"/proc/{os.getpid()}/fd/{self._group_file.fileno()}"))
+
+    def _open(self, order: Join, descriptors: list[int]) -> tuple[FileIO, socket.socket]:
+        """The group's memory, and the connection for its steps."""
+        if order.path is None:
+            [group, steps] = descriptors
+            return FileIO(group, "r+"), socket.socket(fileno=steps)
+        connection = self._connect(0, Hello("steps", order.generation, self._communicator.rank))
+        return FileIO(order.path, "r+"), connection
+
+    def _connect_peers(self, generation: int) -> None:
+        """Those on hosts before come first, so that no two ranks wait for each other."""
+        if not isinstance(self._communicator, HostsCommunicator):
+            return
+        assert self._listener is not None
+        rank, peers = self._communicator.rank, self._communicator.peers
+        own = Hello("sums", generation, rank)
+        links = {peer: self._connect(peer, own) for peer in peers if peer < rank}
+        expected = {own._replace(rank=peer) for peer in peers if peer > rank}
+        deadline = time.monotonic() + CONNECT_SECONDS
+        found = self._listener.gather(expected, deadline, self._check_is_awaited)
+        self._communicator.take_links(links | {hello.rank: link for hello, link in found.items()})
+
+    def _connect(self, rank: int, hello: Hello) -> socket.socket:
+        address = self._addresses[rank]
+        assert self._hosts is not None and address is not None
+        deadline = time.monotonic() + CONNECT_SECONDS
+        return connect(address, self._hosts.key, hello, deadline, self._check_is_awaited)
+
+    def _check_is_awaited(self) -> None:
+        if self._channel.has_message():
+            raise RuntimeError("rank 0 has given this group up")
 
     @torch.inference_mode()
     def _run_steps(self, connection: socket.socket) -> None:
@@ -104,7 +173,7 @@ class Rank:
             while True:
                 try:
                     step: Step = pickle.load(messages)
-                except (EOFError, pickle.UnpicklingError, ConnectionResetError):
+                except (EOFError, pickle.UnpicklingError, OSError):
                     return
                 self._runner.copy_blocks(step.to_swap_out, step.to_swap_in, step.to_copy)
                 if step.inputs is not None:

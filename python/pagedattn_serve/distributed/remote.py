@@ -1,0 +1,107 @@
+"""Ranks on other hosts, as rank 0 sees them: how they start, connect and end."""
+
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from socket import socket
+from typing import NamedTuple
+
+from pagedattn_serve.distributed.channel import NetworkChannel
+from pagedattn_serve.distributed.hosts import Hosts
+from pagedattn_serve.distributed.messages import Arrived
+from pagedattn_serve.distributed.network import Hello, Listener, has_hung_up
+from pagedattn_serve.distributed.ray_placement import Placement
+
+START_SECONDS = 300.0  # for the processes on other hosts to start and to connect
+
+
+class RemoteProcess:
+    """The process of a rank on another host, which is watched by its connection. returncode: nobody tells."""
+
+    returncode: int | None = None
+
+    def __init__(self, connection: socket, pid: int) -> None:
+        self.pid = pid
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        return 0 if self._connection.fileno() < 0 or has_hung_up(self._connection) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._connection.fileno() >= 0 and not has_hung_up(self._connection, timeout):
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
+        return 0
+
+    def kill(self) -> None:
+        """Let it go. The process ends when its connection is closed."""
+        self._connection.close()
+
+
+class RemoteRank(NamedTuple):
+    """A rank that has connected. ip: of its host. nodes: the CPUs there, of each NUMA node."""
+
+    rank: int
+    channel: NetworkChannel
+    process: RemoteProcess
+    ip: str
+    nodes: list[set[int]]
+
+
+class OtherHosts:
+    """The hosts without rank 0. Their ranks connect to a port of this host; with the order to start they get its number
+    and the key.
+
+    num_hosts: all, that of rank 0 among them.
+    """
+
+    def __init__(self, placement: Placement, world_size: int) -> None:
+        self.num_hosts = placement.num_hosts
+        self.ranks_per_host = world_size // placement.num_hosts
+        self._ranks = range(self.ranks_per_host, world_size)
+        self._placement = placement
+        self._key = secrets.token_bytes(32)
+        self._listener = Listener(placement.ip, self._key)
+        self.address = self._listener.address
+        self.close = self._listener.close
+
+    @property
+    def first_ranks(self) -> range:
+        """Of each of these hosts the first."""
+        return self._ranks[:: self.ranks_per_host]
+
+    def seen_from(self, ip: str) -> Hosts:
+        """What a rank on the host with this address has to know."""
+        return Hosts(self.num_hosts, self._key, ip)
+
+    def start(self) -> Iterator[RemoteRank]:
+        """Start the ranks, and wait until they have connected. Raises what fails on one."""
+        for rank in self._ranks:
+            self._placement.start(rank, self.address, self._key)
+        waiting = {Hello("messages", 0, rank) for rank in self._ranks}
+        deadline = time.monotonic() + START_SECONDS
+        found = self._listener.gather(waiting, deadline, self._placement.check)
+        for hello, connection in sorted(found.items()):
+            channel = NetworkChannel(connection)
+            arrived: Arrived
+            arrived, _ = channel.receive(deadline)
+            process = RemoteProcess(connection, arrived.pid)
+            yield RemoteRank(hello.rank, channel, process, connection.getpeername()[0], arrived.nodes)
+
+    def connect(
+        self, generation: int, peers: list[int], deadline: float, check: Callable[[], None]
+    ) -> tuple[dict[int, socket], dict[int, socket]]:
+        """The connections of a group, by rank: of all ranks for their steps, and of rank 0's peers for sums. Raises as
+        `Listener.gather` does."""
+        steps = {Hello("steps", generation, rank) for rank in self._ranks}
+        sums = {Hello("sums", generation, rank) for rank in peers}
+        found = self._listener.gather(steps | sums, deadline, check)
+        return {hello.rank: found[hello] for hello in steps}, {hello.rank: found[hello] for hello in sums}
+
+
+def absolute(model: str | PathLike[str]) -> str | PathLike[str]:
+    """The path of a directory as processes find it that have another working directory."""
+    directory = Path(model).expanduser()
+    return directory.absolute() if directory.is_dir() else model

@@ -1,0 +1,213 @@
+"""The engine with ranks on two hosts, which are this one: what it computes, and what becomes of it when ranks fail.
+
+The ranks of the second host have real connections, and memory that only they share. tests/ray_cluster has them on
+machines of Ray.
+"""
+
+import gc
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoint, run, token_ids
+from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
+from remote_rank import LocalPlacement
+from server_process import is_running, wait_for
+from test_interrupts import ROOT, Places, chosen, expect_nothing_left
+from warm_ranks import StartedRanks, memfds
+
+from pagedattn_serve import LLMEngine, SamplingParams
+from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.errors import ExecutorDeadError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+OPTIONS: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, distributed_executor_backend="ray")
+FILES = {str(ROOT / f"distributed/{name}.py") for name in ("executor", "hosts", "channel", "network", "remote")}
+
+
+@pytest.fixture
+def start(
+    llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LLMEngine]]:
+    """Makes an engine with so many ranks on two hosts, and these faults, by rank. In the end no process is left."""
+    num_started, before = len(ranks.processes), memfds()
+
+    def start(num_ranks: int, faults: dict[int, str] | None = None, **options: Any) -> LLMEngine:
+        monkeypatch.setattr(executor, "Placement", partial(LocalPlacement, ranks, 2, faults or {}))
+        return LLMEngine(llama.path, **{**OPTIONS, "tensor_parallel_size": num_ranks, **options})
+
+    yield start
+    gc.collect()  # errors that the test has seen keep frames, and the frames keep engines
+    wait_for(lambda: not any(map(is_running, ranks.pids[num_started:])))
+    assert memfds() == before
+
+
+def error_of(step: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, ChildProcessError)) as error:
+        step()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def add(engine: LLMEngine, *prompts: list[int]) -> None:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), None, GREEDY, prompt)
+
+
+def expect_right_tokens(engine: LLMEngine, llama: Checkpoint) -> None:
+    expected = [tokens[:6] for tokens in llama.expected[:3]]
+    assert token_ids(run(engine, llama.prompts[:3], GREEDY)) == expected
+    expect_nothing_left(engine)
+
+
+def test_tokens_are_those_of_hugging_face(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
+    """Two ranks on each of two hosts, with chunks, swaps and copies of blocks."""
+    engine = start(4, block_size=8, num_blocks=20, max_model_len=64, max_num_batched_tokens=19, preemption_mode="swap")
+    params = SamplingParams(temperature=0, n=2, max_tokens=24, ignore_eos=True)
+    outputs = run(engine, llama.prompts, params)
+    for output, expected in zip(outputs, llama.expected, strict=True):
+        assert [completion.token_ids for completion in output.outputs] == [expected] * 2
+    assert engine.stats().num_swaps > 0
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_step_that_fails_on_a_rank(
+    start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks, rank: int
+) -> None:
+    """The error is that of the rank, wherever it is, and comes from no rank that waits for it. The engine goes on."""
+    if rank == 1:
+        ranks.fault = "tokens"
+    engine = start(4, {rank: "tokens"})
+    place = " on 127.0.0.1" if rank > 1 else ""
+    add(engine, *llama.prompts[:2])
+    engine.step()
+    engine.add_request("bad", None, GREEDY, [1, RAISES])
+    started = time.monotonic()
+    assert error_of(engine.step) == (
+        f"RuntimeError: rank {rank} (process {ranks.pids[rank - 4]}{place}): MemoryError: no memory amid a step"
+    )
+    assert time.monotonic() - started < 5
+    assert len(engine.fail_batch("it failed")) == 3
+    expect_right_tokens(engine, llama)
+
+
+def test_an_error_of_rank_0(
+    start: Callable[..., LLMEngine], llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the step's, and no rank waits."""
+    engine = start(2)
+    add(engine, *llama.prompts[:2])
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory on rank 0")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"^no memory on rank 0$"):
+        patch.setattr(engine.model_runner.model, "forward", fail)
+        engine.step()
+    engine.fail_batch("it failed")
+    expect_right_tokens(engine, llama)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_rank_that_is_killed_amid_a_step(start: Callable[..., LLMEngine], ranks: StartedRanks, rank: int) -> None:
+    """As when its machine goes down. The engine is broken for good, and says what died."""
+    engine = start(4, {rank: "tokens"})
+    add(engine, [1, IS_KILLED])
+    started = time.monotonic()
+    death = f"ExecutorDeadError: rank {rank} (process {ranks.pids[rank - 4]} on 127.0.0.1) has ended"
+    assert error_of(engine.step) == death
+    assert time.monotonic() - started < 5
+    assert len(engine.fail_batch("it died")) == 1
+    engine.add_request("next", None, GREEDY, [1, 2])
+    assert error_of(engine.step) == death
+    assert engine.abort_request("next") is not None
+    expect_nothing_left(engine)
+
+
+def test_a_rank_that_is_killed_between_steps(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
+    """An engine that has nothing to do asks for the health of its ranks."""
+    engine = start(2)
+    engine.check_health()
+    os.kill(ranks.pids[-1], signal.SIGKILL)
+    ranks.processes[-1].wait()
+    death = f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]} on 127.0.0.1) has ended"
+    assert error_of(engine.check_health) == death
+
+
+@pytest.mark.parametrize("fault", ["start", "load", "cache"])
+def test_a_rank_that_is_killed_before_the_first_step(start: Callable[..., LLMEngine], fault: str) -> None:
+    with pytest.raises(ExecutorDeadError, match=r"process \d+.* has ended$"):
+        start(2, {1: fault})
+
+
+def test_a_connection_breaks(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
+    """The step fails and names the rank. The next step has connections anew."""
+    engine = start(2)
+    expect_right_tokens(engine, llama)
+    ranks: Any = engine.model_runner
+    ranks._workers.communicator._links[1].shutdown(socket.SHUT_RDWR)
+    add(engine, *llama.prompts[:3])
+    assert error_of(engine.step) == ("RuntimeError: the group is broken: rank 1 has died, or has left the group")
+    assert len(engine.fail_batch("it broke")) == 3
+    expect_right_tokens(engine, llama)
+
+
+def test_a_rank_that_has_less_room(start: Callable[..., LLMEngine]) -> None:
+    assert start(2, {1: "room"}).stats().num_blocks == 11
+
+
+def test_a_rank_that_stops(
+    start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its machine vanishes without a word: after a stated time the error says which rank it is."""
+    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    engine = start(2, {1: "tokens"})
+    add(engine, [1, STOPS])
+    assert error_of(engine.step) == (
+        f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]} on 127.0.0.1) has not answered for 0.2 s, after "
+        "RuntimeError: the group is broken: rank 1 has not come within 0.5 seconds"
+    )
+    os.kill(ranks.pids[-1], signal.SIGCONT)  # it sees that rank 0 has gone
+
+
+def test_checks_of_inputs(
+    start: Callable[..., LLMEngine], ranks: StartedRanks, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "1")
+    engine = start(2, {1: "tokens"})
+    expect_right_tokens(engine, llama)
+    add(engine, [1, HAS_OTHER_INPUTS])
+    assert error_of(engine.step) == (
+        f"RuntimeError: PAGEDATTN_CHECK: the inputs of rank 1 (process {ranks.pids[-1]} on 127.0.0.1) are not those of "
+        "rank 0"
+    )
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_interrupts(start: Callable[..., LLMEngine], llama: Checkpoint, joins: bool) -> None:
+    """At places of what is new with ranks on other hosts, of steps and of a new group. How often a rank looks for what
+    comes depends on time, so some places may not be reached again."""
+    engine = start(2)
+    runner: Any = engine.model_runner
+    expect_right_tokens(engine, llama)
+    runner._are_in_step = not joins
+    with Places(files=FILES) as places:
+        expect_right_tokens(engine, llama)
+    ends_of_joining = [i for i, (name, _) in enumerate(places.seen) if name == "Executor._join"]
+    numbers = chosen(places.seen[: ends_of_joining[-1] if joins else None])
+    num_interrupts = 0
+    for at in numbers:
+        runner._are_in_step = not joins
+        try:
+            with Places(at, FILES):
+                expect_right_tokens(engine, llama)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        expect_nothing_left(engine)
+        expect_right_tokens(engine, llama)
+    assert num_interrupts > len(numbers) / 2
