@@ -143,16 +143,16 @@ ARROWS: dict[str, set[str]] = {
     # the processes of a model's ranks
     "distributed": set(),
     "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
-    | {"distributed.processes", "execution.model_runner"},  # it starts worker_main
+    | {"distributed.ray_placement", "distributed.processes", "execution.model_runner"},  # it starts worker_main
     "distributed.worker_main": {"distributed.worker", "distributed.processes"},
     "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "engine_setup"},
-    "distributed.remote": {"distributed.messages", "distributed.channel", "distributed.ray_placement"},
+    "distributed.remote": {"distributed.messages", "distributed.channel"},
     "distributed.ray_placement": {"distributed.worker"},
     "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}
     | {"execution.step_inputs", "config"},
     "distributed.hosts": {"distributed.communicator"},
     "distributed.communicator": {"pagedattn_ext"},
-    "distributed.torchrun": {"distributed.worker", "distributed.channel", "errors"},
+    "distributed.torchrun": {"distributed.worker", "distributed.channel"},
     "distributed.channel": set(),
     "distributed.network": set(),
     "distributed.cpus": set(),

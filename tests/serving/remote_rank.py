@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 10
 
 
 class LocalPlacement:
-    """What `ray_placement.Placement` is for several hosts, all of which are this one. faults: by rank."""
+    """What `ray_placement.RayPlacement` is for several hosts, all of which are this one. faults: by rank."""
 
     ip = "127.0.0.1"
 

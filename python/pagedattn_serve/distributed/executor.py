@@ -37,10 +37,10 @@ from pagedattn_serve.distributed.messages import (
 )
 from pagedattn_serve.distributed.network import Address
 from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
-from pagedattn_serve.distributed.ray_placement import Placement
-from pagedattn_serve.distributed.remote import OtherHosts, absolute
-from pagedattn_serve.distributed.torchrun import accept, listen, rank_of_torchrun
-from pagedattn_serve.errors import ExecutorDeadError, describe
+from pagedattn_serve.distributed.ray_placement import OPTION, RayPlacement
+from pagedattn_serve.distributed.remote import OtherHosts, Placement, absolute
+from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
+from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.models.causal_lm import CausalLM
@@ -135,25 +135,29 @@ class Workers:
         self._other_hosts: OtherHosts | None = None
         self._addresses: list[Address | None] = []  # where each rank listens to ranks on other hosts
         by_torchrun = rank_of_torchrun(world_size) is not None
+        by_ray = parallel.distributed_executor_backend == "ray"
+        if by_torchrun and by_ray:
+            raise ArgumentError(OPTION, "mp with ranks that torchrun has started", "ray")
         num_threads = torch.get_num_threads()
         if not by_torchrun:  # else that is the number for a process already
             num_threads = max(1, num_threads // world_size)
         undo: list[Callable[[], None]] = []
         self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
         try:
-            if parallel.distributed_executor_backend == "ray":
-                placement = Placement(world_size, num_threads)
-                undo.append(placement.give_back)
-                if placement.num_hosts > 1:
-                    self._other_hosts = OtherHosts(placement, world_size)
-                    undo.append(self._other_hosts.close)
-                    model = replace(model, model=absolute(model.model), enforce_eager=True)  # see `has_graphs`
+            placement: Placement | None = TorchrunPlacement() if by_torchrun else None
+            if by_ray:
+                placement = ray = RayPlacement(world_size, num_threads)
+                undo.append(ray.give_back)
+            if placement is not None and placement.num_hosts > 1:
+                self._other_hosts = OtherHosts(placement, world_size)
+                undo.append(self._other_hosts.close)
+                model = replace(model, model=absolute(model.model), enforce_eager=True)  # see `has_graphs`
             others = self._other_hosts
             ranks_per_host = world_size if others is None else others.ranks_per_host
             self.communicator = make_communicator(0, world_size, 1 if others is None else others.num_hosts)
             nodes = numa_nodes(os.sched_getaffinity(0))
             undo.append(take_share(num_threads, cpus_of_rank(0, ranks_per_host, nodes)))
-            for worker in accept_ranks(world_size) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
+            for worker in accept_ranks(ranks_per_host) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
                 self._workers.append(worker)
             for remote in [] if others is None else others.start():
                 self._workers.append(Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes))
@@ -332,10 +336,10 @@ def start_rank(rank: int) -> Worker:
         return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker_main", theirs))
 
 
-def accept_ranks(world_size: int) -> Iterator[Worker]:
-    """Wait for the ranks that torchrun has started, which `torchrun.serve_as_rank` runs."""
+def accept_ranks(ranks_per_host: int) -> Iterator[Worker]:
+    """Wait for the ranks that torchrun has started on this host, which `torchrun.serve_as_rank` runs."""
     listener = listen()
-    for _ in range(1, world_size):
+    for _ in range(1, ranks_per_host):
         rank, connection, pid = accept(listener)
         yield Worker(rank, Channel(connection), PeerProcess(pid))
 

@@ -17,7 +17,7 @@ RESERVE_SECONDS = 60.0  # for machines to have so many CPUs to spare
 POLL_SECONDS = 0.2
 
 
-class Placement:
+class RayPlacement:
     """CPUs for the ranks of a model, on one machine or several.
 
     num_hosts: the machines; this one is the first. ip: the address of this machine, for the others.

@@ -7,15 +7,30 @@ from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from socket import socket
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagedattn_serve.distributed.channel import NetworkChannel
 from pagedattn_serve.distributed.hosts import Hosts
 from pagedattn_serve.distributed.messages import Arrived
-from pagedattn_serve.distributed.network import Hello, Listener, has_hung_up
-from pagedattn_serve.distributed.ray_placement import Placement
+from pagedattn_serve.distributed.network import Address, Hello, Listener, has_hung_up
 
 START_SECONDS = 300.0  # for the processes on other hosts to start and to connect
+
+
+class Placement(Protocol):
+    """Who starts the ranks on other hosts.
+
+    num_hosts: all, that of rank 0 among them. ip: the address of this host at which rank 0 listens.
+    """
+
+    num_hosts: int
+    ip: str
+
+    def start(self, rank: int, address: Address, key: bytes) -> None:
+        """Let a rank on another host connect to this address."""
+
+    def check(self) -> None:
+        """Raise ExecutorDeadError if a rank that was started has ended."""
 
 
 class RemoteProcess:
@@ -54,7 +69,7 @@ class OtherHosts:
     """The hosts without rank 0. Their ranks connect to a port of this host; with the order to start they get its number
     and the key.
 
-    num_hosts: all, that of rank 0 among them.
+    num_hosts: all, that of rank 0 among them. address: where rank 0 listens, as the other hosts see it.
     """
 
     def __init__(self, placement: Placement, world_size: int) -> None:
@@ -79,11 +94,12 @@ class OtherHosts:
     def start(self) -> Iterator[RemoteRank]:
         """Start the ranks, and wait until they have connected. Raises what fails on one."""
         for rank in self._ranks:
-            self._placement.start(rank, self.address, self._key)
+            self._placement.start(rank, self._listener.address, self._key)
         waiting = {Hello("messages", 0, rank) for rank in self._ranks}
         deadline = time.monotonic() + START_SECONDS
         found = self._listener.gather(waiting, deadline, self._placement.check)
         for hello, connection in sorted(found.items()):
+            self.address = (connection.getsockname()[0], self._listener.address[1])
             channel = NetworkChannel(connection)
             arrived: Arrived
             arrived, _ = channel.receive(deadline)

@@ -1,7 +1,8 @@
 """Ranks that torchrun has started, all with the same program: rank 0 is the engine, and the others serve it.
 
-They meet at a Unix socket without a file, whose name comes from what torchrun tells each of them. Each looks at the
-user of the other: what passes are pickles.
+The ranks of one machine meet at a Unix socket without a file, whose name comes from what torchrun tells each of them.
+Each looks at the user of the other: what passes are pickles. Ranks on other machines connect to a port of rank 0, which
+they find in torchrun's store, with the key. Whoever reaches the store can read the key.
 """
 
 import errno
@@ -12,8 +13,13 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from pagedattn_serve.distributed.channel import Channel
+from pagedattn_serve.distributed.network import Address
 from pagedattn_serve.errors import ArgumentError
 
 START_SECONDS = 300.0  # that ranks wait for each other at the start
@@ -27,18 +33,23 @@ _listeners: list[socket.socket] = []  # of this process, at most one: as long as
 def rank_of_torchrun(tensor_parallel_size: int) -> int | None:
     """The rank of this process; None if there is one rank, or if torchrun has not started this process.
 
-    Raises ArgumentError if torchrun has started another number of processes, or some on other machines.
+    Raises ArgumentError if torchrun has started another number of processes, or not the same number on each machine.
     """
     if tensor_parallel_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    for name, expected in (
-        ("WORLD_SIZE", "as many as the processes that torchrun has started"),
-        ("LOCAL_WORLD_SIZE", "processes of one machine, as many as torchrun has started there"),
-    ):
-        number = int(os.environ[name])
-        if number != tensor_parallel_size:
-            raise ArgumentError("tensor_parallel_size", f"{number}, {expected}", tensor_parallel_size)
-    return int(os.environ["RANK"])
+    number = fact("WORLD_SIZE")
+    if number != tensor_parallel_size:
+        expected = f"{number}, as many as the processes that torchrun has started"
+        raise ArgumentError("tensor_parallel_size", expected, tensor_parallel_size)
+    on_each = fact("LOCAL_WORLD_SIZE")
+    if on_each * fact("GROUP_WORLD_SIZE") != number:
+        expected = "processes that torchrun has started, the same number on each machine"
+        raise ArgumentError("tensor_parallel_size", expected, f"{on_each} of {number} on this one")
+    return fact("RANK")
+
+
+def fact(name: str) -> int:
+    return int(os.environ[name])
 
 
 def serve_as_rank(tensor_parallel_size: int) -> None:
@@ -52,14 +63,60 @@ def serve_as_rank(tensor_parallel_size: int) -> None:
     rank = rank_of_torchrun(tensor_parallel_size)
     if not rank:
         return
-    channel = Channel(connect(rank))
+    serve: Callable[[], None]
+    if rank < fact("LOCAL_WORLD_SIZE"):
+        channel = Channel(connect(rank))
+        from pagedattn_serve.distributed.worker import serve_rank  # which imports torch
+
+        serve = partial(serve_rank, channel)
+    else:
+        address, key = find_rank_0(rank)
+        from pagedattn_serve.distributed.worker import serve_remote_rank
+
+        serve = partial(serve_remote_rank, rank, address, key)
     # Ctrl-C and torchrun signal all ranks. From here on rank 0 decides, and this process ends with rank 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    from pagedattn_serve.distributed.worker import serve_rank  # which imports torch
-
-    serve_rank(channel)
+    serve()
     sys.exit(0)
+
+
+class TorchrunPlacement:
+    """The machines of torchrun, which has started every rank already.
+
+    ip: all addresses of this machine, since nobody tells by which one the others reach it.
+    """
+
+    def __init__(self) -> None:
+        self.num_hosts = fact("GROUP_WORLD_SIZE")
+        self.ip = "::" if ":" in os.environ["MASTER_ADDR"] else "0.0.0.0"
+
+    def start(self, rank: int, address: Address, key: bytes) -> None:
+        open_store().set(str(rank), f"{address[1]} {key.hex()}")
+
+    def check(self) -> None:
+        """torchrun ends all ranks if one ends."""
+
+
+def find_rank_0(rank: int) -> tuple[Address, bytes]:
+    """Where rank 0 listens to this rank of another machine, and the key, once rank 0 makes an engine."""
+    deadline = time.monotonic() + START_SECONDS
+    store = open_store()
+    while not store.check([str(rank)]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has made no engine within {START_SECONDS:g} s")
+        time.sleep(POLL_SECONDS)
+    port, key = store.get(str(rank)).decode().split()
+    return (os.environ["MASTER_ADDR"], int(port)), bytes.fromhex(key)
+
+
+def open_store() -> Any:
+    """The one of torchrun, which is on the machine of rank 0."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented all the same
+
+    host, port, limit = os.environ["MASTER_ADDR"], fact("MASTER_PORT"), timedelta(seconds=START_SECONDS)
+    store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    return PrefixStore(f"pagedattn/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def listen() -> socket.socket:

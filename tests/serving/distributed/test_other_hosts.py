@@ -38,7 +38,7 @@ def start(
     num_started, before = len(ranks.processes), memfds()
 
     def start(num_ranks: int, faults: dict[int, str] | None = None, **options: Any) -> LLMEngine:
-        monkeypatch.setattr(executor, "Placement", partial(LocalPlacement, ranks, 2, faults or {}))
+        monkeypatch.setattr(executor, "RayPlacement", partial(LocalPlacement, ranks, 2, faults or {}))
         return LLMEngine(llama.path, **{**OPTIONS, "tensor_parallel_size": num_ranks, **options})
 
     yield start

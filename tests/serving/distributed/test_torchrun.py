@@ -1,17 +1,22 @@
 """Ranks that torchrun starts."""
 
+import gc
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from checkpoints import Checkpoint
+from checkpoints import Checkpoint, run, token_ids
 from server_process import SLOW_COMMAND, running
+from torch.distributed import TCPStore
 from warm_python import run_python
+from warm_ranks import StartedRanks
 
-from pagedattn_serve import AsyncLLMEngine, EngineArgs
+from pagedattn_serve import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from pagedattn_serve.distributed import torchrun
 from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 
@@ -57,10 +62,39 @@ def test_a_server_ends_when_its_requests_have_ended() -> None:
         assert "in_flight=1" in server.stderr and "stopped" in server.stderr
 
 
-def as_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local_world_size: int) -> None:
-    facts = {"TORCHELASTIC_RUN_ID": "a run id of someone's own, " * 9, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_world_size, **facts).items():
-        monkeypatch.setenv(name, str(value))
+def environment_of(rank: int, world_size: int, local_world_size: int, port: int = 1) -> dict[str, str]:
+    """What torchrun tells a rank, on machines with so many ranks each."""
+    facts = {"TORCHELASTIC_RUN_ID": "a run id of someone's own, " * 9, "TORCHELASTIC_RESTART_COUNT": 0}
+    facts |= {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
+    facts |= {"GROUP_WORLD_SIZE": world_size // local_world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return {name: str(value) for name, value in facts.items()}
+
+
+def as_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, *args: int) -> None:
+    for name, value in environment_of(*args).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ranks_on_several_machines(llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two on each of two, which are this one. Without torchrun, but with a store as it has one."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for rank in (1, 2, 3):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ranks.start("torchrun_rank", theirs)
+            ours.sendall(json.dumps(environment_of(rank, 4, 2, store.port)).encode())
+    as_rank_of_torchrun(monkeypatch, 0, 4, 2, store.port)
+    engine = LLMEngine(llama.path, num_blocks=40, tensor_parallel_size=4)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    try:
+        assert token_ids(run(engine, llama.prompts[:2], params)) == [expected[:6] for expected in llama.expected[:2]]
+        runner: Any = engine.model_runner
+        assert [bool(worker.ip) for worker in runner._workers._workers] == [False, True, True]
+        del engine, runner
+        gc.collect()
+        assert [process.wait(60) for process in ranks.processes[-3:]] == [0, 0, 0]
+    finally:
+        torchrun._listeners.pop().close()
 
 
 def test_only_rank_0_starts_a_process_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +117,13 @@ def test_ranks_are_as_many_as_torchrun_has_started(monkeypatch: pytest.MonkeyPat
     assert rank_of_torchrun(1) is None
     with pytest.raises(ValueError, match=r"^tensor_parallel_size: expected 4, as many as the processes .*, got 2$"):
         rank_of_torchrun(2)
-    with pytest.raises(ValueError, match=r"^tensor_parallel_size: expected 2, processes of one machine, .*, got 4$"):
-        rank_of_torchrun(4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert rank_of_torchrun(4) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # and one on the other machine
+    with pytest.raises(ValueError, match=r"the same number on each machine, got 3 of 4 on this one$"):
+        rank_of_torchrun(4)
+
+
+def test_ray_does_not_place_ranks_that_torchrun_has_started(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank_of_torchrun(monkeypatch, 0, 2, 2)
+    with pytest.raises(ValueError, match=r"^distributed_executor_backend: expected mp with ranks .*, got ray$"):
+        LLMEngine(llama.path, tensor_parallel_size=2, distributed_executor_backend="ray")
