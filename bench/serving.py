@@ -2,6 +2,7 @@
 
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
        python bench/serving.py sharing|samples|prefix|preemption|block-size|long-prompt [--quick] [--json F] [--plot F]
+       python bench/serving.py baselines [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
        python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py ranks [--workload many|one|long] [--shape small|1B] [--threads N] [--json F]
@@ -18,7 +19,8 @@ batching over a paged cache; and the same on our ops (use_paged_attention).
 
 Experiments (serve/experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
 separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks; the time
-between tokens beside a prompt of 30,000, and how soon a newcomer begins.
+between tokens beside a prompt of 30,000, and how soon a newcomer begins. baselines: Orca and FasterTransformer, on the
+same kernels.
 
 server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 

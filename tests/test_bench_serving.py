@@ -14,7 +14,7 @@ import numpy
 import pytest
 from warm_python import run_python
 
-from pagedattn_serve import DEMO_MODEL
+from pagedattn_serve import DEMO_MODEL, LLMEngine
 from pagedattn_serve.cli.simulate import shape_of
 from pagedattn_serve.simulation.hardware import find_hardware
 
@@ -189,6 +189,36 @@ def test_preemption(experiment):
         assert recompute["recomputes"] > recompute["swaps"] == 0
         assert swap["swaps"] > swap["recomputes"] == 0
     assert len(rows) == 10
+
+
+def test_baselines(experiment):
+    """Where each request has slots for the longest one, fewer run at once, and fewer slots hold tokens. The program
+    itself ends with an error if a system's outputs are not the engine's."""
+    rows = experiment("baselines", "--requests", "12")
+    for workload in ("sharegpt", "alpaca"):
+        assert rows[workload, "paged"]["ratio"] == 1
+        assert rows[workload, "paged"]["mean batch"] > rows[workload, "orca-max"]["mean batch"] > 1
+        assert rows[workload, "paged"]["used slots"] > rows[workload, "orca-max"]["used slots"] > 0
+    assert len(rows) == 10
+
+
+def test_baselines_give_the_tokens_of_the_engine(monkeypatch):
+    """In a cache so small that slots are taken again and again, and ranges lie beside each other: a row in the slots of
+    another row, or a block too few, gives other tokens."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from serve.baselines import make_systems, serve_baseline
+    from serve.run import warm_server
+    from serve.workloads import Request
+
+    engine = LLMEngine(DEMO_MODEL, device="cpu", dtype="float32", max_model_len=64, num_blocks=13, block_size=16)
+    tokens = numpy.random.default_rng(0).integers(100, 1000, size=(12, 40)).tolist()
+    requests = [Request(prompt[: 1 + 7 * i % 40], 1 + 11 * i % 24) for i, prompt in enumerate(tokens)]
+    expected = warm_server(engine)(requests).token_ids
+    assert len(set(map(tuple, expected))) == 12
+    for name, make_system in make_systems(engine).items():
+        run = serve_baseline(engine, make_system(), requests)
+        assert run.token_ids == expected, name
+        assert 1 < run.mean_batch_size <= 13 and 0 < run.used_slots < 1
 
 
 def test_block_sizes(experiment):

@@ -17,7 +17,9 @@ import numpy
 from harness import draw_bars, print_table
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from serve.run import ServedRun, Server, percentiles, warm_server
+from pagedattn_serve.simulation.systems.system import ReservingSystem
+from serve.baselines import BaselineRun, make_systems, serve_baseline
+from serve.run import Run, ServedRun, Server, percentiles, warm_server
 from serve.workloads import WORKLOADS, Request, make_requests
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -63,7 +65,7 @@ class Row:
     place: str  # what varies
     series: str  # what is compared there
     numbers: dict[str, float]  # by title of their column
-    runs: list[ServedRun]
+    runs: list[Run]
     note: str = ""
 
     def as_dict(self) -> dict[str, object]:
@@ -88,10 +90,10 @@ class Experiment:
 
 
 def take_turns(
-    contenders: Mapping[str, Server], draw: Callable[[int], list[Request]], num_rounds: int
-) -> dict[str, list[ServedRun]]:
+    contenders: Mapping[str, Callable[[list[Request]], Run]], draw: Callable[[int], list[Request]], num_rounds: int
+) -> dict[str, list[Run]]:
     """`draw` takes the round and gives the requests, the same for all."""
-    runs: dict[str, list[ServedRun]] = {name: [] for name in contenders}
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for round_idx in range(num_rounds):
         requests = draw(round_idx)
         for name, contender in contenders.items():
@@ -101,7 +103,7 @@ def take_turns(
 
 def compare(
     place: str,
-    runs: Mapping[str, list[ServedRun]],
+    runs: Mapping[str, list[Run]],
     baseline: str,
     numbers: Mapping[str, str],
     notes: Mapping[str, str] | None = None,
@@ -233,6 +235,26 @@ def measure_block_sizes(setting: Setting) -> Iterator[Row]:
         yield from compare(workload, runs, "block size 16", numbers)
 
 
+def measure_baselines(setting: Setting) -> Iterator[Row]:
+    """The engine beside the systems of the paper, all with one cache. Outputs have to be the same."""
+    engine = setting.make_engine(
+        max_model_len=setting.max_model_len, num_blocks=CACHE // 16, enable_prefix_caching=False
+    )
+    baselines = {name: partial(serve_with, engine, make) for name, make in make_systems(engine).items()}
+    for workload in WORKLOADS:
+        runs = take_turns(
+            {"paged": warm_server(engine), **baselines}, partial(setting.draw, workload), setting.num_rounds
+        )
+        for name, of_system in runs.items():
+            if any(run.token_ids != ours.token_ids for run, ours in zip(of_system, runs["paged"], strict=True)):
+                raise RuntimeError(f"{name}: expected the engine's tokens, got others")
+        yield from compare(workload, runs, "paged", {"mean batch": "mean_batch_size", "used slots": "used_slots"})
+
+
+def serve_with(engine: LLMEngine, make_system: Callable[[], ReservingSystem], requests: list[Request]) -> BaselineRun:
+    return serve_baseline(engine, make_system(), requests)
+
+
 def measure_long_prompt(setting: Setting) -> Iterator[Row]:
     """A step is as long as the time between two tokens of a decoding request; all columns are CPU time. The whole
     prompt would take minutes. So some stretches are measured; the tokens before a stretch count as computed, whatever
@@ -318,6 +340,12 @@ EXPERIMENTS = {
         f"block sizes, {CACHE} slots",
         measure_block_sizes,
         {**RATES, "wasted slots": "{:.1%}", "mean batch": "{:.0f}", "recomputes": "{:.0f}"},
+        num_requests=(32, 4),
+    ),
+    "baselines": Experiment(
+        f"the paper's systems, {CACHE} slots",
+        measure_baselines,
+        {**RATES, "mean batch": "{:.1f}", "used slots": "{:.1%}"},
         num_requests=(32, 4),
     ),
     "long-prompt": Experiment(

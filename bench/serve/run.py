@@ -79,6 +79,11 @@ class ServedRun(Run):
         return 1 - sum(step.num_used_slots for step in self.steps) / num_slots
 
     @property
+    def used_slots(self) -> float:
+        """Slots in use, as a share of all slots; mean of all steps."""
+        return mean(step.num_used_slots for step in self.steps) / (self.after.num_blocks * self.block_size)
+
+    @property
     def mean_batch_size(self) -> float:
         return mean(step.batch_size for step in self.steps)
 

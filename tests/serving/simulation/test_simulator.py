@@ -64,6 +64,35 @@ def test_replicas_run_at_the_same_time() -> None:
     assert both.num_requests == 2 and both.batch_size == pytest.approx(1)
 
 
+class Recorder:
+    """A routing that takes turns, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def add(self, key: int, prompt: list[int], cache_salt: str) -> int:
+        self.told.append(("add", key))
+        return key % 2
+
+    def begin(self, key: int) -> None:
+        self.told.append(("begin", key))
+
+    def end(self, key: int) -> None:
+        self.told.append(("end", key))
+
+
+def test_the_routing_is_told_what_happens() -> None:
+    """Each request begins once, with its first token, and ends once."""
+    recorder = Recorder()
+    replicas = [PagedSystem(scheduler_config(), CACHE) for _ in range(2)]
+    requests = [request(4, 2), request(4, 3, arrival=0.5), request(4, 1, arrival=1.2)]
+    Simulator(replicas, recorder, lambda work: 1.0).run(requests)
+    assert recorder.told == [
+        *[("add", 0), ("add", 1), ("begin", 0), ("add", 2), ("begin", 1)],
+        *[("end", 0), ("begin", 2), ("end", 2), ("end", 1)],
+    ]
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_same_seed_gives_the_same_run(system: str) -> None:
     def run(seed: int) -> Summary:
@@ -120,6 +149,8 @@ def test_what_fits() -> None:
     assert deployment(UNBOUNDED, num_ranks=2).cache_config.num_blocks == 200
     assert deployment(UNBOUNDED, kv_cache_memory=800).num_slots == 80
     assert deployment(3).max_model_len == 24
+    hosts = [deployment(20, swap_space=800 / 2**30 * blocks / 10).cache_config.num_host_blocks for blocks in (0, 5, 30)]
+    assert hosts == [0, 5, 20]  # no more than the cache has
     assert SHAPE.weight_bytes == 2000 and HARDWARE.memory == 10_000
 
 

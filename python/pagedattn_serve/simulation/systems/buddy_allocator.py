@@ -6,10 +6,14 @@ are free, they are one range again.
 
 
 class BuddyAllocator:
-    """Ranges of adjacent slots. What is not a power of two at the end of the memory is ranges of its own."""
+    """Ranges of adjacent slots. What is not a power of two at the end of the memory is ranges of its own.
 
-    def __init__(self, num_slots: int) -> None:
+    smallest: slots of the smallest range, a power of two.
+    """
+
+    def __init__(self, num_slots: int, smallest: int = 1) -> None:
         self.num_slots = num_slots
+        self._smallest = smallest
         self.num_free_slots = num_slots
         self._free: list[set[int]] = [set() for _ in range(num_slots.bit_length())]  # where ranges begin, by exponent
         self._taken: dict[int, int] = {}  # exponent, by where the range begins
@@ -19,10 +23,9 @@ class BuddyAllocator:
                 self._free[exponent].add(begin)
                 begin += 1 << exponent
 
-    @staticmethod
-    def size_of(num_slots: int) -> int:
-        """Slots of the range that so many slots take: the next power of two."""
-        return 1 << (num_slots - 1).bit_length()
+    def size_of(self, num_slots: int) -> int:
+        """Slots of the range that so many slots take."""
+        return max(next_power_of_two(num_slots), self._smallest)
 
     def allocate(self, num_slots: int) -> int | None:
         """Where a range of at least so many slots begins. None, with nothing changed, if no free range is as large."""
@@ -48,3 +51,8 @@ class BuddyAllocator:
             begin = min(begin, buddy)
             exponent += 1
         self._free[exponent].add(begin)
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()

@@ -10,7 +10,7 @@ from collections import deque
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.systems.system import Memory, StepResult
+from pagedattn_serve.simulation.systems.system import Memory, Row, StepResult
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
 
@@ -60,6 +60,10 @@ class FasterTransformerSystem:
             num_rows += request.num_sequences
             self._batch.append(request)
         self._num_steps = 0
+
+    def rows(self) -> list[Row]:
+        outputs = [(request, index) for request in self._batch for index in range(request.num_sequences)]
+        return [Row(*output, row * self._row_slots, self._row_slots) for row, output in enumerate(outputs)]
 
     def end_step(self, seconds: float) -> StepResult:
         self._num_steps += 1

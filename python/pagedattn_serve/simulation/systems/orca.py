@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.systems.buddy_allocator import BuddyAllocator
-from pagedattn_serve.simulation.systems.system import Memory, StepResult
+from pagedattn_serve.simulation.systems.buddy_allocator import BuddyAllocator, next_power_of_two
+from pagedattn_serve.simulation.systems.system import Memory, Row, StepResult
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
 RESERVATIONS = ("oracle", "pow2", "max")
@@ -32,14 +32,16 @@ class _Running:
 
 
 class OrcaSystem:
-    """reservation: one of RESERVATIONS."""
+    """reservation: one of RESERVATIONS. block_size: the least that is reserved, a power of two: for a real cache, whose
+    blocks are not cut."""
 
     num_preemptions = 0  # who runs has all slots that it will need
 
-    def __init__(self, config: SchedulerConfig, num_slots: int, reservation: str) -> None:
+    def __init__(self, config: SchedulerConfig, num_slots: int, reservation: str, block_size: int = 1) -> None:
         self._config = config
         self._reservation = reservation
-        self._allocator = BuddyAllocator(num_slots)
+        self._block_size = block_size
+        self._allocator = BuddyAllocator(num_slots, block_size)
         self._waiting: deque[SimulatedRequest] = deque()
         self._running: list[_Running] = []
 
@@ -57,11 +59,11 @@ class OrcaSystem:
             return self._config.max_model_len
         num_output = request.num_output_tokens
         if self._reservation == "pow2":
-            num_output = BuddyAllocator.size_of(num_output)
+            num_output = next_power_of_two(num_output)
         return min(len(request.prompt_token_ids) + num_output, self._config.max_model_len)
 
     def add(self, request: SimulatedRequest) -> None:
-        largest = BuddyAllocator(self._allocator.num_slots)
+        largest = BuddyAllocator(self._allocator.num_slots, self._block_size)
         reserved = [largest.allocate(self.num_reserved(request)) for _ in range(request.num_sequences)]
         if None in reserved or request.num_sequences > self._config.max_num_seqs:
             expected = f"what {self._allocator.num_slots} slots and {self._config.max_num_seqs} sequences have room for"
@@ -105,6 +107,13 @@ class OrcaSystem:
                 return None
             ranges.append(begin)
         return ranges
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(running.request, index, begin, self._allocator.size_of(self.num_reserved(running.request)))
+            for running in self._running
+            for index, begin in enumerate(running.ranges)
+        ]
 
     def end_step(self, seconds: float) -> StepResult:
         got_tokens: list[SimulatedRequest] = []

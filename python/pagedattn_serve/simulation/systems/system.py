@@ -30,6 +30,18 @@ class StepResult(NamedTuple):
     finished: list[SimulatedRequest]
 
 
+class Row(NamedTuple):
+    """An output that a step runs, in a system that keeps adjacent slots for each output.
+
+    output_idx: of the output within its request. first_slot, num_slots: that are kept for the output.
+    """
+
+    request: SimulatedRequest
+    output_idx: int
+    first_slot: int
+    num_slots: int
+
+
 class System(Protocol):
     """One replica. Call `begin_step`, let the time of its work pass, call `end_step`, and begin anew."""
 
@@ -62,4 +74,12 @@ class System(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that have arrived and do not run."""
+        ...
+
+
+class ReservingSystem(System, Protocol):
+    """One that keeps adjacent slots for each output, so that its steps can run on a real cache."""
+
+    def rows(self) -> list[Row]:
+        """Between `begin_step` and `end_step`: what the step runs."""
         ...
