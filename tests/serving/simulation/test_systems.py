@@ -115,9 +115,11 @@ def test_rows_of_fastertransformer_are_outputs() -> None:
         system.add(request(4, 2, num_sequences=4))
 
 
-def make_paged(num_blocks: int, **options: object) -> PagedSystem:
-    config = CacheConfig(num_blocks=num_blocks, block_size=8, **options)  # type: ignore[arg-type]
-    return PagedSystem(scheduler_config(), config)
+def make_paged(num_blocks: int, num_host_blocks: int = 0, **limits: object) -> PagedSystem:
+    """limits: of the scheduler."""
+    blocks = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
+    config = CacheConfig(**blocks, block_size=8, enable_prefix_caching=False)
+    return PagedSystem(scheduler_config(**limits), config)
 
 
 def test_the_engine_takes_blocks_as_tokens_come() -> None:
@@ -164,6 +166,33 @@ def test_the_engine_preempts_and_all_outputs_come() -> None:
         num_tokens += len(system.end_step(0.01).got_tokens)
     assert num_tokens == 60
     assert system.num_preemptions > 0
+
+
+def test_swapped_blocks_are_moved_twice() -> None:
+    """What is swapped out comes back, and nothing is computed again: each prompt token runs once."""
+    system = make_paged(8, num_host_blocks=8, preemption_mode="swap")
+    for _ in range(2):
+        system.add(request(20, 30))
+    num_swapped = num_tokens = 0
+    while (work := system.begin_step()) is not None:
+        num_swapped += work.num_swapped_tokens
+        num_tokens += work.num_tokens
+        system.end_step(0.01)
+    assert num_swapped > 0 and num_swapped % (2 * 8) == 0
+    assert num_tokens == 2 * (20 + 29)
+
+
+def test_priorities() -> None:
+    """With room for one, the request with the better priority makes the other one wait."""
+    system = make_paged(9, max_num_seqs=1, policy="priority")
+    late, early = request(4, 3), request(4, 3)
+    late.priority = 1
+    system.add(late)
+    system.add(early)
+    finished = []
+    while system.begin_step() is not None:
+        finished += system.end_step(0.01).finished
+    assert finished == [early, late]
 
 
 def test_a_group_that_outgrows_the_cache_fails_alone() -> None:

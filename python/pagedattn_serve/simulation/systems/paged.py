@@ -81,13 +81,15 @@ class PagedSystem:
                 continue
             sequence = scheduled.sequence
             request, group = self._requests[sequence.request_id]
-            forks = [scheduler.fork(group, sequence, index) for index in range(1, scheduled.num_samples)]
-            for each in (sequence, *forks):
-                each.output_token_ids.append(next(self._new_token))
+            outputs = [sequence]
+            if scheduled.num_samples > 1:
+                outputs += [scheduler.fork(group, sequence, index) for index in range(1, scheduled.num_samples)]
+            for output in outputs:
+                output.output_token_ids.append(next(self._new_token))
                 got_tokens.append(request)
-                if len(each.output_token_ids) == request.num_output_tokens:
-                    request.output_token_ids = each.output_token_ids
-                    scheduler.finish(group, each, SequenceStatus.FINISHED_LENGTH)
+                if len(output.output_token_ids) == request.num_output_tokens:
+                    request.output_token_ids = output.output_token_ids
+                    scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
             if not group.sequences:
                 finished.append(request)
                 del self._requests[sequence.request_id]
