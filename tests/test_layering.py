@@ -98,7 +98,8 @@ ARROWS: dict[str, set[str]] = {
     "simulation.files": {"simulation.workload"},
     "simulation.cost_model": {"simulation.hardware"},
     "simulation.hardware": {"config"},
-    "simulation.workload": {"simulation.lengths"},
+    "simulation.workload": {"simulation.lengths", "simulation.beams", "config"},
+    "simulation.beams": {"scheduling.beam_search"},
     "simulation.lengths": {"errors"},
     # a request from what a caller says to what it is told
     "requests": set(),

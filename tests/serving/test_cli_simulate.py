@@ -95,6 +95,15 @@ def test_a_trace_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "2 outputs a request, after a shared prefix of 50 tokens" in text
 
 
+def test_beams(opt_13b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rate", "1", "--duration", "10", "--beam-width", "4", "--no-prefix-caching"]
+    assert simulate(opt_13b, "--hardware", "A100-40", "--system", "paged,orca-oracle", *options) == 0
+    text = capsys.readouterr().out
+    paged, orca = table(text)
+    assert float(paged["shared"].rstrip("%")) > 30 and orca["shared"] == "0.0%"
+    assert "seed 0, 4 beams a request" in text
+
+
 def test_lengths_of_a_file_are_in_tokens_of_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "alpaca.json"
     path.write_text(json.dumps([{"instruction": "Name three colours.", "output": "Red, green and blue."}]))

@@ -150,6 +150,13 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--n", type=int, default=1, metavar="N", help="outputs of a request, one as long as the other (default: 1)"
     )
+    group.add_argument(
+        "--beam-width",
+        type=int,
+        default=0,
+        metavar="N",
+        help="beams of a request; its output counts once (default: none)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default: 0)")
 
 

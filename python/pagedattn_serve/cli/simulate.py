@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from pagedattn_serve.async_engine.router import Router
-from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_float, check_int
+from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_float
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_memory import block_bytes_of
 from pagedattn_serve.loading.directory import model_directory
@@ -24,7 +24,7 @@ from pagedattn_serve.simulation.hardware import find_hardware
 from pagedattn_serve.simulation.lengths import WORKLOADS, GivenPairs, LengthPairs, WorkloadPairs
 from pagedattn_serve.simulation.metrics import Distribution, Summary
 from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.workload import TraceEntry, poisson_trace
+from pagedattn_serve.simulation.workload import RequestForm, TraceEntry, poisson_trace
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 MIN_REQUESTS, MAX_REQUESTS = 10, 1_000_000  # between which the sustainable rate is looked for
@@ -32,9 +32,10 @@ MIN_REQUESTS, MAX_REQUESTS = 10, 1_000_000  # between which the sustainable rate
 
 def simulate(args: argparse.Namespace) -> int:
     check_options(args)
+    form = RequestForm(args.n, args.beam_width, args.shared_prefix, args.seed)
     deployment = deployment_of(args)
     make_routing = partial(routing_of, deployment, args.seed)
-    run = partial(deployment.run, make_routing=make_routing, num_sequences=args.n, num_shared_tokens=args.shared_prefix)
+    run = partial(deployment.run, make_routing=make_routing, form=form)
     runs: list[tuple[str, str, Summary]] = []
     if args.trace is not None:
         trace = read_trace(args.trace)
@@ -77,8 +78,6 @@ def check_options(args: argparse.Namespace) -> None:
     for rate in args.rate or ():
         check_float("rate", rate, 0, but=0)
     check_float("duration", args.duration, 0, but=0)
-    check_int("seed", args.seed, 0)
-    check_int("shared_prefix", args.shared_prefix, 0)
     if args.max_latency is not None:
         check_float("max_latency", args.max_latency, 0, but=0)
     if args.price is not None:
@@ -199,6 +198,8 @@ def describe(args: argparse.Namespace, deployment: Deployment) -> dict[str, str]
     )
     if args.n > 1:
         load += f", {args.n} outputs a request"
+    if args.beam_width:
+        load += f", {args.beam_width} beams a request"
     if args.shared_prefix:
         load += f", after a shared prefix of {args.shared_prefix} tokens"
     return {

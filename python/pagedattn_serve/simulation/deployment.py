@@ -15,7 +15,7 @@ from pagedattn_serve.simulation.systems.faster_transformer import FasterTransfor
 from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
 from pagedattn_serve.simulation.systems.paged import PagedSystem
 from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import TraceEntry, requests_of
+from pagedattn_serve.simulation.workload import ONE_OUTPUT, RequestForm, TraceEntry, requests_of
 
 SYSTEMS = ("paged", *(f"orca-{reservation}" for reservation in RESERVATIONS), "fastertransformer")
 MAX_GPUS = 4096
@@ -88,27 +88,25 @@ class Deployment:
         system: str,
         trace: list[TraceEntry],
         make_routing: Callable[[], Routing],
-        num_sequences: int = 1,
-        num_shared_tokens: int = 0,
+        form: RequestForm = ONE_OUTPUT,
     ) -> Summary:
         """Serve a trace. system: one of SYSTEMS. make_routing: for each run a new one.
 
         Raises ArgumentError for a request that is too long, or too wide for the system.
         """
-        check_int("n", num_sequences, 1)
-        limit = self.max_model_len - num_shared_tokens
+        limit = self.max_model_len - form.num_shared_tokens
         for number, entry in enumerate(trace, 1):
             if entry.num_prompt_tokens + entry.num_output_tokens > limit:
                 raise ArgumentError(
                     f"request {number} of {len(trace)}",
                     f"at most {limit} tokens of prompt and output (max_model_len {self.max_model_len}"
-                    + (f", {num_shared_tokens} of a shared prefix)" if num_shared_tokens else ")"),
+                    + (f", {form.num_shared_tokens} of a shared prefix)" if form.num_shared_tokens else ")"),
                     f"{entry.num_prompt_tokens} and {entry.num_output_tokens}",
                 )
         make_system = self._system(system)
         cost_model = CostModel(self.shape, self.hardware, self.num_ranks)
         simulator = Simulator([make_system() for _ in range(self.num_replicas)], make_routing(), cost_model.seconds)
-        return simulator.run(requests_of(trace, num_sequences, num_shared_tokens))
+        return simulator.run(requests_of(trace, form))
 
     def _system(self, name: str) -> Callable[[], System]:
         if name == "paged":

@@ -13,7 +13,7 @@ from pagedattn_serve.simulation.metrics import Distribution, Summary, distributi
 from pagedattn_serve.simulation.simulator import Simulator
 from pagedattn_serve.simulation.sweep import sustainable_rate
 from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.workload import SimulatedRequest, poisson_trace, requests_of
+from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, poisson_trace, requests_of
 
 MANY = [(5 + 3 * i % 17, 4 + 7 * i % 29) for i in range(40)]
 CACHE = CacheConfig(num_blocks=20, block_size=8)
@@ -124,7 +124,7 @@ def test_the_order_of_waste_is_that_of_the_paper() -> None:
 def test_a_shared_prefix_is_computed_once() -> None:
     def run(prefix_caching: bool) -> Summary:
         of = deployment(60, enable_prefix_caching=prefix_caching)
-        return of.run("paged", trace(*[(3, 5)] * 6, interval=1.0), routing, num_shared_tokens=40)
+        return of.run("paged", trace(*[(3, 5)] * 6, interval=1.0), routing, form=RequestForm(num_shared_tokens=40))
 
     cached, computed = run(True), run(False)
     assert cached.time_to_first_token is not None and computed.time_to_first_token is not None
@@ -139,7 +139,7 @@ def test_what_a_request_cannot_be() -> None:
     with pytest.raises(
         ArgumentError, match=r"at most 44 tokens of prompt and output \(max_model_len 64, 20 of a shared"
     ):
-        deployment().run("paged", trace((40, 5)), routing, num_shared_tokens=20)
+        deployment().run("paged", trace((40, 5)), routing, RequestForm(num_shared_tokens=20))
 
 
 def test_what_fits() -> None:
@@ -184,7 +184,7 @@ def test_a_higher_rate_has_the_same_requests_sooner() -> None:
 
 
 def test_prompts_share_the_prefix_alone() -> None:
-    first, second = requests_of(trace((3, 1), (2, 1)), 1, 4)
+    first, second = requests_of(trace((3, 1), (2, 1)), RequestForm(num_shared_tokens=4))
     assert first.prompt_token_ids[:4] == second.prompt_token_ids[:4]
     assert not set(first.prompt_token_ids[4:]) & set(second.prompt_token_ids[4:])
     assert (len(first.prompt_token_ids), len(second.prompt_token_ids)) == (7, 6)

@@ -23,6 +23,7 @@ class FasterTransformerSystem:
         self._max_num_rows = min(num_slots // self._row_slots, config.max_num_seqs)
         self._waiting: deque[SimulatedRequest] = deque()
         self._batch: list[SimulatedRequest] = []
+        self._num_copied_tokens = 0  # of beams, before the next step
         self._num_steps = 0  # of the batch: tokens that each row has so far
 
     @property
@@ -44,7 +45,7 @@ class FasterTransformerSystem:
             self._begin_batch()
         if not self._batch:
             return None
-        work = StepWork()
+        work = StepWork(num_copied_tokens=self._num_copied_tokens)
         num_prompt = max(len(request.prompt_token_ids) for request in self._batch)
         for _ in range(sum(request.num_sequences for request in self._batch)):
             if self._num_steps == 0:
@@ -67,12 +68,15 @@ class FasterTransformerSystem:
 
     def end_step(self, seconds: float) -> StepResult:
         self._num_steps += 1
-        got_tokens = [
-            request
-            for request in self._batch
-            if self._num_steps <= request.num_output_tokens
-            for _ in range(request.num_sequences)
-        ]
+        got_tokens: list[SimulatedRequest] = []
+        self._num_copied_tokens = 0
+        for request in self._batch:
+            if self._num_steps <= request.num_output_tokens:
+                got_tokens += [request] * (1 if request.beams else request.num_sequences)
+            if request.beams is not None and self._num_steps < request.num_output_tokens:
+                num_copies = request.beams.num_copies()
+                if self._num_steps > 1:  # before, all have the prompt alone
+                    self._num_copied_tokens += num_copies * (len(request.prompt_token_ids) + self._num_steps - 1)
         finished: list[SimulatedRequest] = []
         if self._num_steps >= max(request.num_output_tokens for request in self._batch):
             finished, self._batch = self._batch, []

@@ -6,7 +6,8 @@ How many slots an output has depends on what the system knows of its length:
 - pow2: the next power of two, at most twice too many.
 - max: the longest that a sequence may become.
 
-A prompt is computed whole, in the step that lets it in. Outputs of one prompt share nothing: each has the prompt too.
+A prompt is computed whole, in the step that lets it in. Outputs of one prompt share nothing: each has the prompt too. A
+beam that takes the place of another is copied whole.
 """
 
 from collections import deque
@@ -24,11 +25,13 @@ RESERVATIONS = ("oracle", "pow2", "max")
 
 @dataclass(slots=True)
 class _Running:
-    """ranges: where the slots of each output begin. num_output_tokens: that each output has so far."""
+    """ranges: where the slots of each output begin. num_output_tokens: that each output has so far.
+    num_copies: beams that are copied into the slots of others before the next step."""
 
     request: SimulatedRequest
     ranges: list[int] = field(default_factory=list)
     num_output_tokens: int = 0
+    num_copies: int = 0
 
 
 class OrcaSystem:
@@ -76,6 +79,7 @@ class OrcaSystem:
         work = StepWork()
         for running in self._running:
             num_keys = len(running.request.prompt_token_ids) + running.num_output_tokens
+            work.num_copied_tokens += running.num_copies * (num_keys - 1)
             for _ in running.ranges:
                 work.add_decode(num_keys)
         num_sequences, num_prompt_tokens = work.num_sequences, 0
@@ -122,8 +126,11 @@ class OrcaSystem:
         for running in self._running:
             request = running.request
             running.num_output_tokens += 1
-            got_tokens += [request] * len(running.ranges)
+            got_tokens += [request] * (1 if request.beams else len(running.ranges))
             if running.num_output_tokens < request.num_output_tokens:
+                if request.beams is not None:
+                    num_copies = request.beams.num_copies()
+                    running.num_copies = num_copies if running.num_output_tokens > 1 else 0  # all have the prompt
                 going_on.append(running)
                 continue
             finished.append(request)

@@ -5,8 +5,9 @@ from itertools import count
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import SequenceRules, SequenceStatus
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.simulation.beams import SimulatedBeams
 from pagedattn_serve.simulation.cost_model import StepWork
 from pagedattn_serve.simulation.systems.system import Memory, StepResult
 from pagedattn_serve.simulation.workload import SimulatedRequest
@@ -47,7 +48,12 @@ class PagedSystem:
 
     def add(self, request: SimulatedRequest) -> None:
         request_id = str(self._num_added)
-        rules = SequenceRules(num_sequences=request.num_sequences, max_tokens=request.num_output_tokens)
+        rules = SequenceRules(
+            num_sequences=request.num_sequences,
+            uses_beams=request.beams is not None,
+            width_argument="n" if request.beams is None else "beam_width",
+            max_tokens=request.num_output_tokens,
+        )
         group = SequenceGroup(request_id, request.prompt_token_ids, rules, request.arrival, request.priority)
         self._scheduler.add(group)
         self._num_added += 1
@@ -76,29 +82,51 @@ class PagedSystem:
         scheduler.mark_computed(batch, seconds)
         got_tokens: list[SimulatedRequest] = []
         finished: list[SimulatedRequest] = []
+        searched = ""  # the beams of a request follow each other, and take a step together
         for scheduled in batch.sequences:
-            if not scheduled.num_samples:
+            request_id = scheduled.sequence.request_id
+            if not scheduled.num_samples or request_id == searched:
                 continue
-            sequence = scheduled.sequence
-            request, group = self._requests[sequence.request_id]
-            outputs = [sequence]
-            if scheduled.num_samples > 1:
-                outputs += [scheduler.fork(group, sequence, index) for index in range(1, scheduled.num_samples)]
+            request, group = self._requests[request_id]
+            if request.beams is not None:
+                searched = request_id
+                got_tokens.append(request)
+                outputs = self._step_beams(request, request.beams, group)
+            else:
+                outputs = [scheduled.sequence]
+                if scheduled.num_samples > 1:
+                    indices = range(1, scheduled.num_samples)
+                    outputs += [scheduler.fork(group, scheduled.sequence, index) for index in indices]
+                got_tokens += [request] * len(outputs)
             for output in outputs:
                 output.output_token_ids.append(next(self._new_token))
-                got_tokens.append(request)
                 if len(output.output_token_ids) == request.num_output_tokens:
                     request.output_token_ids = output.output_token_ids
                     scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
             if not group.sequences:
                 finished.append(request)
-                del self._requests[sequence.request_id]
+                del self._requests[request_id]
         for group in batch.outgrown:
             request, _ = self._requests.pop(group.request_id)
             request.has_failed = True
             scheduler.abort(group.request_id)
             finished.append(request)
         return StepResult(got_tokens, finished)
+
+    def _step_beams(self, request: SimulatedRequest, beams: SimulatedBeams, group: SequenceGroup) -> list[Sequence]:
+        """The beams that run on, without their new tokens. Before the last token, all do."""
+        before = list(group.sequences)
+        if len(before[0].output_token_ids) + 1 == request.num_output_tokens:
+            return before
+        running: list[Sequence] = []
+        for parent in beams.step():
+            sequence = before[parent]
+            running.append(self._scheduler.fork(group, sequence, 0) if sequence in running else sequence)
+        for sequence in before:
+            if sequence not in running:
+                self._scheduler.finish(group, sequence, SequenceStatus.FINISHED_STOPPED)
+        group.sequences = running
+        return list(running)
 
     def memory(self) -> Memory:
         manager = self._scheduler.block_manager

@@ -24,7 +24,10 @@ class Memory(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """After a step: requests that got a token, one for each of their outputs; and requests that are over."""
+    """After a step.
+
+    got_tokens: requests, once for each output that got a token; once for all beams.
+    """
 
     got_tokens: list[SimulatedRequest]
     finished: list[SimulatedRequest]
