@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_int
@@ -21,7 +21,6 @@ SYSTEMS = ("paged", *(f"orca-{reservation}" for reservation in RESERVATIONS), "f
 MAX_GPUS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """Raises ArgumentError if the model does not fit.
 
@@ -29,28 +28,31 @@ class Deployment:
     scheduler_config, cache_config: where a limit is UNBOUNDED, model and memory say it.
     """
 
-    shape: ModelShape
-    hardware: Hardware
-    num_ranks: int
-    num_replicas: int
-    scheduler_config: SchedulerConfig
-    cache_config: CacheConfig
-
-    def __post_init__(self) -> None:
-        check_int("tensor_parallel_size", self.num_ranks, 1, MAX_GPUS)
-        check_int("data_parallel_size", self.num_replicas, 1, MAX_GPUS)
-        if self.shape.num_heads % self.num_ranks:
-            expected = f"a divisor of the model's {self.shape.num_heads} heads"
-            raise ArgumentError("tensor_parallel_size", expected, self.num_ranks)
-        cache_config = self._with_blocks(self.cache_config)
-        num_slots = cache_config.num_blocks * cache_config.block_size
-        given = self.scheduler_config.max_model_len
-        if given == UNBOUNDED:
-            limit = min(self.shape.max_model_len, num_slots)
-            object.__setattr__(self, "scheduler_config", replace(self.scheduler_config, max_model_len=limit))
-        else:
-            check_int("max_model_len", given, 2, min(self.shape.max_model_len, num_slots))
-        object.__setattr__(self, "cache_config", cache_config)
+    def __init__(
+        self,
+        *,
+        shape: ModelShape,
+        hardware: Hardware,
+        num_ranks: int,
+        num_replicas: int,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+    ) -> None:
+        check_int("tensor_parallel_size", num_ranks, 1, MAX_GPUS)
+        check_int("data_parallel_size", num_replicas, 1, MAX_GPUS)
+        if shape.num_heads % num_ranks:
+            expected = f"a divisor of the model's {shape.num_heads} heads"
+            raise ArgumentError("tensor_parallel_size", expected, num_ranks)
+        self.shape = shape
+        self.hardware = hardware
+        self.num_ranks = num_ranks
+        self.num_replicas = num_replicas
+        self.cache_config = self._with_blocks(cache_config)
+        limit = min(shape.max_model_len, self.num_slots)
+        if scheduler_config.max_model_len == UNBOUNDED:
+            scheduler_config = replace(scheduler_config, max_model_len=limit)
+        check_int("max_model_len", scheduler_config.max_model_len, 2, limit)
+        self.scheduler_config = scheduler_config
 
     def _with_blocks(self, config: CacheConfig) -> CacheConfig:
         """Fill in how many blocks the memory has room for, here and on the host, unless the number is given."""

@@ -51,8 +51,9 @@ def test_orca_is_first_come_first_served() -> None:
 
 
 def test_orca_computes_prompts_whole_beside_decodes() -> None:
+    """As many prompts as a step has room for, beside the decodes. The first comes in any case."""
     system = OrcaSystem(scheduler_config(max_num_batched_tokens=12), 256, "oracle")
-    for num_prompt in (10, 5, 6):
+    for num_prompt in (10, 5, 7):
         system.add(request(num_prompt, 4))
     works = []
     for _ in range(3):
@@ -60,7 +61,7 @@ def test_orca_computes_prompts_whole_beside_decodes() -> None:
         system.end_step(0.01)
     assert works[0] == prompt_work(10)
     assert works[1] is not None and works[1].num_tokens == 1 + 5 and works[1].num_decode_keys == 11
-    assert works[2] is not None and works[2].num_tokens == 2 + 6 and works[2].num_decode_keys == 12 + 6
+    assert works[2] is not None and works[2].num_tokens == 2 + 7 and works[2].num_decode_keys == 12 + 6
 
 
 def prompt_work(*lengths: int) -> StepWork:

@@ -82,15 +82,13 @@ class OrcaSystem:
             work.num_copied_tokens += running.num_copies * (num_keys - 1)
             for _ in running.ranges:
                 work.add_decode(num_keys)
-        num_sequences, num_prompt_tokens = work.num_sequences, 0
         while self._waiting:
             request = self._waiting[0]
-            num_sequences += request.num_sequences
-            num_prompt_tokens += request.num_sequences * len(request.prompt_token_ids)
-            is_first = num_prompt_tokens == request.num_sequences * len(request.prompt_token_ids)
-            if num_sequences > self._config.max_num_seqs or (
-                not is_first and num_prompt_tokens + len(self._running) > self._config.max_num_batched_tokens
-            ):
+            if work.num_sequences + request.num_sequences > self._config.max_num_seqs:
+                break
+            num_tokens = work.num_tokens + request.num_sequences * len(request.prompt_token_ids)
+            # The first prompt of a step runs, however long it is.
+            if work.num_prefill_keys and num_tokens > self._config.max_num_batched_tokens:
                 break
             ranges = self._allocate(request)
             if ranges is None:
