@@ -121,9 +121,8 @@ def run(routing: Routing, num_replicas: int, seed: int) -> Result:
         return STEP_SECONDS + TOKEN_SECONDS * work.num_tokens / speed
 
     chats = Chats(seed)
-    Simulator(replicas, routing, seconds_of).run(chats.begin(), chats.follow_up)
-    num_found = sum(each.num_found_tokens for each in replicas)
-    return Result(num_found / sum(each.num_looked_up_tokens for each in replicas), sorted(chats.waits))
+    summary = Simulator(replicas, routing, seconds_of).run(chats.begin(), chats.follow_up)
+    return Result(summary.found, sorted(chats.waits))
 
 
 def simulate(seed: int = 0) -> dict[str, Result]:

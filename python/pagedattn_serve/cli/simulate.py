@@ -244,8 +244,8 @@ def service(system: str, rate: str, summary: Summary, cost: float | None) -> dic
 def memory(system: str, rate: str, summary: Summary) -> dict[str, str]:
     """A line of the second table: what the slots of the cache were taken for."""
     shares = {kind: f"{share:.1%}" for kind, share in summary.memory.items()}
-    saved, preemptions = f"{summary.shared:.1%}", str(summary.num_preemptions)
-    return {"system": system, "rate": rate, **shares, "shared": saved, "preemptions": preemptions}
+    found = {"shared": f"{summary.shared:.1%}", "found": f"{summary.found:.1%}"}
+    return {"system": system, "rate": rate, **shares, **found, "preemptions": str(summary.num_preemptions)}
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from pagedattn_serve.simulation.systems.system import Memory, StepResult
+from pagedattn_serve.simulation.systems.system import Memory, StepResult, System
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
 PERCENTILES = (50, 90, 99)
@@ -32,6 +32,7 @@ class Summary:
     memory: shares of the slots: used, reserved and internal as in `Memory`; external: free while a request waits;
         free: all other. Batch size and memory are means over the time in which steps ran.
     shared: of the slots that would be taken if no block were shared, the share that sharing saves.
+    found: of the tokens of all prompts, the share that was found in the cache of prefixes.
     seconds: until the last request is over. tokens_per_second: of output.
     """
 
@@ -47,6 +48,7 @@ class Summary:
     most_waiting: int
     memory: dict[str, float]
     shared: float
+    found: float
     num_preemptions: int
     num_steps: int
 
@@ -108,7 +110,9 @@ class Metrics:
         else:
             self._normalized[(request.finished - request.arrival) / request.num_output_tokens] += 1
 
-    def summary(self, num_preemptions: int) -> Summary:
+    def summary(self, systems: Sequence[System]) -> Summary:
+        """systems: all replicas."""
+        num_looked_up = sum(system.num_looked_up_tokens for system in systems)
         saved = self._memory.pop("saved", 0)
         taken = sum(self._memory[kind] for kind in ("used", "reserved", "internal"))
         slots = sum(self._memory.values())
@@ -126,7 +130,8 @@ class Metrics:
             most_waiting=self.most_waiting,
             memory={kind: self._memory[kind] / slots if slots else 0.0 for kind in kinds},
             shared=saved / (taken + saved) if saved else 0.0,
-            num_preemptions=num_preemptions,
+            found=sum(system.num_found_tokens for system in systems) / num_looked_up if num_looked_up else 0.0,
+            num_preemptions=sum(system.num_preemptions for system in systems),
             num_steps=self.num_steps,
         )
 

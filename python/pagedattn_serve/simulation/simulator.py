@@ -52,7 +52,7 @@ class Simulator:
             self._arrive(request)
         while self._events:
             self._next_event(follow_up)
-        return self._metrics.summary(sum(each.num_preemptions for each in self._replicas))
+        return self._metrics.summary(self._replicas)
 
     def _next_event(self, follow_up: Callable[[SimulatedRequest], SimulatedRequest | None]) -> None:
         now, _, event = heapq.heappop(self._events)

@@ -127,6 +127,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
         return of.run("paged", trace(*[(3, 5)] * 6, interval=1.0), routing, form=RequestForm(num_shared_tokens=40))
 
     cached, computed = run(True), run(False)
+    assert cached.found == 5 * 40 / (6 * 43) and computed.found == 0
     assert cached.time_to_first_token is not None and computed.time_to_first_token is not None
     assert cached.time_to_first_token.p50 < computed.time_to_first_token.p50 / 2
 

@@ -15,7 +15,7 @@ from pagedattn_serve.simulation.workload import SimulatedRequest
 
 
 class FasterTransformerSystem:
-    num_preemptions = 0
+    num_preemptions = num_looked_up_tokens = num_found_tokens = 0
 
     def __init__(self, config: SchedulerConfig, num_slots: int) -> None:
         self._num_slots = num_slots

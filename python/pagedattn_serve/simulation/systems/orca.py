@@ -39,6 +39,7 @@ class OrcaSystem:
     blocks are not cut."""
 
     num_preemptions = 0  # who runs has all slots that it will need
+    num_looked_up_tokens = num_found_tokens = 0
 
     def __init__(self, config: SchedulerConfig, num_slots: int, reservation: str, block_size: int = 1) -> None:
         self._config = config

@@ -38,12 +38,10 @@ class PagedSystem:
 
     @property
     def num_looked_up_tokens(self) -> int:
-        """Of prompts that were let in."""
         return self._scheduler.num_looked_up_tokens
 
     @property
     def num_found_tokens(self) -> int:
-        """Of these, how many were in the cache."""
         return self._scheduler.num_found_tokens
 
     def add(self, request: SimulatedRequest) -> None:

@@ -53,6 +53,16 @@ class System(Protocol):
         """Of requests, so far."""
         ...
 
+    @property
+    def num_looked_up_tokens(self) -> int:
+        """Of prompts that were let in, so far, if there is a cache of prefixes."""
+        ...
+
+    @property
+    def num_found_tokens(self) -> int:
+        """Of these, how many were in the cache."""
+        ...
+
     def add(self, request: SimulatedRequest) -> None:
         """Queue a request. Raises ValueError if it can never be served."""
         ...
