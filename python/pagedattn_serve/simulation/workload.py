@@ -55,7 +55,7 @@ def poisson_trace(
 ) -> list[TraceEntry]:
     """Requests of `duration` seconds, `rate` a second on average. The same seed gives the same requests, and at twice
     the rate the same requests in half the time, followed by others."""
-    of_arrivals, of_lengths = numpy.random.default_rng(seed).spawn(2)
+    of_arrivals, of_lengths = map(numpy.random.default_rng, numpy.random.SeedSequence(seed).spawn(2))
     arrivals: list[float] = []
     while not arrivals or arrivals[-1] <= duration:
         last = arrivals[-1] if arrivals else 0.0
