@@ -1,6 +1,6 @@
-// Run-time choice among the copies of a CPU kernel. Each `*_cpu.cpp` is compiled once for each capability that the
-// build is for, into the namespace cpu_<capability>. The best copy that the machine runs is chosen at the first call of
-// an op.
+// Run-time choice among the copies of a CPU kernel. A kernel is compiled once for each capability whose instructions
+// make a difference to it, into the namespace cpu_<capability>. CMakeLists.txt says which these are. A capability
+// without a copy of its own uses the copy of the nearest capability before it.
 #pragma once
 
 #include <string>
@@ -24,27 +24,20 @@ std::vector<std::string> available_cpu_capabilities();
 // back the capability that the process began with. No op may run meanwhile. Throws as cpu_capability() does.
 void set_cpu_capability(const std::string& name);
 
+// The copy for the capability in use; a null pointer if the kernel is for higher capabilities alone.
 template <typename Function>
 Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_vnni,
                             Function* on_avx512_bf16) {
-  switch (cpu_capability()) {
-    case CpuCapability::AVX512_BF16:
-      return on_avx512_bf16;
-    case CpuCapability::AVX512_VNNI:
-      return on_avx512_vnni;
-    case CpuCapability::AVX512:
-      return on_avx512;
-    case CpuCapability::AVX2:
-      return on_avx2;
-    default:
-      return on_default;
-  }
+  Function* const copies[] = {on_default, on_avx2, on_avx512, on_avx512_vnni, on_avx512_bf16};
+  auto i = static_cast<int>(cpu_capability());
+  while (i > 0 && copies[i] == nullptr) --i;
+  return copies[i];
 }
 
 }  // namespace pagedattn
 
 // Declares `void name(args)` in the namespace of every capability; PAGEDATTN_CPU_KERNEL(name) picks one. The functions
-// are weak: a kernel that the build does not have is a null pointer, so that the files of the ops are the same in every
+// are weak: a copy that the build does not have is a null pointer, so that the files of the ops are the same in every
 // build.
 #define PAGEDATTN_DECLARE_CPU_KERNEL(name, ...) \
   namespace cpu_default {                       \

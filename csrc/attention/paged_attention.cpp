@@ -151,6 +151,26 @@ int64_t prefill_results(DType dtype) {
   return cpu_capability() == CpuCapability::AVX512_BF16 && dtype == DType::BFLOAT16 ? 64 : 128;
 }
 
+using Attend = decltype(cpu_default::attend_f32);
+
+Attend* choose_attend(DType query_dtype, DType cache_dtype) {
+  const auto choose = [&](Attend* any_query, Attend* bf16_query) {
+    return query_dtype == DType::BFLOAT16 && bf16_query != nullptr ? bf16_query : any_query;
+  };
+  switch (cache_dtype) {
+    case DType::FLOAT16:
+      return PAGEDATTN_CPU_KERNEL(attend_f16);
+    case DType::BFLOAT16:
+      return choose(PAGEDATTN_CPU_KERNEL(attend_bf16), PAGEDATTN_CPU_KERNEL(attend_pairs_bf16));
+    case DType::FLOAT8_E4M3:
+      return choose(PAGEDATTN_CPU_KERNEL(attend_e4m3), PAGEDATTN_CPU_KERNEL(attend_pairs_e4m3));
+    case DType::FLOAT8_E5M2:
+      return choose(PAGEDATTN_CPU_KERNEL(attend_e5m2), PAGEDATTN_CPU_KERNEL(attend_pairs_e5m2));
+    default:
+      return PAGEDATTN_CPU_KERNEL(attend_f32);
+  }
+}
+
 void attend_on_cpu(const PagedAttentionParams& params) {
   const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads(), prefill_results(params.dtype));
   const auto num_items = static_cast<int64_t>(plan.items.size());
@@ -162,7 +182,7 @@ void attend_on_cpu(const PagedAttentionParams& params) {
   const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
   const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
 
-  const auto attend = PAGEDATTN_CPU_KERNEL(attend);
+  const auto attend = choose_attend(params.dtype, params.cache_dtype);
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
     // As a rule, the workers take turns, and this is the worker's next item.
     const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;

@@ -91,8 +91,24 @@ constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return 
 // Items count their rows in `rows`. `partials` holds sets of partial results, one after the other; a set is of all
 // heads of a row. `scratch` has room for the queries of an item, and twice for its partial results. Towards the end,
 // the start of what `next_item` (may be nullptr) reads is fetched.
-PAGEDATTN_DECLARE_CPU_KERNEL(attend, const PagedAttentionParams& params, const AttentionRow* rows,
-                             const AttentionItem& item, const AttentionItem* next_item, float* scratch, float* partials)
+//
+// There is a kernel for each type of the cache. Together they take a compiler longer than all other kernels, so each is
+// a file of cpu/instantiations.
+#define PAGEDATTN_DECLARE_ATTEND(name)                                                                    \
+  PAGEDATTN_DECLARE_CPU_KERNEL(name, const PagedAttentionParams& params, const AttentionRow* rows,        \
+                               const AttentionItem& item, const AttentionItem* next_item, float* scratch, \
+                               float* partials)
+PAGEDATTN_DECLARE_ATTEND(attend_f32)
+PAGEDATTN_DECLARE_ATTEND(attend_f16)
+PAGEDATTN_DECLARE_ATTEND(attend_bf16)
+PAGEDATTN_DECLARE_ATTEND(attend_e4m3)
+PAGEDATTN_DECLARE_ATTEND(attend_e5m2)
+// For queries in bfloat16, where one instruction multiplies pairs of them. No capability before AVX512_BF16 has these.
+PAGEDATTN_DECLARE_ATTEND(attend_pairs_bf16)
+PAGEDATTN_DECLARE_ATTEND(attend_pairs_e4m3)
+PAGEDATTN_DECLARE_ATTEND(attend_pairs_e5m2)
+#undef PAGEDATTN_DECLARE_ATTEND
+
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
                              const float* partials, float* scratch)
 

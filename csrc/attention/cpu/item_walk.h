@@ -5,11 +5,9 @@
 // T is the type of the cache. Queries and outputs are read and written once, in their own type.
 #pragma once
 
-#include <type_traits>
-
-#include "attention/cpu/attend_item.h"
 #include "attention/cpu/attend_rows.h"
 #include "attention/cpu/attention_results.h"
+#include "attention/cpu/loaded_units.h"
 #include "attention/cpu/many_rows.h"
 #include "attention/cpu/prefetcher.h"
 #include "attention/cpu/tile.h"
@@ -209,8 +207,9 @@ void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, con
 }
 
 template <typename T, typename Arithmetic>
-void walk_item(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
+void walk_item(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
                const AttentionItem* next_item, float* scratch, float* partials) {
+  const PagedAttentionParams p = in_loaded_units(params);
   const int64_t num_results =
       (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
   float* const memory = scratch + query_floats(num_results, p.head_size);
@@ -235,18 +234,4 @@ void walk_item(const PagedAttentionParams& p, const AttentionRow* rows, const At
 }
 
 }  // namespace
-
-template <typename T>
-void attend_item(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
-                 const AttentionItem* next_item, float* scratch, float* partials) {
-#if defined(__AVX512BF16__)
-  if constexpr (!std::is_same_v<T, float> && !std::is_same_v<T, float16>) {
-    if (params.dtype == DType::BFLOAT16) {
-      return walk_item<T, PairArithmetic<T>>(params, rows, item, next_item, scratch, partials);
-    }
-  }
-#endif
-  walk_item<T, FloatArithmetic<T>>(params, rows, item, next_item, scratch, partials);
-}
-
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
