@@ -101,6 +101,14 @@ PAGEDATTN_INLINE Vec in_register(Vec loaded) {
   return loaded;
 }
 
+// Hides from the compiler where a pointer comes from. Constant offsets from the pointer are then part of the
+// instructions. Otherwise GCC 12 would keep a register for each of them over a loop.
+template <typename T>
+PAGEDATTN_INLINE T* as_base(T* pointer) {
+  asm("" : "+r"(pointer));
+  return pointer;
+}
+
 template <int... I>
 PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
   return IntVec{I...};

@@ -98,46 +98,33 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, con
   }
 }
 
-// Converts VEC_SIZE elements of the values, from `d` on, in the strips from `first_strip` on. Slots that no row sees
-// may hold NaN, and become 0.
+// Converts VEC_SIZE elements of the values, from `d` on, in all strips that have visible tokens.
 template <typename T, typename Strip, int ELEMENTS>
-__attribute__((noinline)) void convert_values(const HeadTile<T>& h, int64_t d, int first_strip,
+__attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENTS>& strips, int64_t d,
                                               const Columns& columns) {
-  constexpr int TOKENS = Strip::SIZE / ELEMENTS;           // of a strip
   constexpr int SETS = NUM_LANES / ELEMENTS;               // lanes of an element
   constexpr int GROUPS = VEC_SIZE / ELEMENTS / NUM_LANES;  // of strips that are transposed together
-  const auto num_strips = static_cast<int>(columns.num_steps / Strip::PARTS);
-  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
-  for (int s = 0; s < num_strips; ++s) {
-    const int token = (first_strip + s) * TOKENS;
-    const T* values = h.values + h.tile.value_at(token) + d * h.params.block_size;
-    const auto convert = [&](const auto& mask) PAGEDATTN_ALWAYS_INLINE {
+  for (int s = strips.begin; s < strips.end; ++s) {
+    const auto& column = strips.of[s];
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < GROUPS; ++i) {
+      Strip below[NUM_LANES];
       PAGEDATTN_UNROLL
-      for (int i = 0; i < GROUPS; ++i) {
-        Strip strips[NUM_LANES];
+      for (int j = 0; j < NUM_LANES; ++j) {
+        below[j] = Strip::template load_from<ELEMENTS>(column.at(d / ELEMENTS + i + j * GROUPS));
+      }
+      PAGEDATTN_UNROLL
+      for (int part = 0; part < Strip::PARTS; ++part) {
+        Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int j = 0; j < NUM_LANES; ++j) {
-          strips[j] = Strip::template load_from<ELEMENTS>(values + (i + j * GROUPS) * strip_stride);
-        }
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = below[j].part[part];
+        transpose_lanes(lanes);
         PAGEDATTN_UNROLL
-        for (int part = 0; part < Strip::PARTS; ++part) {
-          Vec lanes[NUM_LANES];
-          PAGEDATTN_UNROLL
-          for (int j = 0; j < NUM_LANES; ++j) lanes[j] = mask(strips[j].part[part], part);
-          transpose_lanes(lanes);
-          PAGEDATTN_UNROLL
-          for (int lane = 0; lane < NUM_LANES; ++lane) {
-            store(columns.at(lane % SETS, s * Strip::PARTS + part, i * ELEMENTS + lane / SETS), lanes[lane]);
-          }
+        for (int lane = 0; lane < NUM_LANES; ++lane) {
+          store(columns.at(lane % SETS, (s - strips.begin) * Strip::PARTS + part, i * ELEMENTS + lane / SETS),
+                lanes[lane]);
         }
       }
-    };
-    if (h.tile.all_visible(token, TOKENS)) {
-      convert([](Vec values, int) PAGEDATTN_ALWAYS_INLINE { return values; });
-    } else {
-      convert([&](Vec values, int part) PAGEDATTN_ALWAYS_INLINE {
-        return Strip::template mask<ELEMENTS>(values, first_strip + s, part, h.tile.begin, h.tile.end);
-      });
     }
   }
 }
@@ -255,15 +242,15 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
                                                       const TileLogits* weights, const After& after) {
   alignas(64) float memory[VEC_SIZE * TILE_TOKENS];
   constexpr int TOKENS = Strip::SIZE / ELEMENTS;
-  const int first_strip = h.tile.begin / TOKENS;
-  const int num_strips = (h.tile.end + TOKENS - 1) / TOKENS - first_strip;
-  const Columns values{memory, num_strips * Strip::PARTS};
+  TileStrips<T, Strip, ELEMENTS> strips(h);
+  if (strips.has_hidden_tokens) strips.hide_tokens(h);
+  const Columns values{memory, (strips.end - strips.begin) * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
-    convert_values<T, Strip, ELEMENTS>(h, d, first_strip, values);
+    convert_values(strips, d, values);
     multiply<NUM_LANES / ELEMENTS>(
-        weights[0].at + first_strip * TOKENS, TILE_TOKENS, many.num_rows, values,
+        weights[0].at + strips.begin * TOKENS, TILE_TOKENS, many.num_rows, values,
         [&](int64_t last)
-            PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - first_strip) * Strip::PARTS; },
+            PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - strips.begin) * Strip::PARTS; },
         [&](int64_t r, Vec products) PAGEDATTN_ALWAYS_INLINE {
           float* values_of_row = many.rows[r].values + d;
           store(values_of_row, load(values_of_row) + products);

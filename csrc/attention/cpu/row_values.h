@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cpu/row_logits.h"
+#include "attention/cpu/tile_strips.h"
 #include "attention/cpu/value_strip.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
@@ -21,9 +22,9 @@ constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
 // The sums of NUM_STRIPS strips of NUM_ROWS rows, one strip below the other, over a tile.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 struct StripSums {
-  static constexpr int TOKENS = Strip::SIZE / ELEMENTS;     // of a strip
-  static constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;    // one below the other
-  static constexpr int TILE_STRIPS = TILE_TOKENS / TOKENS;  // side by side
+  using Strips = TileStrips<T, Strip, ELEMENTS>;
+  static constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // one below the other
+  static constexpr int TILE_STRIPS = Strips::COUNT;       // side by side
 
   static constexpr int64_t NUM_BYTES = NUM_STRIPS * ELEMENTS * TILE_TOKENS * sizeof(T);
   static constexpr int64_t NUM_FETCHES = Pace<T, NUM_ROWS>::num_value_fetches(NUM_BYTES);
@@ -34,84 +35,82 @@ struct StripSums {
 
   const HeadTile<T>& h;
   const float* weights;
-  const T* const* values;  // values[s] is strip s of the first element
-  int64_t first_offset;
-  int num_strips;  // read only without WHOLE
-  int64_t strip_stride;
+  const Strips& strips;
+  int64_t first_strip;  // of a column of strips
+  int num_strips;       // read only without WHOLE
 
-  PAGEDATTN_INLINE const T* strip_at(int s, int i) const {
+  // Strip i of those whose first is `first`, `stride` elements apart.
+  PAGEDATTN_INLINE const T* strip_at(const T* first, int64_t stride, int i) const {
     // Past the end of the head, its last strip is read again, and the sum is dropped.
-    const int64_t below = (WHOLE || i < num_strips ? i : num_strips - 1) * strip_stride;
-    return values[s] + first_offset + below;
+    return first + (WHOLE || i < num_strips ? i : num_strips - 1) * stride;
   }
+
+  PAGEDATTN_INLINE const T* first_of(int s, int64_t stride) const {
+    return as_base(strips.of[s].first + first_strip * stride);
+  }
+  PAGEDATTN_INLINE const float* weights_of(int s) const { return as_base(weights + s * Strip::PARTS * VEC_SIZE); }
 
   PAGEDATTN_INLINE void convert_first([[maybe_unused]] Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Strip>) {
       convert_with_nan_if_any<Strip, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
-        for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
+        for (int s = strips.begin; s < strips.end; ++s) {
+          const int64_t stride = strips.of[s].stride();
+          const T* const first = first_of(s, stride);
           PAGEDATTN_UNROLL
-          for (int i = 0; i < NUM_STRIPS; ++i) convert(strip_at(s, i), converted.at[s * NUM_STRIPS + i]);
+          for (int i = 0; i < NUM_STRIPS; ++i) convert(strip_at(first, stride, i), converted.at[s * NUM_STRIPS + i]);
         }
       });
     }
   }
 
-  PAGEDATTN_INLINE Strip load_strip(int s, int i, [[maybe_unused]] const Converted& converted) const {
+  PAGEDATTN_INLINE Strip load_strip(int s, const T* first, int64_t stride, int i,
+                                    [[maybe_unused]] const Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Strip>) {
       return Strip::load_converted(converted.at[s * NUM_STRIPS + i]);
     } else {
-      return Strip::template load_from<ELEMENTS>(strip_at(s, i));
+      return Strip::template load_from<ELEMENTS>(strip_at(first, stride, i));
     }
   }
 
-  PAGEDATTN_INLINE Vec load_weight(int s, int part, int r) const {
-    return load(weights + r * TILE_TOKENS * ELEMENTS + (s * Strip::PARTS + part) * VEC_SIZE);
-  }
-
-  // mask(values, part) gives the values that count.
-  template <typename Mask>
-  PAGEDATTN_INLINE void add_strip(int s, int i, const Converted& converted, Sums& sums, const Mask& mask) const {
-    const Strip strip = load_strip(s, i, converted);
-    PAGEDATTN_UNROLL
-    for (int part = 0; part < Strip::PARTS; ++part) {
-      const auto value = mask(strip.part[part], part);
-      PAGEDATTN_UNROLL
-      for (int r = 0; r < NUM_ROWS; ++r) {
-        Vec& sum = sums[r * NUM_STRIPS + i];
-        sum = Strip::multiply_add(sum, value, load_weight(s, part, r));
-      }
-    }
-  }
-
-  PAGEDATTN_INLINE void add_strip(int s, int i, const Converted& converted, Sums& sums) const {
-    add_strip(s, i, converted, sums, [](auto value, int) { return value; });
+  static PAGEDATTN_INLINE Vec load_weight(const float* of_strip, int part, int r) {
+    return load(of_strip + r * TILE_TOKENS * ELEMENTS + part * VEC_SIZE);
   }
 
   // All strips are held in registers, so that each weight is loaded once.
-  PAGEDATTN_INLINE void add_strips_first(int s, const Converted& converted, Sums& sums) const {
-    Strip strips[NUM_STRIPS];
+  PAGEDATTN_INLINE void add_strips_first(int s, int64_t stride, const Converted& converted, Sums& sums) const {
+    const T* const first = first_of(s, stride);
+    const float* const of_strip = weights_of(s);
+    Strip below[NUM_STRIPS];
     PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) strips[i] = load_strip(s, i, converted);
+    for (int i = 0; i < NUM_STRIPS; ++i) below[i] = load_strip(s, first, stride, i, converted);
     PAGEDATTN_UNROLL
     for (int part = 0; part < Strip::PARTS; ++part) {
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
-        const Vec weight = in_register(load_weight(s, part, r));
+        const Vec weight = in_register(load_weight(of_strip, part, r));
         PAGEDATTN_UNROLL
         for (int i = 0; i < NUM_STRIPS; ++i) {
           Vec& sum = sums[r * NUM_STRIPS + i];
-          sum = Strip::multiply_add(sum, strips[i].part[part], weight);
+          sum = Strip::multiply_add(sum, below[i].part[part], weight);
         }
       }
     }
   }
 
-  PAGEDATTN_INLINE void add_strips(int s, const Converted& converted, Sums& sums) const {
-    if constexpr (STRIPS_FIRST<Strip, NUM_ROWS>) {
-      add_strips_first(s, converted, sums);
-    } else {
+  PAGEDATTN_INLINE void add_strips(int s, int64_t stride, const Converted& converted, Sums& sums) const {
+    const T* const first = first_of(s, stride);
+    const float* const of_strip = weights_of(s);
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_STRIPS; ++i) {
+      const Strip strip = load_strip(s, first, stride, i, converted);
       PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, converted, sums);
+      for (int part = 0; part < Strip::PARTS; ++part) {
+        PAGEDATTN_UNROLL
+        for (int r = 0; r < NUM_ROWS; ++r) {
+          Vec& sum = sums[r * NUM_STRIPS + i];
+          sum = Strip::multiply_add(sum, strip.part[part], load_weight(of_strip, part, r));
+        }
+      }
     }
   }
 
@@ -121,37 +120,46 @@ struct StripSums {
     for (int64_t fetch = i * NUM_FETCHES / n; fetch < (i + 1) * NUM_FETCHES / n; ++fetch) h.prefetcher->fetch();
   }
 
-  PAGEDATTN_INLINE void walk_partly_visible(const Converted& converted, Sums& sums) const {
-    for (int s = h.tile.begin / TOKENS; s * TOKENS < h.tile.end; ++s) {
-      fetch_beside(s, TILE_STRIPS);
-      if (h.tile.all_visible(s * TOKENS, TOKENS)) {
-        PAGEDATTN_UNROLL
-        for (int i = 0; i < NUM_STRIPS; ++i) add_strip(s, i, converted, sums);
-        continue;
-      }
-      PAGEDATTN_UNROLL
-      for (int i = 0; i < NUM_STRIPS; ++i) {
-        // A slot that no row sees may hold NaN, which a weight of 0 would not silence.
-        add_strip(s, i, converted, sums, [this, s](auto value, int part) {
-          return Strip::template mask<ELEMENTS>(value, s, part, h.tile.begin, h.tile.end);
-        });
-      }
-    }
-  }
-
-  PAGEDATTN_INLINE void walk_across_blocks(const Converted& converted, Sums& sums) const {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NUM_STRIPS; ++i) {
+  // The sums of one row over a tile that is visible as a whole, one after the other. The loop over the sums stays a
+  // loop: unrolled, it would be more code than the first-level cache holds.
+  PAGEDATTN_INLINE void sum_across_blocks(Vec* to) const {
+    const int end = WHOLE ? NUM_STRIPS : num_strips;
+    for (int i = 0; i < end; ++i) {
       fetch_beside(i, NUM_STRIPS);
-      PAGEDATTN_UNROLL_BY_2
-      for (int s = 0; s < TILE_STRIPS; ++s) add_strip(s, i, converted, sums);
+      Vec sum = {};
+      PAGEDATTN_UNROLL
+      for (int s = 0; s < TILE_STRIPS; ++s) {
+        const Strip strip = Strip::template load_from<ELEMENTS>(strips.of[s].at(first_strip + i));
+        const float* const of_strip = weights + s * Strip::PARTS * VEC_SIZE;
+        PAGEDATTN_UNROLL
+        for (int part = 0; part < Strip::PARTS; ++part) {
+          sum = Strip::multiply_add(sum, strip.part[part], load_weight(of_strip, part, 0));
+        }
+      }
+      to[i] = sum;
     }
   }
 
+  // Over a tile that is visible as a whole.
   PAGEDATTN_INLINE void walk_strip_by_strip(const Converted& converted, Sums& sums) const {
+    const int64_t stride = strips.of[0].stride();
     for (int first = 0; first < TILE_STRIPS; first += STRIPS_PER_FETCH) {
       fetch_beside(first / STRIPS_PER_FETCH, TILE_STRIPS / STRIPS_PER_FETCH);
-      for (int s = first; s < first + STRIPS_PER_FETCH; ++s) add_strips(s, converted, sums);
+      for (int s = first; s < first + STRIPS_PER_FETCH; ++s) {
+        if constexpr (STRIPS_FIRST<Strip, NUM_ROWS>) {
+          add_strips_first(s, stride, converted, sums);
+        } else {
+          add_strips(s, stride, converted, sums);
+        }
+      }
+    }
+  }
+
+  // Over the strips that have visible tokens.
+  PAGEDATTN_INLINE void walk_visible(const Converted& converted, Sums& sums) const {
+    for (int s = strips.begin; s < strips.end; ++s) {
+      fetch_beside(s, TILE_STRIPS);
+      add_strips(s, strips.of[s].stride(), converted, sums);
     }
   }
 
@@ -164,45 +172,57 @@ struct StripSums {
   }
 };
 
-// Computes the sums of the strips from `first_offset` on. WHOLE: the head does not end within the strips. Otherwise it
-// ends after num_strips. Sum i of row r goes to to[r * row_stride + i].
+// Computes the sums of the strips from `first_strip` of each column on. WHOLE: the head does not end within the strips.
+// Otherwise it ends after num_strips. Sum i of row r goes to to[r * row_stride + i].
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
-PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights, const T* const* values,
-                                 int64_t first_offset, int num_strips, Vec* to, int row_stride) {
-  using Strips = StripSums<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>;
-  const int64_t strip_stride = ELEMENTS == 1 ? h.params.block_size : Strip::SIZE;
-  const Strips strips{h, weights, values, first_offset, num_strips, strip_stride};
-  typename Strips::Sums sums = {};
-  typename Strips::Converted converted;
-  strips.convert_first(converted);
-  if (!h.tile.all_visible(0, TILE_TOKENS)) {
-    strips.walk_partly_visible(converted, sums);
-  } else if constexpr (ACROSS_BLOCKS<NUM_ROWS>) {
-    strips.walk_across_blocks(converted, sums);
+PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights,
+                                 const TileStrips<T, Strip, ELEMENTS>& strips, int64_t first_strip, int num_strips,
+                                 Vec* to, int row_stride) {
+  using Walk = StripSums<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>;
+  const Walk walk{h, weights, strips, first_strip, num_strips};
+  const bool all_visible = h.tile.all_visible(0, TILE_TOKENS);
+  if (ACROSS_BLOCKS<NUM_ROWS> && all_visible) return walk.sum_across_blocks(to);
+  typename Walk::Sums sums = {};
+  typename Walk::Converted converted;
+  walk.convert_first(converted);
+  if (WHOLE && !ACROSS_BLOCKS<NUM_ROWS> && all_visible) {
+    walk.walk_strip_by_strip(converted, sums);
   } else {
-    strips.walk_strip_by_strip(converted, sums);
+    walk.walk_visible(converted, sums);
   }
-  Strips::store_sums(sums, to, row_stride);
+  Walk::store_sums(sums, to, row_stride);
+}
+
+template <int SIZE>
+PAGEDATTN_INLINE bool has_nan(const float (&values)[SIZE]) {
+  Vec zeros_or_nan = {};
+  for (int i = 0; i < SIZE; i += VEC_SIZE) zeros_or_nan = fma(load(values + i), Vec{}, zeros_or_nan);
+  return reduce_sum(zeros_or_nan) != 0.0f;
 }
 
 // Adds to the elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS
 // elements.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
-                                          const T* const* values, int64_t d) {
+                                          TileStrips<T, Strip, ELEMENTS>& strips, int64_t d) {
   constexpr int NUM_PASSES = SUM_PASSES<NUM_ROWS>;
   constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // in a pass
   constexpr int ROW_STRIPS = NUM_PASSES * NUM_STRIPS;
   constexpr int STEP = ROW_STRIPS * ELEMENTS;
   const int num_strips = WHOLE ? ROW_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
   Vec sums[NUM_PASSES][VEC_SIZE];  // of [NUM_ROWS][ROW_STRIPS]
-  for (int first = 0; first < num_strips; first += NUM_STRIPS) {
-    const int64_t offset = (d + first * ELEMENTS) * h.params.block_size;
-    sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, values, offset, num_strips - first, sums[0] + first,
-                                                    ROW_STRIPS);
-  }
+  if constexpr (!WHOLE) __builtin_memset(sums, 0, sizeof sums);
   float totals[NUM_PASSES * VEC_SIZE * ELEMENTS];
-  for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
+  while (true) {
+    for (int first = 0; first < num_strips; first += NUM_STRIPS) {
+      sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, strips, d / ELEMENTS + first, num_strips - first,
+                                                      sums[0] + first, ROW_STRIPS);
+    }
+    for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
+    if (!strips.has_hidden_tokens || !has_nan(totals)) [[likely]]
+      break;
+    strips.hide_tokens(h);
+  }
   for (int r = 0; r < NUM_ROWS; ++r) {
     float* row = rows[r].values + d;
     const float* row_totals = totals + r * STEP;
@@ -230,17 +250,16 @@ void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* 
   for (int r = 0; r < NUM_ROWS; ++r) {
     Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
   }
-  constexpr int TOKENS = Strip::SIZE / ELEMENTS;
-  const T* values[TILE_TOKENS / TOKENS];
-  for (int64_t s = 0; s < TILE_TOKENS / TOKENS; ++s) {
-    values[s] = h.values + h.tile.value_at(static_cast<int>(s) * TOKENS);
-  }
+  TileStrips<T, Strip, ELEMENTS> strips(h);
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], values, d);
+    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], strips, d);
   }
-  if (d < h.params.head_size) {
-    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], values, d);
+  // A head has whole chunks.
+  if constexpr (STEP > ELEMENTS_PER_CHUNK<T>) {
+    if (d < h.params.head_size) {
+      accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], strips, d);
+    }
   }
 }
 

@@ -23,14 +23,6 @@ struct FloatStrip {
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) { return fma(values, weights, sum); }
 
-  // Part `part_idx` of strip `strip` of a tile, with zeros for the tokens outside [begin, end).
-  template <int ELEMENTS>
-  static PAGEDATTN_INLINE Vec mask(Vec values, int strip, int part_idx, int begin, int end) {
-    constexpr int TOKENS = SIZE / ELEMENTS;
-    const IntVec token_idx = strip * TOKENS + ((iota() * PARTS + part_idx) & (TOKENS - 1));
-    return select((token_idx >= begin) & (token_idx < end), values, Vec{});
-  }
-
   // Lays out the weights of a tile as the strips want them: [strips, PARTS, VEC_SIZE].
   template <int ELEMENTS>
   static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
@@ -142,15 +134,6 @@ struct PairStrip {
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, values, (Bfloat16Vec)weights);
-  }
-
-  template <int ELEMENTS>
-  static PAGEDATTN_INLINE Bfloat16Vec mask(Bfloat16Vec values, int strip, int part_idx, int begin, int end) {
-    constexpr int TOKENS = SIZE / ELEMENTS;
-    const auto is_visible = [&](IntVec token_idx) { return (token_idx >= begin) & (token_idx < end); };
-    const IntVec token_idx = strip * TOKENS + (first_of_pair<ELEMENTS>(iota(), part_idx) & (TOKENS - 1));
-    const IntVec visible = (is_visible(token_idx) & 0xffff) | (is_visible(token_idx + 1) & ~0xffff);
-    return (Bfloat16Vec)((IntVec)values & visible);
   }
 
   // [strips, PARTS, 2 * VEC_SIZE] in bfloat16.
