@@ -1,9 +1,9 @@
 """The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT MODULE
 
 MODULE: whose main the program is, once it has the fault.
-FAULT: "start", "load" or "cache": when the process is killed. "memory": loading finds no memory. "room": the rank has
-room for 11 blocks, and for 5 on the host. "tokens": a step that has one of the tokens below fails on the way, once,
-between two calls of the other ranks.
+FAULT: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "room": the
+rank has room for 11 blocks, and for 5 on the host. "tokens": a step that has one of the tokens below fails on the way,
+once, between two calls of the other ranks.
 """
 
 import importlib
@@ -67,6 +67,8 @@ def main() -> None:
             worker.load_model = die
         case "cache":
             worker.StepRunner = die  # type: ignore[assignment, misc]
+        case "join":
+            worker.Rank._connect_peers = die  # type: ignore[method-assign]
         case "memory":
             worker.load_model = no_memory
         case "room":

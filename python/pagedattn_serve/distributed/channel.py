@@ -45,9 +45,9 @@ class Channel:
             raise ChannelClosed
         return pickle.loads(data), descriptors
 
-    def has_message(self) -> bool:
-        """Whether `receive` would return or raise ChannelClosed at once."""
-        return _is_readable(self._socket)
+    def has_message(self, timeout: float = 0) -> bool:
+        """Whether `receive` would return or raise ChannelClosed at once, within so many seconds."""
+        return _is_readable(self._socket, timeout)
 
     def close(self) -> None:
         self._socket.close()
@@ -96,8 +96,9 @@ class NetworkChannel:
         self._wake_for(1)
         return pickle.loads(message), []
 
-    def has_message(self) -> bool:
-        return _is_readable(self.connection)
+    def has_message(self, timeout: float = 0) -> bool:
+        """As that of `Channel`."""
+        return _is_readable(self.connection, timeout)
 
     def close(self) -> None:
         self.connection.close()
@@ -110,7 +111,7 @@ def _wait_until(deadline: float | None, connection: socket.socket) -> None:
     connection.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
 
 
-def _is_readable(connection: socket.socket) -> bool:
+def _is_readable(connection: socket.socket, timeout: float) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(timeout * 1000))

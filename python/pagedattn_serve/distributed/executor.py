@@ -48,6 +48,7 @@ from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer
+CHECK_SECONDS = 0.1  # between two looks at whether all ranks live, while one is waited for
 END_SECONDS = 1.0  # for a process to end once its socket is closed
 
 Message = TypeVar("Message")
@@ -299,9 +300,13 @@ class Workers:
     def _receive(
         self, worker: Worker, kind: type[Message], deadline: float | None = None, circumstance: str = ""
     ) -> Message:
-        """The next message of this kind. Messages about earlier groups are passed over."""
+        """The next message of this kind. Messages about earlier groups are passed over. With a deadline, the rank may
+        wait for other ranks: if one of these ends, nobody waits any more."""
         self.raise_if_dead()
         while True:
+            if deadline is not None:
+                while not worker.channel.has_message(CHECK_SECONDS) and time.monotonic() < deadline:
+                    self.check_health()
             try:
                 message, _ = worker.channel.receive(deadline)
             except ChannelClosed:

@@ -5,7 +5,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,19 @@ def in_seconds(seconds: float) -> float:
 def test_who_is_expected_comes_in(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others do not, and keep nobody out: who has another key, says nothing, says anything, or is of another group."""
     monkeypatch.setattr(network, "HANDSHAKE_SECONDS", 1)
-    early, stranger = OURS._replace(generation=2), OURS._replace(generation=4)
-    callers = [(b"another key", stranger), (KEY, early), (KEY, OURS)]
+
+    def call(key: bytes, hello: Hello) -> socket.socket:
+        return connect(listener.address, key, hello, in_seconds(30), goes_on)
+
     with socket.create_connection(listener.address), socket.create_connection(listener.address) as noisy:
         noisy.sendall(100 * b"\0\0\0\5hello")
         with ThreadPoolExecutor() as pool:
-            calls = [
-                pool.submit(connect, listener.address, key, hello, in_seconds(30), goes_on) for key, hello in callers
-            ]
+            others = [pool.submit(call, b"another key", OURS), pool.submit(call, KEY, OURS._replace(generation=2))]
+            ours = pool.submit(lambda: wait(others) and call(KEY, OURS))
             [(hello, connection)] = listener.gather({OURS}, in_seconds(30), goes_on).items()
-    assert hello == OURS and calls[0].exception() is not None
-    with connection, calls[2].result() as ours:
-        ours.sendall(b"a step")
+    assert hello == OURS and others[0].exception() is not None
+    with connection, ours.result() as side:
+        side.sendall(b"a step")
         assert connection.recv(6) == b"a step"
 
 

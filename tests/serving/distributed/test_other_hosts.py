@@ -144,6 +144,14 @@ def test_a_rank_that_is_killed_before_the_first_step(start: Callable[..., LLMEng
         start(2, {1: fault})
 
 
+def test_a_rank_that_is_killed_as_it_joins(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
+    """Rank 1 waits for it, and rank 0 for rank 1."""
+    started = time.monotonic()
+    with pytest.raises(ExecutorDeadError, match=r"^rank 3 \(process \d+ on 127.0.0.1\) has ended$"):
+        start(4, {3: "join"})
+    assert time.monotonic() - started < executor.ANSWER_SECONDS
+
+
 def test_a_connection_breaks(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
     """The step fails and names the rank. The next step has connections anew."""
     engine = start(2)
