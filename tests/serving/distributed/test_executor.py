@@ -86,8 +86,8 @@ import sys
 from pagedattn_serve import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks=40, tensor_parallel_size=2)
 params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-print("loaded", flush=True)
 try:
+    print("loaded", flush=True)
     while True:
         llm.generate(prompt_token_ids=[[1, 2]], sampling_params=params, use_tqdm=False)
 except KeyboardInterrupt:
