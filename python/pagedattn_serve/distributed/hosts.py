@@ -108,14 +108,13 @@ class HostsCommunicator:
         poll = select.poll()
         for host, link in self._links.items():
             transfer = _Transfer(self._rank_on(host), link, to_send, bytes_of(tensors[host]))
-            if events := self._proceed(transfer):
-                under_way[link.fileno()] = transfer
-                poll.register(link, events)
+            under_way[link.fileno()] = transfer
+            poll.register(link, self._proceed(transfer, select.POLLOUT))
         started = time.monotonic()
         while under_way:
-            for descriptor, _ in poll.poll(CHECK_SECONDS * 1000):
-                if events := self._proceed(under_way[descriptor]):
-                    poll.modify(descriptor, events)
+            for descriptor, events in poll.poll(CHECK_SECONDS * 1000):
+                if missing := self._proceed(under_way[descriptor], events):
+                    poll.modify(descriptor, missing)
                 else:
                     poll.unregister(descriptor)
                     del under_way[descriptor]
@@ -127,9 +126,9 @@ class HostsCommunicator:
                     raise self._break(f"rank {transfer.rank} has not come within {patience:g} seconds")
         return tensors
 
-    def _proceed(self, transfer: "_Transfer") -> int:
+    def _proceed(self, transfer: "_Transfer", events: int) -> int:
         try:
-            return transfer.proceed()
+            return transfer.proceed(events)
         except OSError:
             raise self._break(f"rank {transfer.rank} has died, or has left the group") from None
 
@@ -156,17 +155,18 @@ class _Transfer:
         self._to_send = to_send
         self._to_receive = to_receive
 
-    def proceed(self) -> int:
-        """Send and receive what can be at once. Returns the events to wait for, 0 if it is done. Raises OSError."""
-        with suppress(BlockingIOError):
-            while self._to_send:
+    def proceed(self, events: int) -> int:
+        """Send and receive what these events allow. Returns the events to wait for, 0 if it is done. Raises OSError."""
+        if self._to_send and events & select.POLLOUT:
+            with suppress(BlockingIOError):  # at the first call, when nobody knows whether there is room
                 self._to_send = self._to_send[self._link.send(self._to_send) :]
-        with suppress(BlockingIOError):
-            while self._to_receive:
-                num_bytes = self._link.recv_into(self._to_receive)
-                if num_bytes == 0:
-                    raise ConnectionResetError
-                self._to_receive = self._to_receive[num_bytes:]
+        if self._to_receive and events & ~select.POLLOUT:
+            num_bytes = self._link.recv_into(self._to_receive)
+            if num_bytes == 0:
+                raise ConnectionResetError
+            self._to_receive = self._to_receive[num_bytes:]
+        elif events & (select.POLLHUP | select.POLLERR):
+            raise ConnectionResetError
         return select.POLLOUT * bool(self._to_send) | select.POLLIN * bool(self._to_receive)
 
 
