@@ -10,10 +10,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
   test-clients test-ray test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
-  mutants bench lint format clean
+  mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-clients | test-ray | test-long | test-cuda | gpu-wheel | gpu-report |" \
-	  "check-cuda | sanitize | mutants | bench | lint | format | clean"
+	  "check-cuda | sanitize | mutants | bench | paper | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -179,6 +179,10 @@ bench: build
 	$(BIN)/python bench/collectives.py --quick
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py
+
+# The figures of the paper, as paper/report.md: all of them, or FIGURES="2 13". FULL=1 takes hours. Plots need matplotlib.
+paper: build
+	$(BIN)/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
 
 SOURCES := $(shell find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format

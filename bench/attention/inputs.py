@@ -30,10 +30,15 @@ class Paged:
     seq_lens: Tensor
 
     @classmethod
-    def make(cls, query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], dtype: torch.dtype) -> "Paged":
-        """key, value: [num_seqs, num_kv_heads, tokens, head_size], tokens as many as whole blocks hold."""
+    def make(
+        cls, query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], dtype: torch.dtype, in_order: bool = False
+    ) -> "Paged":
+        """key, value: [num_seqs, num_kv_heads, tokens, head_size], tokens as many as whole blocks hold.
+
+        in_order: the blocks of a sequence are adjacent. If not, blocks are in random order."""
         num_seqs, num_heads, num_tokens, head_size = key.shape
-        blocks = torch.randperm(num_seqs * num_tokens // BLOCK_SIZE)
+        num_blocks = num_seqs * num_tokens // BLOCK_SIZE
+        blocks = torch.arange(num_blocks) if in_order else torch.randperm(num_blocks)
         ((key_cache, value_cache),) = allocate_kv_cache(
             len(blocks), num_heads, head_size, BLOCK_SIZE, dtype, torch.get_default_device()
         )
