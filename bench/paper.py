@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -52,7 +53,12 @@ def parse_args() -> argparse.Namespace:
     add("figures", nargs="*", type=figure_name, metavar="FIGURE", help=f"any of {', '.join(FIGURES)} (default: all)")
     add("--full", action="store_true", help="an hour of requests for each number, and more rounds: takes hours")
     add("--out", type=Path, default=Path("paper"), metavar="DIR", help="for report.md and plots (default: paper)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: expected a directory, got {args.out}: {error.strerror}")
+    return args
 
 
 def facts_of(args: argparse.Namespace) -> list[str]:
@@ -65,7 +71,6 @@ def facts_of(args: argparse.Namespace) -> list[str]:
 
 
 def make_figures(names: list[str], directory: Path, facts: list[str], effort: Effort) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     with_plots = importlib.util.find_spec("matplotlib") is not None
     figures: dict[str, Figure] = {}
     for name in names:
@@ -86,7 +91,11 @@ def main() -> None:
     names = [name for name in FIGURES if name in args.figures] if args.figures else [*FIGURES]
     facts = facts_of(args)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        make_figures(names, args.out, facts, Effort(args.full, pool.map))
+        try:
+            make_figures(names, args.out, facts, Effort(args.full, pool.map))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            sys.exit(f"interrupted; {args.out / 'report.md'} has the figures that were done")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ def test_the_program(tmp_path):
     assert "CPUs, load" in text and "11 1 --out" in text
 
 
-def test_a_wrong_name():
+def test_wrong_arguments(tmp_path):
     result = run_python(PROGRAM, "4")
     assert result.returncode == 2 and "expected any of 1, 2, 3, 11" in result.stderr and "got '4'" in result.stderr
+    (tmp_path / "file").touch()
+    result = run_python(PROGRAM, "11", "--out", tmp_path / "file")
+    assert result.returncode == 2 and f"expected a directory, got {tmp_path / 'file'}: File exists" in result.stderr

@@ -81,9 +81,11 @@ def load_and_latency(effort: Effort) -> Figure:
     return Figure(
         "Figure 12: normalised latency and rate",
         rows,
-        f"{AT_LATENCY}; the ratio to FasterTransformer depends on this bound, because short outputs wait for the "
-        "longest of their batch. The lengths of Alpaca are a guess around its means, and the paper gives no numbers "
-        "for it in its text.",
+        f"{AT_LATENCY}. The ranges are those that the paper has for ShareGPT. The ratio to FasterTransformer depends "
+        "on the bound, because short outputs wait for the longest of their batch: in docs/simulate.md OPT-13B has 37x "
+        "at 0.1 s and 10x at 0.5 s. OPT-175B has the largest cache, and so the largest batches; where a step has more "
+        "than 101 tokens, operations take it longer than reading the weights, so a larger batch gains less. How many "
+        "operations an A100 reaches is assumed. The lengths of Alpaca are a guess around its means.",
         curves=curves,
         axes=AXES,
         y_limit=2 * MAX_LATENCY,
