@@ -154,6 +154,7 @@ def saved_blocks(effort: Effort) -> Figure:
         "Figure 15: memory saved by sharing",
         rows,
         "OPT-13B, requests that do not wait. What samples share follows from lengths alone, and those of Alpaca are a "
-        "guess around its means. Which beams survive is drawn, and the two numbers behind the draw were chosen by the "
-        "paper's numbers: the rows of beams are a fit. For ShareGPT the paper's text has the ends of the range alone.",
+        "guess around its means: hence up to a quarter more. Which beams survive is drawn, and the two numbers behind "
+        "the draw were chosen by the paper's numbers: the rows of beams are a fit. For ShareGPT the paper's text has "
+        "the ends of the range alone.",
     )
