@@ -99,11 +99,8 @@ def draw(figure: Figure, path: Path) -> None:
         for row in figure.rows:
             if row.form != figure.rows[0].form:
                 continue
-            numbers = {"here": row.here}
-            if isinstance(row.paper, Range):
-                numbers |= {"paper, at least": row.paper.low, "paper, at most": row.paper.high}
-            else:
-                numbers["paper"] = row.paper
+            low, high = row.paper if isinstance(row.paper, Range) else (row.paper, None)
+            numbers = {"here": row.here, "paper": low, "paper, end of the range": high}
             for colour, number in numbers.items():
                 if number is not None:
                     bars.setdefault(colour, {})[row.name] = number
@@ -129,7 +126,7 @@ def draw_curves(figure: Figure) -> Any:
     names = {
         name: handle for axes in all_axes.flat for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    drawing.legend(names.values(), names.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    drawing.legend(names.values(), names.keys(), loc="outside lower center", ncols=1 + 2 * num_columns, fontsize=8)
     return drawing
 
 
