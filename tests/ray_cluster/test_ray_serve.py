@@ -50,6 +50,13 @@ def streamed_text(client: httpx.Client) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
+def only_replica() -> Replica:
+    """Once there is one."""
+    wait_for(lambda: len(replicas_of(NAME)) == 1, SECONDS)
+    [replica] = replicas_of(NAME)
+    return replica
+
+
 def sent_to_frozen(
     replica: Replica, pool: ThreadPoolExecutor, client: httpx.Client, number: int = 1
 ) -> list[Future[httpx.Response]]:
@@ -63,9 +70,10 @@ def sent_to_frozen(
 
 @pytest.fixture(scope="module", autouse=True)
 def deployment(url: str) -> None:
-    """One replica, or two if there are more requests in flight than one."""
-    quick = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
-    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, **quick}
+    """One replica, or two if more requests than one are in flight for longer than the look back of Ray Serve: a request
+    of a client that has left still counts that long."""
+    delays = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 3, "downscale_delay_s": 1}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, **delays}
     run(NAME, autoscaling_config=scaling)
 
 
@@ -75,7 +83,7 @@ def test_requests(client: httpx.Client) -> None:
     refused = client.post("/v1/completions", json={**BODY, "max_tokens": -1})
     assert refused.status_code == 400 and "max_tokens" in refused.json()["error"]["message"]
 
-    [replica] = replicas_of(NAME)
+    replica = only_replica()
     replica.freeze()
     with pytest.raises(httpx.ReadTimeout):  # upon which the client leaves
         client.post("/v1/completions", json=BODY, timeout=1)
@@ -84,19 +92,18 @@ def test_requests(client: httpx.Client) -> None:
 
 
 def test_dead_engine_is_replaced(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    [replica] = replicas_of(NAME)
+    replica = only_replica()
     [answer] = sent_to_frozen(replica, pool, client)
     os.kill(replica.core_pid, signal.SIGKILL)
     assert answer.result().status_code == 503
     assert f"(process {replica.core_pid}) was killed by SIGKILL" in answer.result().text
     wait_for(lambda: not is_running(replica.pid), 2 * HEALTH_CHECK_SECONDS)  # sooner than Ray Serve sees what is wrong
     wait_for(lambda: complete(client).status_code == 200, SECONDS)
-    [other] = replicas_of(NAME)
-    assert {*replica}.isdisjoint(other)
+    assert {*replica}.isdisjoint(only_replica())
 
 
 def test_scale_up_and_down(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    [replica] = replicas_of(NAME)
+    replica = only_replica()
     answers = sent_to_frozen(replica, pool, client, number=3)
     wait_for(lambda: len(replicas_of(NAME)) == 2, SECONDS)
     replica.thaw()
@@ -106,7 +113,7 @@ def test_scale_up_and_down(client: httpx.Client, pool: ThreadPoolExecutor) -> No
 
 
 def test_rolling_update(client: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    [replica] = replicas_of(NAME)
+    replica = only_replica()
     [answer] = sent_to_frozen(replica, pool, client)
     update = pool.submit(run, NAME, num_replicas=2)
     with pytest.raises(TimeoutError):  # the replica ends when its request has ended
