@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoint, run, token_ids
-from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
+from failing_ranks import GREEDY, add, error_of, expect_death_amid_a_step, fail_on_rank_0
+from faulty_rank import HAS_OTHER_INPUTS, RAISES, STOPS
 from remote_rank import LocalPlacement
 from server_process import is_running, wait_for
 from test_interrupts import ROOT, Places, chosen, expect_nothing_left
@@ -25,7 +26,6 @@ from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.distributed import communicator, executor
 from pagedattn_serve.errors import ExecutorDeadError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, distributed_executor_backend="ray")
 FILES = {str(ROOT / f"distributed/{name}.py") for name in ("executor", "hosts", "channel", "network", "remote")}
 
@@ -45,17 +45,6 @@ def start(
     gc.collect()  # errors that the test has seen keep frames, and the frames keep engines
     wait_for(lambda: not any(map(is_running, ranks.pids[num_started:])))
     assert memfds() == before
-
-
-def error_of(step: Callable[[], object]) -> str:
-    with pytest.raises((RuntimeError, ChildProcessError)) as error:
-        step()
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def add(engine: LLMEngine, *prompts: list[int]) -> None:
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), None, GREEDY, prompt)
 
 
 def expect_right_tokens(engine: LLMEngine, llama: Checkpoint) -> None:
@@ -101,13 +90,7 @@ def test_an_error_of_rank_0(
     """It is the step's, and no rank waits."""
     engine = start(2)
     add(engine, *llama.prompts[:2])
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no memory on rank 0")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"^no memory on rank 0$"):
-        patch.setattr(engine.model_runner.model, "forward", fail)
-        engine.step()
+    fail_on_rank_0(engine, monkeypatch)
     engine.fail_batch("it failed")
     expect_right_tokens(engine, llama)
 
@@ -116,16 +99,8 @@ def test_an_error_of_rank_0(
 def test_a_rank_that_is_killed_amid_a_step(start: Callable[..., LLMEngine], ranks: StartedRanks, rank: int) -> None:
     """As when its machine goes down. The engine is broken for good, and says what died."""
     engine = start(4, {rank: "tokens"})
-    add(engine, [1, IS_KILLED])
-    started = time.monotonic()
     death = f"ExecutorDeadError: rank {rank} (process {ranks.pids[rank - 4]} on 127.0.0.1) has ended"
-    assert error_of(engine.step) == death
-    assert time.monotonic() - started < 5
-    assert len(engine.fail_batch("it died")) == 1
-    engine.add_request("next", None, GREEDY, [1, 2])
-    assert error_of(engine.step) == death
-    assert engine.abort_request("next") is not None
-    expect_nothing_left(engine)
+    expect_death_amid_a_step(engine, death)
 
 
 def test_a_rank_that_is_killed_between_steps(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:

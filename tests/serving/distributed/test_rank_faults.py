@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from async_runs import play, read
 from checkpoints import Checkpoint, token_ids
+from failing_ranks import GREEDY, add, error_of, expect_death_amid_a_step, fail_on_rank_0
 from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
 from server_process import children_of, is_running, running, wait_for
 from test_interrupts import ROOT, Places, chosen, expect_nothing_left
 from warm_ranks import StartedRanks, memfds
 
-from pagedattn_serve import LLM, AsyncLLMEngine, EngineDeadError, LLMEngine, SamplingParams
+from pagedattn_serve import LLM, AsyncLLMEngine, EngineDeadError, LLMEngine
 from pagedattn_serve.distributed import communicator, executor
 from pagedattn_serve.errors import ExecutorDeadError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
 FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/step_runner.py")} | {
     str(ROOT / f"distributed/{name}.py") for name in ("executor", "communicator", "channel")
@@ -42,22 +42,11 @@ def start(llama: Checkpoint, ranks: StartedRanks) -> Iterator[Callable[..., LLME
     wait_for(lambda: not any(map(is_running, ranks.pids[num_started:])))
 
 
-def add(engine: LLMEngine, *prompts: list[int]) -> None:
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), None, GREEDY, prompt)
-
-
 def finish(engine: LLMEngine) -> dict[str, list[int]]:
     outputs = {}
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output.outputs[0].token_ids) for output in engine.step())
     return outputs
-
-
-def error_of(step: Callable[[], object]) -> str:
-    with pytest.raises((RuntimeError, ChildProcessError)) as error:
-        step()
-    return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_a_step_that_fails_on_a_rank(start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks) -> None:
@@ -96,29 +85,15 @@ def test_an_error_of_rank_0(
     """It is the step's, and the other rank does not wait."""
     engine = start(None)
     add(engine, *llama.prompts[:2])
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no memory on rank 0")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"^no memory on rank 0$"):
-        patch.setattr(engine.model_runner.model, "forward", fail)
-        engine.step()
+    fail_on_rank_0(engine, monkeypatch)
     assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(2)}
 
 
 def test_a_rank_that_is_killed_amid_a_step(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
     """The engine is broken for good, and says what died; what needs no rank still works."""
     engine = start("tokens")
-    add(engine, [1, IS_KILLED])
-    started = time.monotonic()
     death = f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]}) was killed by SIGKILL"
-    assert error_of(engine.step) == death
-    assert time.monotonic() - started < 5
-    assert len(engine.fail_batch("it died")) == 1
-    engine.add_request("next", None, GREEDY, [1, 2])
-    assert error_of(engine.step) == death
-    assert engine.abort_request("next") is not None
-    expect_nothing_left(engine)
+    expect_death_amid_a_step(engine, death)
 
 
 def test_an_async_engine_tells_of_a_rank_that_is_killed(start: Callable[..., LLMEngine]) -> None:
