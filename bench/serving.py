@@ -51,7 +51,7 @@ from serve.cost_model import LONGEST, limits_of_cost_model, run_cost_model
 from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
 from serve.http_server import compare_server
 from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
-from serve.profile import limits_of_profile, run_profile
+from serve.profile import limits_of_profile, longest_of_profile, run_profile
 from serve.ranks import compare_ranks
 from serve.run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
 from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
@@ -247,6 +247,15 @@ def run_experiment(
     write_files(args, facts, partial(plot_rows, experiment=experiment, rows=rows), raw)
 
 
+def max_len_of(args: argparse.Namespace) -> int:
+    """Positions of the model that a command makes."""
+    if args.command == "cost-model":
+        return LONGEST
+    if args.command == "profile":
+        return max(MAX_LEN, longest_of_profile(args))
+    return EXPERIMENTS[args.command].max_len if args.command in EXPERIMENTS else MAX_LEN
+
+
 def main() -> None:
     args = parse_args()
     if args.command == "server":
@@ -264,9 +273,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         if not args.model:
             args.model = made
-            experiment = EXPERIMENTS.get(args.command)
-            max_len = LONGEST if args.command == "cost-model" else experiment.max_len if experiment else MAX_LEN
-            make_model(args.shape, args.seed, made, max_len)
+            make_model(args.shape, args.seed, made, max_len_of(args))
         start = partial(LLMEngine, args.model, device="cpu", **engine_options(args.format))
         run = run_experiment
         if args.command == "report":

@@ -144,14 +144,20 @@ def plot_profiles(path: Path, title: str, profiles: Sequence[Profile]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def longest_of_profile(args: argparse.Namespace) -> int:
+    """Tokens that a sequence has in the end."""
+    return args.context + NUM_WARM_UP_STEPS + args.rounds + 1
+
+
 def limits_of_profile(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of LLMEngine: room for all sequences at once, and all of their prompts in one step; no CPU graphs."""
-    most, longest = max(args.sequences), args.context + NUM_WARM_UP_STEPS + args.rounds + 1
+    most, longest = max(args.sequences), longest_of_profile(args)
+    num_blocks = most * -(-longest // BLOCK_SIZE)
     return {
         "max_model_len": longest,
         "max_num_seqs": most,
         "max_num_batched_tokens": most * args.context,
-        "num_blocks": most * -(-longest // BLOCK_SIZE) + 1,
+        "num_blocks": num_blocks + num_blocks // 50 + 1,  # new requests must leave a hundredth of the blocks free
         "enable_prefix_caching": False,
         "enforce_eager": True,
     }
