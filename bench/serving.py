@@ -4,8 +4,8 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py sharing|samples|prefix|preemption|block-size|long-prompt [--quick] [--json F] [--plot F]
        python bench/serving.py baselines [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
-       python bench/serving.py engines [--workload many|one|long] [--shape small|1B] [--format int8] [--json F]
-       python bench/serving.py ranks [--workload many|one|long] [--shape small|1B] [--threads N] [--json F]
+       python bench/serving.py engines [--workload many batch-16 ...] [--shape small|1B] [--format int8] [--json F]
+       python bench/serving.py ranks [--workload many|one|...] [--shape small|1B] [--threads N] [--json F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
        python bench/serving.py cost-model [--shape small|1B] [--format bfloat16] [--hardware F] [--quick] [--json F]
 
@@ -24,7 +24,7 @@ same kernels.
 
 server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
-engines (serve/engines.py): OpenVINO GenAI and llama.cpp beside the engine, as far as they are installed.
+engines (serve/engines.py): OpenVINO GenAI, llama.cpp and vLLM beside the engine, as far as they are installed.
 
 ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread.
 
@@ -135,16 +135,23 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engines_options(parser: argparse.ArgumentParser) -> None:
-    workloads = "; ".join(f"{name}: {what}" for name, what in engines.WORKLOADS.items())
     add = parser.add_argument
-    add("--workload", choices=list(engines.WORKLOADS), default="many", help=f"{workloads} (default: many)")
+    add("--workload", choices=engines.WORKLOAD_NAMES, nargs="+", default=["many"], metavar="NAME", help="a table for "
+        f"each, in tokens of prompt and output. {engines.describe_workloads()}. Default: many")  # fmt: skip
     add("--shape", choices=list(SHAPES), default="small", help="of the LLaMA made (default: %(default)s)")
+    add("--vllm", metavar="PYTHON", help="of an environment with vLLM")
     add_run_options(parser, 1, "bars of tokens per CPU-second")
 
 
 def add_ranks_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--workload", choices=list(engines.WORKLOADS), default="many", help="as of engines (default: many)")
+    add(
+        "--workload",
+        choices=engines.WORKLOAD_NAMES,
+        default="many",
+        metavar="NAME",
+        help="as of engines (default: many)",
+    )
     add("--shape", choices=list(SHAPES), default="small", help="of the LLaMA made (default: %(default)s)")
     add_run_options(parser, 3, "bars of tokens/s")
     parser.set_defaults(threads=2)

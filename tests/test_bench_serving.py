@@ -250,7 +250,7 @@ def test_server(tmp_path):
 def test_workloads_of_engines(monkeypatch):
     """Prompts as long as the help says, and as many tokens: with --quick, and without."""
     monkeypatch.syspath_prepend(str(BENCH))
-    from serve.engines import MAX_LEN, WORKLOADS, make_workload
+    from serve.engines import BATCHES, MAX_LEN, PROMPTS, WORKLOAD_NAMES, describe_workloads, make_workload
 
     def sizes(name: str, quick: bool) -> tuple[int, float, float]:
         requests = make_workload(name, quick, 50, 0)
@@ -260,7 +260,10 @@ def test_workloads_of_engines(monkeypatch):
         return len(requests), mean(len(request.prompt_token_ids) for request in requests), outputs
 
     exact = {"one": [(1, 128, 128), (1, 128, 32)], "long": [(8, 2048, 64), (2, 512, 16)]}
-    assert {name: [sizes(name, False), sizes(name, True)] for name in WORKLOADS if name != "many"} == exact
+    exact |= {f"batch-{size}": [(size, 16, 64), (size, 16, 8)] for size in BATCHES}
+    exact |= {f"first-{length}": [(1, length, 1)] * 2 for length in PROMPTS}
+    assert {name: [sizes(name, False), sizes(name, True)] for name in WORKLOAD_NAMES if name != "many"} == exact
+    assert "long: 8 of 2048 and 64 (--quick: 2 of 512 and 16)" in describe_workloads()
     for quick, num_requests, mean_output in (False, 32, 100), (True, 8, 20):
         count, _, output = sizes("many", quick)
         assert count == num_requests and output == pytest.approx(mean_output, rel=0.1)
@@ -269,31 +272,75 @@ def test_workloads_of_engines(monkeypatch):
 def test_engines(tmp_path):
     """Beside those that are installed here."""
     path = tmp_path / "report.json"
-    result = run("engines", "--quick", "--shape", "tiny", "--json", str(path))
+    options = ["--workload", "one", "batch-8", "--vllm", str(tmp_path / "nowhere")]
+    result = run("engines", "--quick", "--shape", "tiny", *options, "--json", str(path))
     assert result.returncode == 0, result.stderr
-    rows = json.loads(path.read_text())["engines"]
-    for name, needed in {
-        "engine": "torch",
-        "OpenVINO GenAI": "openvino_genai",
-        "OpenVINO GenAI, cache not quantized": "openvino_genai",
-        "llama.cpp": "llama_cpp",
-    }.items():
-        is_installed = importlib.util.find_spec(needed) is not None
-        assert (name in rows) == is_installed
-        assert is_installed or f"{name}: left out, not importable: {needed}" in result.stdout
-    for name, row in rows.items():
-        assert f"\n{name}  " in result.stdout
-        assert 0 < row["same_tokens"] <= rows["engine"]["same_tokens"] == 1
-        assert row["tokens_per_cpu_s"] > 0 and row["cpu_ratio"] == pytest.approx(
-            rows["engine"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"]
-        )
+    report = json.loads(path.read_text())
+    assert list(report["engines"]) == ["one", "batch-8"]
+    assert "vLLM: left out, RuntimeError: FileNotFoundError" in result.stdout
+    for workload, rows in report["engines"].items():
+        assert f"\n{workload}, float32; one round" in result.stdout
+        assert rows.keys() == report["settings"].keys()
+        for name, needed in {
+            "engine": "torch",
+            "OpenVINO GenAI": "openvino_genai",
+            "OpenVINO GenAI, cache not quantized": "openvino_genai",
+            "llama.cpp": "llama_cpp",
+            "llama.cpp, flash attention": "llama_cpp",
+        }.items():
+            is_installed = importlib.util.find_spec(needed) is not None
+            assert (name in rows) == is_installed
+            assert is_installed or f"{name}: left out, not importable: {needed}" in result.stdout
+        for name, row in rows.items():
+            assert f"\n{name}  " in result.stdout
+            assert f"\n{name}: {report['settings'][name]}" in result.stdout
+            assert 0 < row["same_tokens"] <= rows["engine"]["same_tokens"] == 1
+            assert row["tokens_per_cpu_s"] > 0 and row["cpu_ratio"] == pytest.approx(
+                rows["engine"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"]
+            )
+
+
+FAKE_VLLM = """
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0 and ignore_eos and not detokenize
+        self.token_ids = range(max_tokens)
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init, dtype, **options):
+        assert (model, dtype) == ("MODEL", "bfloat16") and skip_tokenizer_init
+        print("whatever a library prints")
+    def generate(self, prompts, params, use_tqdm):
+        assert [each["prompt_token_ids"] for each in prompts] == [[1, 2], [3]]
+        return [type("Output", (), {"outputs": [each]}) for each in params]
+"""
+
+
+def test_vllm_answers_from_its_own_environment(monkeypatch, tmp_path):
+    """A process of another Python gives tokens, times and settings; a library that does not load gives its error."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from serve.peer_vllm import load
+    from serve.workloads import Request
+
+    packages, python = tmp_path / "packages", tmp_path / "python"
+    packages.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"its process has ended with 1: .*No module named 'vllm'"):
+        load("MODEL", "bfloat16", 1, str(tmp_path), str(python))
+    (packages / "vllm.py").write_text(FAKE_VLLM)
+    serve, settings = load("MODEL", "bfloat16", 1, str(tmp_path), str(python))
+    assert settings.startswith("dtype=bfloat16, ") and "version=0, " in settings
+    run = serve([Request([1, 2], 3), Request([3], 1)])
+    assert run.token_ids == [[0, 1, 2], [0]]
+    assert run.seconds > 0 and run.cpu_seconds >= 0
 
 
 @pytest.fixture
 def peer_modules(monkeypatch):
     """What bench/serve's peers import, as records of their calls: the settings that a library gets are in them."""
     monkeypatch.syspath_prepend(str(BENCH))
-    modules = {name: MagicMock() for name in ("openvino", "openvino_genai", "gguf", "llama_cpp")}
+    modules = {name: MagicMock(__version__="0") for name in ("openvino", "openvino_genai", "gguf", "llama_cpp")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("serve.peer_openvino", "serve.peer_llama_cpp"):
@@ -315,9 +362,9 @@ def micro_model(tmp_path_factory):
 
 
 def test_openvino_chooses_its_arithmetic_and_its_cache(peer_modules, micro_model, tmp_path):
-    """Held to fp32 only with weights in fp32: its default is bf16 where the CPU has it, as ours is."""
+    """Held to fp32 with weights in fp32 and on a CPU without bf16, as our engine is."""
     openvino = peer_modules["openvino"]
-    openvino.Core.return_value.get_property.side_effect = lambda device, name: f"its {name}"
+    get_property = openvino.Core.return_value.get_property
     from serve.engines import PEERS, load_peer
 
     def properties(name: str, weight_format: str) -> dict[str, object]:
@@ -325,13 +372,17 @@ def test_openvino_chooses_its_arithmetic_and_its_cache(peer_modules, micro_model
         return peer_modules["openvino_genai"].ContinuousBatchingPipeline.call_args.args[-1]
 
     quantized, exact = "OpenVINO GenAI", "OpenVINO GenAI, cache not quantized"
-    own = {"INFERENCE_NUM_THREADS": 3}
-    in_fp32 = {**own, "INFERENCE_PRECISION_HINT": openvino.Type.f32}
-    for weight_format in ("bfloat16", "float16", "int8", "int4"):
-        assert properties(quantized, weight_format) == own
-        assert properties(exact, weight_format) == {**own, "KV_CACHE_PRECISION": "its INFERENCE_PRECISION_HINT"}
-    assert properties(quantized, "float32") == in_fp32
-    assert properties(exact, "float32") == {**in_fp32, "KV_CACHE_PRECISION": openvino.Type.f32}
+    in_bf16, in_fp32 = (
+        {"INFERENCE_NUM_THREADS": 3, "INFERENCE_PRECISION_HINT": arithmetic}
+        for arithmetic in (openvino.Type.bf16, openvino.Type.f32)
+    )
+    for capabilities, expected in (["FP32", "BF16"], in_bf16), (["FP32"], in_fp32):
+        get_property.return_value = capabilities
+        for weight_format in ("bfloat16", "float16", "int8", "int4", "float32"):
+            of_format = in_fp32 if weight_format == "float32" else expected
+            own = of_format["INFERENCE_PRECISION_HINT"]
+            assert properties(quantized, weight_format) == {**of_format, "KV_CACHE_PRECISION": openvino.Type.u8}
+            assert properties(exact, weight_format) == {**of_format, "KV_CACHE_PRECISION": own}
 
 
 def test_llama_cpp_has_a_cache_that_requests_share(peer_modules, micro_model, tmp_path):
@@ -342,24 +393,27 @@ def test_llama_cpp_has_a_cache_that_requests_share(peer_modules, micro_model, tm
     llama_cpp, contexts = peer_modules["llama_cpp"], []
     llama_cpp.llama_context_default_params = SimpleNamespace
     llama_cpp.llama_init_from_model = lambda model, params: contexts.append(params)  # none is made
-    serve = load_peer(PEERS["llama.cpp"], micro_model, "bfloat16", 3, str(tmp_path))
+    serve, settings = load_peer(PEERS["llama.cpp, flash attention"], micro_model, "bfloat16", 3, str(tmp_path))
+    assert "flash_attention=True" in settings
     with pytest.raises(RuntimeError, match="no context of 1024 tokens"):
         serve([Request([1] * 250, 10), Request([1], 5)])
     (params,) = contexts
     assert params.kv_unified and params.n_seq_max == 2
     assert params.n_threads == params.n_threads_batch == 3
     assert params.type_k == params.type_v == llama_cpp.GGML_TYPE_F16
+    assert params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
 
 
 def test_profile(tmp_path):
+    """With more positions than other commands need, and with sequences that fill the cache up to its watermark."""
     path, plot = tmp_path / "report.json", tmp_path / "plot.png"
     plotting = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
-    size = ["--shape", "micro", "--sequences", "3", "1", "--context", "20", "--rounds", "4"]
+    size = ["--shape", "micro", "--sequences", "8", "1", "--context", "2100", "--rounds", "4"]
     result = run("profile", *size, "--json", str(path), *plotting)
     assert result.returncode == 0, result.stderr
     assert plot.exists() == bool(plotting)
     profiles = json.loads(path.read_text())["profiles"]
-    assert [profile["num_sequences"] for profile in profiles] == [3, 1]
+    assert [profile["num_sequences"] for profile in profiles] == [8, 1]
     for profile in profiles:
         assert f"{profile['num_sequences']} at once" in result.stdout
         assert {"qkv_proj", "down_proj", "lm_head", "attention", "RMSNorm", "sampler"} <= set(profile["seconds"])

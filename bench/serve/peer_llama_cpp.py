@@ -17,7 +17,7 @@ import numpy
 from safetensors.torch import load_file
 from torch import Tensor
 
-from serve.peers import System, measure
+from serve.peers import Loaded, measure
 from serve.run import Run
 from serve.workloads import Request
 
@@ -31,11 +31,14 @@ FORMATS = {
 MAX_BATCH_TOKENS = 2048  # its default
 
 
-def load(model: str, weight_format: str, threads: int, made: str) -> System:
-    """model: directory of a LLaMA; made: one to write to."""
-    path = f"{made}/llama_cpp.gguf"
-    write_gguf(Path(model), path, FORMATS[weight_format])
-    return LlamaCpp(path, threads, exact=weight_format == "float32").serve
+def load(model: str, weight_format: str, threads: int, made: str, flash_attention: bool) -> Loaded:
+    """model: directory of a LLaMA; made: one to write to, which may have its file already."""
+    path = Path(made) / f"{FORMATS[weight_format].name}.gguf"
+    if not path.exists():
+        write_gguf(Path(model), str(path), FORMATS[weight_format])
+    system = LlamaCpp(str(path), threads, exact=weight_format == "float32", flash_attention=flash_attention)
+    settings = f"weights {FORMATS[weight_format].name}, cache {'F32' if weight_format == 'float32' else 'F16'}"
+    return Loaded(system.serve, f"{settings}, kv_unified, {flash_attention=}, version={llama_cpp.__version__}")
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def interleave(weight: Tensor, num_heads: int) -> Tensor:
 class LlamaCpp:
     """exact: whether the cache is fp32; else fp16, its default."""
 
-    def __init__(self, path: str, threads: int, exact: bool) -> None:
+    def __init__(self, path: str, threads: int, exact: bool, flash_attention: bool) -> None:
         silence()
         params = llama_cpp.llama_model_default_params()
         params.use_mmap = False  # so that weights may be repacked for the CPU
@@ -92,6 +95,9 @@ class LlamaCpp:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.threads = threads
         self.cache_type = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
+        self.flash_attention = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
 
     def serve(self, requests: list[Request]) -> Run:
         context = self.make_context(requests)
@@ -111,6 +117,7 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = self.threads
         params.type_k = params.type_v = self.cache_type
         params.kv_unified = True
+        params.flash_attn_type = self.flash_attention
         context = llama_cpp.llama_init_from_model(self.model, params)
         if not context:
             raise RuntimeError(f"no context of {params.n_ctx} tokens")

@@ -5,10 +5,10 @@ cache there; it fuses norms, rotary embedding and decompression of weights. Opti
 wants another transformers than this project. int8 has a scale for each output. int4 has a scale for each 128 inputs, or
 64, and 8 bits for the embedding and the last layer; OpenVINO's own compression does this by default.
 
-OpenVINO chooses its arithmetic: bf16 on a CPU with instructions for it, where this engine computes in bf16 as well.
-With fp32 weights it is told to compute in fp32, because all engines must give the same tokens there. OpenVINO's cache
-has 8 bits by default, or the format of the arithmetic. The workload decides which of the two is faster, so each is a
-peer of its own.
+OpenVINO is told to compute in bf16 on a CPU with instructions for it, where this engine computes in bf16 as well. With
+fp32 weights it is told to compute in fp32, because all engines must give the same tokens there. OpenVINO's cache has 8
+bits by default, or the format of the arithmetic. The workload decides which of the two is faster, so each is a peer of
+its own.
 """
 
 import json
@@ -22,7 +22,7 @@ from openvino import Node
 from openvino import opset15 as ov
 from safetensors.torch import load_file
 
-from serve.peers import System, measure
+from serve.peers import Loaded, measure
 from serve.run import Run
 from serve.workloads import Request
 
@@ -31,7 +31,7 @@ MAX_BATCH_TOKENS, MAX_SEQUENCES = 2048, 256
 END = 2**62
 
 
-def load(model: str, weight_format: str, threads: int, made: str, quantized_cache: bool) -> System:
+def load(model: str, weight_format: str, threads: int, made: str, quantized_cache: bool) -> Loaded:
     """model: directory of a LLaMA; made: one to write to, which may have its graph already."""
     directory = Path(made) / "openvino"
     if not directory.exists():
@@ -44,20 +44,23 @@ def load(model: str, weight_format: str, threads: int, made: str, quantized_cach
     scheduling.max_num_seqs = MAX_SEQUENCES
     scheduling.dynamic_split_fuse = True
     scheduling.enable_prefix_caching = False
-    properties: dict[str, object] = {"INFERENCE_NUM_THREADS": threads}
-    if weight_format == "float32":
-        properties["INFERENCE_PRECISION_HINT"] = openvino.Type.f32
-    if not quantized_cache:
-        arithmetic = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT")
-        properties["KV_CACHE_PRECISION"] = properties.get("INFERENCE_PRECISION_HINT", arithmetic)
+    has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    in_bfloat16 = has_bfloat16 and weight_format != "float32"
+    arithmetic = openvino.Type.bf16 if in_bfloat16 else openvino.Type.f32
+    properties = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": arithmetic,
+        "KV_CACHE_PRECISION": openvino.Type.u8 if quantized_cache else arithmetic,
+    }
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), scheduling, "CPU", properties)
+    settings = ", ".join(f"{name}={value}" for name, value in properties.items())
 
     def serve(requests: list[Request]) -> Run:
         prompts = [openvino.Tensor(numpy.array([request.prompt_token_ids])) for request in requests]
         configs = [greedy(request.max_tokens) for request in requests]
         return measure(lambda: [list(each.m_generation_ids[0]) for each in pipeline.generate(prompts, configs)])
 
-    return serve
+    return Loaded(serve, f"{settings}, version={openvino_genai.__version__}")
 
 
 def greedy(max_tokens: int) -> object:

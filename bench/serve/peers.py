@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from functools import cache, partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -23,6 +23,11 @@ PAGED_BATCH_SIZE, PAGED_PAGE_SIZE = 256, 16  # on the paged ops, as in the engin
 
 
 System = Callable[[list[Request]], Run]
+
+
+class Loaded(NamedTuple):
+    serve: System
+    settings: str  # in words
 
 
 def measure(generate: Callable[[], list[list[int]]]) -> Run:
