@@ -9,12 +9,21 @@ namespace {
 // Intrinsics for the same reason as in cpu_float16.h.
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return (ShortVec)_mm256_cvtepu8_epi16((__m128i)bytes); }
+PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) {
+  return (ByteVec)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)values);
+}
 #elif defined(__AVX2__)
 PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) {
   return (ShortVec)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)bytes));
 }
+PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) {
+  const __m256i of_lanes = _mm256_shuffle_epi8((__m256i)values, _mm256_set1_epi32(0x0c080400));
+  const __m128i upper = _mm256_extracti128_si256(of_lanes, 1);
+  return (ByteVec)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(of_lanes), upper));
+}
 #else
 PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return __builtin_convertvector(bytes, ShortVec); }
+PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) { return __builtin_convertvector(values, ByteVec); }
 #endif
 
 PAGEDATTN_INLINE Vec float8_to_float(ShortVec bits, float8_e5m2) { return float16_to_float(bits << 8); }

@@ -32,7 +32,7 @@ PAGEDATTN_INLINE void store(T* target, Vec value) {
 }
 
 PAGEDATTN_INLINE void store_bytes(void* target, UintVec values) {
-  const ByteVec bytes = __builtin_convertvector(values, ByteVec);
+  const ByteVec bytes = low_bytes(values);
   __builtin_memcpy(target, &bytes, sizeof bytes);
 }
 PAGEDATTN_INLINE void store(float8_e4m3* target, Vec value) {

@@ -54,7 +54,7 @@ struct RowCodes {
 
   // Stores VEC_SIZE codes, from element `i` of the row on.
   PAGEDATTN_INLINE void store(int64_t i, IntVec codes) const {
-    const ByteVec bytes = __builtin_convertvector((UintVec)codes, ByteVec);
+    const ByteVec bytes = low_bytes((UintVec)codes);
     uint32_t quads[VEC_SIZE / QUAD];
     __builtin_memcpy(quads, &bytes, sizeof bytes);
     PAGEDATTN_UNROLL
