@@ -2,9 +2,10 @@
 
 Usage: python bench/attn.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
-Decode: GB/s counts the bytes of the sequences' keys and values, and the share is of torch.sum. Prefill: GFLOP/s counts
-the pairs of tokens that causality leaves, and the share is of a matrix product. Physical blocks are in random order.
-Caches, SDPA's keys and values, and what torch.sum reads lie in huge pages where the system grants them.
+Decode: GB/s counts the bytes of the sequences' keys and values, and the share is of the fastest read of torch
+(harness.py). Prefill: GFLOP/s counts the pairs of tokens that causality leaves, and the share is of a matrix product.
+Physical blocks are in random order. Caches, SDPA's keys and values, and the memory of the read lie in huge pages where
+the system grants them.
 Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
 sequence where lengths differ); gathering these from the cache for it; a loop over the sequences in plain torch; for an
 fp8 cache, the same tokens in a bf16 cache.

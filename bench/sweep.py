@@ -3,9 +3,10 @@
 Usage: python bench/sweep.py [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
 From a base point, with 1 and with 4 query heads per KV head (the group), one thing varies at a time; head size and
-block size vary together. GB/s counts the bytes of the sequences' keys and values, and the share is of torch.sum; both
-read huge pages where the system grants them. All caches lie in one pool beyond the last-level cache, blocks in random
-order; a batch that is larger than the pool passes through it several times. Results are checked against plain torch.
+block size vary together. GB/s counts the bytes of the sequences' keys and values, and the share is of torch's fastest
+read (harness.py); both are in huge pages where the system grants them. All caches lie in one pool beyond the last-level
+cache, blocks in random order; a batch that is larger than the pool passes through it several times. Results are checked
+against plain torch.
 
 A cliff is a point below 60% of a neighbour on its axis, both in bytes a second and in operations a second. Both count,
 because a larger group has fewer GB/s once arithmetic is the limit. Calls shorter than 0.2 ms are not compared, because
