@@ -12,8 +12,8 @@ each layer all keys and values of a step are written before any are read.
 
 import hashlib
 import math
-from array import array
 from collections import Counter
+from struct import Struct
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
@@ -31,6 +31,7 @@ class BlockManager:
     def __init__(self, cache_config: CacheConfig) -> None:
         self.block_size = cache_config.block_size
         self.prefix_caching = cache_config.enable_prefix_caching
+        self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
         self._allocator = BlockAllocator(cache_config.num_blocks)
         self._tables: dict[Sequence, list[int]] = {}
@@ -279,7 +280,8 @@ class BlockManager:
 
     def merge(self, sequence: Sequence, first: int, last: int) -> None:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
-        table = list(self.block_table(sequence))
+        table = self.block_table(sequence)
+        shared: dict[int, int] = {}  # by logical block
         for i in range(first, last):
             block_hash = sequence.block_hashes[i]
             published = self._allocator.find(block_hash)
@@ -288,9 +290,9 @@ class BlockManager:
             elif published != table[i]:
                 self._allocator.fork(published)
                 self._allocator.free(table[i])
-                table[i] = published
-        if table != self._tables[sequence]:
-            self._tables[sequence] = table
+                shared[i] = published
+        if shared:
+            self._tables[sequence] = [shared.get(i, block) for i, block in enumerate(table)]
 
     def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
         """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them.
@@ -341,7 +343,7 @@ class BlockManager:
         hashes = sequence.block_hashes
         while len(hashes) < num_blocks:
             begin = len(hashes) * self.block_size
-            tokens = array("q", sequence.tokens(begin, begin + self.block_size)).tobytes()
+            tokens = self._pack(*sequence.tokens(begin, begin + self.block_size))
             before = hashes[-1] if hashes else salt_hash(sequence.cache_salt)
             hashes.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return hashes

@@ -87,6 +87,7 @@ class Scheduler:
         self.num_found_tokens = 0  # of these, how many were in the cache
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
+        self._decodes: dict[Sequence, ScheduledSequence] = {}  # of running sequences, as the last batch had them
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
         self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
@@ -189,6 +190,7 @@ class Scheduler:
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
+        self._decodes.pop(sequence, None)
         if self._proposer is not None:
             self._proposer.forget(sequence)
         if sequence.status is not SequenceStatus.WAITING:
@@ -213,6 +215,7 @@ class Scheduler:
                 sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
         self.block_manager.clear()
+        self._decodes.clear()
         if self._proposer is not None:
             self._proposer.clear()
         self._pace = PromptPace(self.config.max_num_batched_tokens)
@@ -369,13 +372,25 @@ class Scheduler:
         """Add the last token of each sequence. Returns False, with nothing changed, if there is no room for all."""
         manager, sequences = self.block_manager, group.sequences
         if len(sequences) == 1:  # the common case: its last block is its own, and is filled first
-            if sequences[0].num_computed_tokens % manager.block_size == 0:
+            sequence = sequences[0]
+            begin, block_size = sequence.num_computed_tokens, manager.block_size
+            if begin % block_size == 0:
                 try:
-                    manager.append(sequences[0])
+                    manager.append(sequence)
                 except OutOfBlocksError:
                     return False
-            self._add_to_batch(batch, sequences[0], 1)
             batch.num_decodes += 1
+            if not sequence.output_token_ids:  # the cache had all of the prompt but its last token
+                self._add_to_batch(batch, sequence, 1)
+                return True
+            # A decode is the same in each step, as long as the block table is, and need not be made anew.
+            table = manager.block_table(sequence)
+            decode = self._decodes.get(sequence)
+            if decode is None or decode.block_table is not table:
+                decode = self._decodes[sequence] = ScheduledSequence(sequence, 1, table, num_samples=1)
+            batch.sequences.append(decode)
+            if (begin + 1) % block_size == 0 and manager.prefix_caching:
+                manager.publish(sequence, begin // block_size, begin // block_size + 1)
             return True
         # Counted only if blocks are short: each sequence takes one block at most.
         num_free_blocks = manager.num_free_blocks
@@ -428,14 +443,15 @@ class Scheduler:
     def _add_drafts(self, batch: ScheduledBatch, proposer: PromptLookup) -> None:
         """Add guesses behind the last tokens of decoding sequences, in order, with what is left of the budget."""
         budget = self.config.max_num_batched_tokens - batch.num_tokens
-        for scheduled in batch.sequences:
+        for i, scheduled in enumerate(batch.sequences):
             sequence = scheduled.sequence
             num_tokens = min(budget, self._max_num_drafts(sequence)) if scheduled.num_samples == 1 else 0
             drafts = proposer.propose(sequence, num_tokens) if num_tokens > 0 else []
             if drafts:
                 num_tokens = self.block_manager.append_drafts(sequence, len(drafts))
-                scheduled.draft_token_ids = tuple(drafts[:num_tokens])
-                scheduled.block_table = self.block_manager.block_table(sequence)
+                table = self.block_manager.block_table(sequence)
+                given = tuple(drafts[:num_tokens])
+                batch.sequences[i] = ScheduledSequence(sequence, scheduled.num_new_tokens, table, 1, given)
                 self.num_proposed_tokens += num_tokens
                 budget -= num_tokens
 
