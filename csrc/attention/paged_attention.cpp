@@ -147,15 +147,13 @@ struct alignas(64) CacheLine {
 // The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
 // better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
 // is converted: more pairs would only take in more tokens that the causal mask hides.
-int64_t prefill_results(DType dtype) {
-  return cpu_capability() == CpuCapability::AVX512_BF16 && dtype == DType::BFLOAT16 ? 64 : 128;
-}
+int64_t prefill_results(DType dtype) { return prefers_pair_dots() && dtype == DType::BFLOAT16 ? 64 : 128; }
 
 using Attend = decltype(cpu_default::attend_f32);
 
 Attend* choose_attend(DType query_dtype, DType cache_dtype) {
   const auto choose = [&](Attend* any_query, Attend* bf16_query) {
-    return query_dtype == DType::BFLOAT16 && bf16_query != nullptr ? bf16_query : any_query;
+    return query_dtype == DType::BFLOAT16 && prefers_pair_dots() ? bf16_query : any_query;
   };
   switch (cache_dtype) {
     case DType::FLOAT16:
