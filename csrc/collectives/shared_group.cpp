@@ -42,6 +42,9 @@ constexpr auto GREEDY_SPIN_TIME = std::chrono::microseconds(10);
 constexpr auto SPIN_TIME = std::chrono::microseconds(50);
 constexpr int SPINS_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr auto CHECK_INTERVAL = std::chrono::milliseconds(100);
+// How long a wait goes on once a signal has come: a rank that is only late should not break the group for, say, the
+// signals of a profiler. Python cannot act on Ctrl-C before the call has ended.
+constexpr auto INTERRUPTED_TIME = std::chrono::seconds(1);
 
 enum : uint32_t { WHOLE, BEING_BROKEN, BROKEN };
 
@@ -58,10 +61,10 @@ void pause_spinning() {
 }
 
 // Sleeps on a word that processes share. Returns when the word is woken or has another value, at a signal, or after
-// CHECK_INTERVAL at the latest.
-void sleep_while(const Word& word, uint32_t value) {
+// CHECK_INTERVAL at the latest. The result: whether this thread has handled a signal.
+bool sleep_while(const Word& word, uint32_t value) {
   const timespec timeout{0, std::chrono::nanoseconds(CHECK_INTERVAL).count()};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+  return syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0) != 0 && errno == EINTR;
 }
 void wake_all(const Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
@@ -334,16 +337,21 @@ void SharedGroup::sleep_until_come(int64_t rank) {
   Word& word = words(rank).arrived;
   const Clock::time_point start = Clock::now();
   Clock::time_point next_check = start + CHECK_INTERVAL;
+  std::optional<Clock::time_point> interrupted;
   for (;;) {
     uint32_t value = word.load(std::memory_order_acquire);
     if (has_come(value)) return;
     throw_if_broken();
     if (!(value & SLEEPER) && !word.compare_exchange_strong(value, value | SLEEPER, std::memory_order_relaxed))
       continue;
-    sleep_while(word, value | SLEEPER);
+    const bool has_signal = sleep_while(word, value | SLEEPER);
     const Clock::time_point now = Clock::now();
+    if (has_signal && !interrupted) interrupted = now;
     if (now >= next_check && !has_come(word.load(std::memory_order_acquire))) {
       check_missing_ranks(std::chrono::duration<double>(now - start).count());
+      if (interrupted && now - *interrupted >= INTERRUPTED_TIME) {
+        abort(name_of(rank_) + " was interrupted as it waited for " + name_of(rank));
+      }
       next_check = now + CHECK_INTERVAL;
     }
   }

@@ -28,7 +28,8 @@ class SharedMemoryGroup:
     second, and every later call raises RuntimeError with the same sentence, which names the rank. A broken group stays
     broken. If a process has not joined yet, nobody sees that it dies, and the others wait for `timeout_seconds`.
 
-    A waiting op cannot be interrupted: Python raises KeyboardInterrupt when the op is over. If a process forks, the
+    Python raises KeyboardInterrupt when a waiting op is over. That is a second after the signal at the latest, in the
+    thread that the signal comes to: if the other ranks have not come by then, the group breaks. If a process forks, the
     child must not use the group.
     """
 

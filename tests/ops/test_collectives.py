@@ -214,6 +214,27 @@ def test_a_signal_while_waiting():
     assert results(2, work) == [(2.0, True), (2.0, False)]
 
 
+def test_a_signal_while_waiting_for_a_rank_that_hangs():
+    """A second later the op is over, long before the time-out, so that Python can handle the signal. It would find a
+    wait that goes on, and one that ends at once."""
+
+    def work(group: SharedMemoryGroup) -> tuple[float, bool, str | None]:
+        if group.rank == 1:
+            signal.pause()
+        ticks: list[int] = []
+        signal.signal(signal.SIGALRM, lambda *_: ticks.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            one(group)
+        return time.monotonic() - started, bool(ticks), group.broken
+
+    with Ranks(2, work) as ranks:
+        seconds, is_handled, reason = ranks.receive(0)
+        assert 1 <= seconds < 10 and is_handled
+        assert reason == f"{ranks.name(0)} was interrupted as it waited for {ranks.name(1)}"
+
+
 # ---- a broken group ------------------------------------------------------------------------------------------------
 
 

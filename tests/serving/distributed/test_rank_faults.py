@@ -143,6 +143,25 @@ def test_a_rank_that_stops(
     )
 
 
+@pytest.mark.timeout(method="thread")  # the signal of the other method is the one that the test sends
+def test_an_interrupt_while_a_rank_is_stopped(
+    start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to wait until the engine has lost its patience."""
+    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    engine = start("tokens")
+    add(engine, [1, STOPS])
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    add(engine, [1, 2])
+    assert error_of(engine.step) == (f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]}) has not answered for 0.2 s")
+
+
 def test_checks_of_inputs(
     start: Callable[..., LLMEngine], ranks: StartedRanks, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
