@@ -7,11 +7,35 @@
 #include <stdexcept>
 #include <string_view>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace pagedattn {
 namespace {
 
-constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT, CpuCapability::AVX2, CpuCapability::AVX512,
-                                              CpuCapability::AVX512_VNNI, CpuCapability::AVX512_BF16};
+constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT,     CpuCapability::AVX2,
+                                              CpuCapability::AVX512,      CpuCapability::AVX512_VNNI,
+                                              CpuCapability::AVX512_BF16, CpuCapability::AMX};
+
+#if defined(__x86_64__)
+// Whether the CPU has tiles of bf16 and of 8-bit integers, and the kernel lets this process use them. The kernel is
+// asked once, and allows them for all threads and all later children by fork. A kernel before Linux 5.16 refuses, and
+// so does a sandbox that knows no tiles.
+bool may_use_tiles() {
+  static const bool may = [] {
+    constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25;  // bits of EDX
+    constexpr unsigned ALL = AMX_BF16 | AMX_TILE | AMX_INT8;
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & ALL) != ALL) return false;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // of Linux, whose older headers lack them
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  }();
+  return may;
+}
+#endif
 
 CpuCapability best_cpu_capability() {
 #if defined(__x86_64__)
@@ -24,7 +48,8 @@ CpuCapability best_cpu_capability() {
     return CpuCapability::AVX2;
   }
   if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuCapability::AVX512;
-  return __builtin_cpu_supports("avx512bf16") ? CpuCapability::AVX512_BF16 : CpuCapability::AVX512_VNNI;
+  if (!__builtin_cpu_supports("avx512bf16")) return CpuCapability::AVX512_VNNI;
+  return may_use_tiles() ? CpuCapability::AMX : CpuCapability::AVX512_BF16;
 #else
   return CpuCapability::DEFAULT;
 #endif
@@ -66,7 +91,7 @@ CpuCapability capability_named(const std::string& name) {
                              "), got " + name + ": `make build` compiles all");
   }
   throw std::runtime_error(
-      "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni or avx512_bf16, got " + name);
+      "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni, avx512_bf16 or amx, got " + name);
 }
 
 struct Choice {
@@ -110,6 +135,8 @@ void set_cpu_capability(const std::string& name) {
 
 const char* cpu_capability_name(CpuCapability capability) {
   switch (capability) {
+    case CpuCapability::AMX:
+      return "amx";
     case CpuCapability::AVX512_BF16:
       return "avx512_bf16";
     case CpuCapability::AVX512_VNNI:

@@ -109,7 +109,7 @@ def engine_options(weight_format: str) -> dict[str, str]:
     """Arguments of LLMEngine, which are options of `pagedattn serve` as well; int8 and int4 meet rows in bf16 where the
     CPU has instructions for it, in fp32 where it has not."""
     if weight_format in ("int8", "int4"):
-        has_bfloat16 = pagedattn_ext.cpu_capability() == "avx512_bf16"
+        has_bfloat16 = pagedattn_ext.cpu_capability() in ("avx512_bf16", "amx")
         return {"dtype": "bfloat16" if has_bfloat16 else "float32", "quantization": weight_format}
     return {"dtype": weight_format}
 

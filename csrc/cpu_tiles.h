@@ -1,0 +1,66 @@
+// The tiles of AMX: eight registers of up to 16 rows of 64 bytes each, and instructions that multiply two of them. The
+// instructions are written out, as the intrinsics of GCC 12 take no template argument for the number of a tile, and
+// do not tell the compiler that a tile is read from memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_vec.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+constexpr int NUM_TILES = 8;
+constexpr int TILE_ROWS = 16;  // at most
+constexpr int TILE_ROW_BYTES = 64;
+
+// Configures the tiles of this thread, and releases them at the end of the object's life. What they hold is zero at
+// first. Nobody else uses tiles meanwhile: neither before nor after it do other libraries in this thread find tiles
+// that are configured.
+class TileConfiguration {
+ public:
+  // Tile i has num_rows[i] rows of 64 bytes.
+  PAGEDATTN_INLINE explicit TileConfiguration(const uint8_t (&num_rows)[NUM_TILES]) {
+    struct alignas(64) {
+      uint8_t palette = 1;
+      uint8_t start_row = 0;
+      uint8_t reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t num_rows[16] = {};
+    } config;
+    for (int i = 0; i < NUM_TILES; ++i) {
+      config.row_bytes[i] = TILE_ROW_BYTES;
+      config.num_rows[i] = num_rows[i];
+    }
+    asm volatile("ldtilecfg %0" : : "m"(config));
+  }
+  PAGEDATTN_INLINE ~TileConfiguration() { asm volatile("tilerelease"); }
+  TileConfiguration(const TileConfiguration&) = delete;
+  TileConfiguration& operator=(const TileConfiguration&) = delete;
+};
+
+template <int TILE>
+PAGEDATTN_INLINE void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
+}
+
+// stride: bytes between two rows of the tile.
+template <int TILE>
+PAGEDATTN_INLINE void load_tile(const void* source, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(source), "r"(stride), "i"(TILE) : "memory");
+}
+template <int TILE>
+PAGEDATTN_INLINE void store_tile(void* target, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(target), "r"(stride), "i"(TILE) : "memory");
+}
+
+// The tile SUMS, of fp32, [rows of A][16], += products of the tile A, of bf16, [rows of A][pairs][2], and the tile B,
+// [pairs][16][2]. Even and odd elements are two chains of multiply-adds, and their sum is added to SUMS. Denormals
+// count as zeros.
+template <int SUMS, int A, int B>
+PAGEDATTN_INLINE void add_bfloat16_products() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
