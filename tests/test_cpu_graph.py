@@ -27,6 +27,22 @@ def make_layer() -> tuple[Tensor, Tensor]:
     return ops.pack_linear_weight(weight), torch.randn(3, 16, generator=generator)
 
 
+def test_memory_that_a_graph_keeps() -> None:
+    """Of results alone: neither of weights, inputs and views, nor twice."""
+    packed_weight, input = make_layer()
+    graph = CPUGraph()
+    assert graph.num_bytes == 0
+    with graph.capture():
+        hidden = ops.linear_packed(input, packed_weight, 32)
+        out = ops.silu_and_mul(hidden.view(3, 32))
+    del hidden
+    assert graph.num_bytes == 4 * 3 * (32 + 16)
+    graph.replay()
+    assert out.shape == (3, 16) and graph.num_bytes == 4 * 3 * (32 + 16)
+    graph.reset()
+    assert graph.num_bytes == 0
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which ops of torch run."""
 

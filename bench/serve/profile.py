@@ -1,6 +1,6 @@
 """What the steps of the engine that give each running sequence one token spend their time on.
 
-The engine runs without CPU graphs, because a graph leaves nothing between the kernels to time. So with 8 sequences or
+The engine runs without CPU graphs, because a graph leaves nothing between the kernels to time. So with 64 sequences or
 fewer a step takes longer here than in real use. Functions and layers are timed where they are called. The time of a
 function excludes the timed functions that it calls. The clock is the CPU clock of this thread; with several threads,
 this is the first one. A step has ten timers a layer. A timer costs a microsecond, or several where the weights have

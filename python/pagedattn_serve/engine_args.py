@@ -88,7 +88,7 @@ class EngineArgs:
     enforce_eager: Annotated[
         bool,
         "no CPU graphs (`pagedattn_ext.CPUGraph`). Without this option the model's steps of one token for each of up "
-        "to 8 sequences run as graphs, and a profiler does not see their ops. On CUDA there are no graphs",
+        "to 64 sequences run as graphs, and a profiler does not see their ops. On CUDA there are no graphs",
     ] = False
     trust_remote_code: Annotated[bool, "False, because the code of a checkpoint is never run"] = False
     preemption_mode: Annotated[

@@ -62,6 +62,12 @@ class CPUGraph:
             self._capture = _Capture()
         return self._capture
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all results, including intermediate ones, that the graph keeps. Memory that tensors had before
+        the capture, such as that of weights, does not count."""
+        return 0 if self._capture is None else sum(self._capture.own_bytes.values())
+
     def reset(self) -> None:
         """Empty the graph, and end a capture of it that an interrupt has left under way on this thread, as one can that
         comes in the middle of the context's `__exit__`."""
@@ -101,7 +107,8 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], None]] = []
         self.state = _State.NEW
-        self._kept: list[UntypedStorage] = []
+        self.own_bytes: dict[int, int] = {}  # of memory that the captured function has allocated, by address
+        self._kept: dict[int, UntypedStorage] = {}  # by address
         self._graph = _C.CpuGraph()
 
     def __enter__(self) -> "_Capture":
@@ -127,13 +134,13 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in((args, kwargs))
-        self._keep(op, inputs)
+        self._keep(op, inputs)  # results of earlier ops are kept already
         addresses = _addresses(inputs)
         if _has_shape_by_values(op, args):
             self._refuse(f"expected shapes that do not depend on values, got {op}, whose result's does")
         result = op(*args, **kwargs)
         results = tensors_in(result)
-        self._keep(op, results)
+        self.own_bytes |= {storage.data_ptr(): storage.nbytes() for storage in self._keep(op, results)}
         if any(before not in (0, after) for before, after in zip(addresses, _addresses(inputs), strict=True)):
             self._refuse(f"expected tensors that stay in their memory, got {op}, which moves one")
         is_captured = op.namespace == "pagedattn_ext" or op._opname in ALLOCATIONS
@@ -158,11 +165,17 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.state = _State.FAILED
         raise RuntimeError(f"CPUGraph: {message}")
 
-    def _keep(self, op: Any, tensors: list[Tensor]) -> None:
+    def _keep(self, op: Any, tensors: list[Tensor]) -> list[UntypedStorage]:
+        """The memory among it that was not kept before."""
+        new = []
         for tensor in tensors:
             if not tensor.is_cpu:
                 self._refuse(f"expected tensors on the CPU, got one on {tensor.device} in {op}")
-            self._kept.append(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._kept:
+                self._kept[storage.data_ptr()] = storage
+                new.append(storage)
+        return new
 
 
 def _has_shape_by_values(op: Any, args: Any) -> bool:

@@ -9,12 +9,17 @@ from pagedattn_ext import CPUGraph
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 
-MAX_SEQUENCES = 8  # with more sequences, the time between kernels counts for little
+MAX_SEQUENCES = 64  # with more sequences, the time between kernels counts for little
+MAX_BYTES = 128 << 20  # of all graphs together, or of the last graph alone
 
 
 class DecodeGraphs:
-    """A graph for each number of sequences, captured when that number first comes. A graph keeps the memory of what
-    passes between the layers."""
+    """A graph for each number of sequences, captured when that number comes. A capture takes as long as the same step
+    spends between the kernels without a graph, so a graph never loses time.
+
+    A graph keeps the memory of what passes between the layers. When this gets too much, graphs are given up, first of
+    all the graph whose number of sequences has not come for longest.
+    """
 
     def __init__(self, model: CausalLM, kv_caches: Sequence[KVCache], max_num_blocks_per_seq: int) -> None:
         self._model = model
@@ -24,7 +29,7 @@ class DecodeGraphs:
         )
         self._block_tables = torch.zeros(MAX_SEQUENCES, max_num_blocks_per_seq, dtype=torch.int32)
         self._seq_lens = torch.zeros(MAX_SEQUENCES, dtype=torch.int32)
-        self._graphs: dict[int, tuple[CPUGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[CPUGraph, Tensor]] = {}  # those that ran last at the end
 
     def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
         """What the model returns, in memory that the next call overwrites. None if a sequence has several tokens or
@@ -45,7 +50,7 @@ class DecodeGraphs:
         self._block_tables[:num_seqs, : metadata.block_tables.shape[1]] = metadata.block_tables
         if num_seqs not in self._graphs:
             self._graphs[num_seqs] = self._capture(num_seqs)
-        graph, logits = self._graphs[num_seqs]
+        graph, logits = self._graphs[num_seqs] = self._graphs.pop(num_seqs)  # to the end
         graph.replay()
         return logits
 
@@ -68,4 +73,8 @@ class DecodeGraphs:
         except BaseException:
             graph.reset()  # an interrupt that came as the context was entered or left would leave it by half
             raise
+        num_bytes = graph.num_bytes + sum(other.num_bytes for other, _ in self._graphs.values())
+        while self._graphs and num_bytes > MAX_BYTES:
+            oldest, _ = self._graphs.pop(next(iter(self._graphs)))
+            num_bytes -= oldest.num_bytes
         return graph, logits

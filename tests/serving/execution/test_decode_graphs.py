@@ -5,7 +5,7 @@ import torch
 from checkpoints import Checkpoint, run, token_ids
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.execution.decode_graphs import MAX_SEQUENCES
+from pagedattn_serve.execution import decode_graphs
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -23,9 +23,11 @@ def what_it_says(outputs: list[RequestOutput]) -> list[tuple[list[int], object]]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_every_family(checkpoint: Checkpoint, kv_cache_dtype: str) -> None:
-    """Sequences that end one after the other, in a cache with room for all of them and in one with room for some."""
-    prompts = (checkpoint.prompts * 2)[: MAX_SEQUENCES + 2]
+def test_every_family(checkpoint: Checkpoint, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that end one after the other, in a cache with room for all of them and in one with room for some; two
+    sequences more than a graph may have."""
+    monkeypatch.setattr(decode_graphs, "MAX_SEQUENCES", 8)
+    prompts = (checkpoint.prompts * 2)[:10]
     params = [SamplingParams(max_tokens=3 + i, temperature=0, logprobs=2) for i in range(len(prompts))]
     for num_blocks in (64, 10):
         options = dict(kv_cache_dtype=kv_cache_dtype, block_size=8, num_blocks=num_blocks)
@@ -35,6 +37,30 @@ def test_every_family(checkpoint: Checkpoint, kv_cache_dtype: str) -> None:
         num_calls = len(calls)
         run(engine, prompts[:1], params[-1])
         assert len(calls) <= num_calls + 2, "a prompt, and the capture for one sequence if there was none"
+
+
+def test_memory_of_graphs_is_bounded(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of sequences that come and go. Would catch a server whose graphs take more memory with each number, a
+    graph that is given up while its number still comes, and results that a given-up graph has left wrong."""
+    eager, engine = (LLMEngine(llama.path, enforce_eager=enforce) for enforce in (True, False))
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    run(engine, llama.prompts[:4], greedy)
+    graphs = engine.model_runner._graphs
+    assert graphs is not None
+    sizes = {num_seqs: graph.num_bytes for num_seqs, (graph, _) in graphs._graphs.items()}
+    assert sizes[4] > 0
+    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 2 * sizes[4])
+    for num_seqs in (3, 4, 2, 4, 1, 4):
+        prompts = llama.prompts[:num_seqs]
+        assert token_ids(run(engine, prompts, greedy)) == token_ids(run(eager, prompts, greedy))
+        assert sum(graph.num_bytes for graph, _ in graphs._graphs.values()) <= 2 * sizes[4]
+        assert list(graphs._graphs)[-1] == num_seqs
+    calls = count_model_calls(engine)
+    run(engine, llama.prompts[:4], greedy)
+    assert 4 not in calls, "no capture for a number that came just before"
+    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 0)
+    assert token_ids(run(engine, llama.prompts[:3], greedy)) == token_ids(run(eager, llama.prompts[:3], greedy))
+    assert list(graphs._graphs) == [3], "the last graph stays, whatever it takes"
 
 
 def test_quantized_and_16_bits(llama: Checkpoint) -> None:
