@@ -33,12 +33,19 @@ linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_fe
 linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()
+pack_linear_weight_int8(Tensor(a!) out, Tensor weight) -> ()
+quantize_weight_int4(Tensor(a!) codes, Tensor(b!) scales, Tensor(c!) zeros, Tensor weight) -> ()
+quantize_weight_int8(Tensor(a!) codes, Tensor(b!) scales, Tensor weight) -> ()
 all_reduce_shared(Tensor(a!) input, int group) -> ()
 all_gather_shared(Tensor(a!) out, Tensor input, int group) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
-CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *COLLECTIVES]  # which have no CUDA kernels
+PACKING = ["pack_linear_weight_int4", "pack_linear_weight_int8"]
+QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
+# Those without CUDA kernels.
+CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
@@ -57,10 +64,10 @@ def op_of(call: str) -> str:
     return call.partition(" ")[0]
 
 
-def packed_int4_weight() -> torch.Tensor:
+def int4_weight(out_features: int = 20) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    codes, zeros = (torch.randint(0, 16, (20, n), dtype=torch.uint8, generator=generator) for n in (64, 2))
-    return ops.pack_linear_weight_int4(codes, torch.randn(20, 2, generator=generator), zeros)
+    codes, zeros = (torch.randint(0, 16, (out_features, n), dtype=torch.uint8, generator=generator) for n in (64, 2))
+    return {"codes": codes, "scales": torch.randn(out_features, 2, generator=generator), "zeros": zeros}
 
 
 def make_arguments(call: str, num_tokens: int = 3) -> dict:
@@ -138,7 +145,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
         "linear_int4": {
             "input": normal(n, 64),
-            "packed_weight": packed_int4_weight(),
+            "packed_weight": ops.pack_linear_weight_int4(**int4_weight()),
             "group_size": 32,
             "out_features": 20,
             "bias": normal(20),
@@ -160,6 +167,22 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "packed_weight": normal(2, 14, 16),
             "out_features": 20,
             "bias": normal(20),
+        },
+        "pack_linear_weight_int4": int4_weight(n) | {"out": torch.zeros(1, 2, 336, dtype=torch.uint8)},
+        "pack_linear_weight_int8": {
+            "out": torch.zeros(1, 4, 16, 4, dtype=torch.uint8),
+            "weight": torch.randint(-127, 128, (n, 14), dtype=torch.int8, generator=generator),
+        },
+        "quantize_weight_int4": {
+            "codes": torch.zeros(n, 64, dtype=torch.uint8),
+            "scales": torch.zeros(n, 2),
+            "zeros": torch.zeros(n, 2, dtype=torch.uint8),
+            "weight": normal(n, 64),
+        },
+        "quantize_weight_int8": {
+            "codes": torch.zeros(n, 14, dtype=torch.int8),
+            "scales": torch.zeros(n),
+            "weight": normal(n, 14),
         },
         "all_reduce_shared": {"input": normal(n, 8), "group": ONE_RANK.handle},
         "all_gather_shared": {"out": torch.zeros(n, 8), "input": normal(n, 8), "group": ONE_RANK.handle},
@@ -193,7 +216,8 @@ INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_
 
 
 def inferred_by_wrapper(name: str) -> set[str]:
-    return INFERRED | {"key", "value"} if name == "gather_cached_kv" else INFERRED
+    more = {"gather_cached_kv": {"key", "value"}} | {key: {"codes", "scales", "zeros"} for key in QUANTIZING}
+    return INFERRED | more.get(name, set())
 
 
 def call_wrapper(name: str, arguments: dict):

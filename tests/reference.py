@@ -316,6 +316,43 @@ def quantise_to_int8(input: Tensor) -> tuple[Tensor, Tensor]:
     return codes.long(), largest / max_code
 
 
+def quantise_weight_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of quantize_weight_int8, in fp32."""
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    return (weight / nonzero(scales)[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def quantise_weight_to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes, the scales and the zeros of quantize_weight_int4, in fp32. Sums go over a group in its order."""
+    groups = weight.float().reshape(-1, 32)
+    low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
+
+    def total(elements: Tensor) -> Tensor:
+        return sum((elements[:, i : i + 1] for i in range(32)), torch.zeros(len(elements), 1))
+
+    def levels(span: float) -> tuple[Tensor, ...]:
+        scales = nonzero((high - low) * (span / 15))
+        zeros = (low / scales * -span).round().clamp(0, 15)
+        codes = (groups / scales + zeros).round().clamp(0, 15)
+        steps = codes - zeros
+        fit = total(groups * steps) / nonzero(total(steps**2))
+        return codes, fit, zeros, total((steps * fit - groups) ** 2)
+
+    best = levels(1.0)
+    for candidate in map(levels, (1.07, 0.93)):
+        is_better = candidate[3] < best[3]
+        best = tuple(torch.where(is_better, a, b) for a, b in zip(candidate, best, strict=True))
+    codes, scales, zeros, _ = best
+    shape = (len(weight), weight.shape[1] // 32)
+    return codes.view(weight.shape).to(torch.uint8), scales.view(shape), zeros.view(shape).to(torch.uint8)
+
+
+def nonzero(divisor: Tensor) -> Tensor:
+    """1 in place of 0."""
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
 def linear_int8(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """(codes @ weight.T) * (scale of the row) * (scale of the column) + bias, the sums in integers."""
     codes, scales = quantise_to_int8(input)

@@ -191,7 +191,7 @@ ARROWS: dict[str, set[str]] = {
     "models.causal_lm": {"models.metadata", "models.partition"},
     "models.linear": {"models.partition", "pagedattn_ext"},
     "models.partition": {"models.quantization", "errors"},
-    "models.quantization": set(),
+    "models.quantization": {"pagedattn_ext"},
     "models.layers": {"models.metadata", "models.partition", "models.rope", "pagedattn_ext"},
     "models.rope": set(),
     "models.metadata": set(),

@@ -10,6 +10,7 @@ from op_calls import (
     ATTENTION,
     CALLS,
     OPS,
+    PACKING,
     SCHEMA_OF,
     call_wrapper,
     make_arguments,
@@ -149,7 +150,7 @@ def test_negated_input(name):
                 assert_same_bits(actual, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name, schema in SCHEMA_OF.items() if "!)" in schema])
+@pytest.mark.parametrize("name", [name for name, schema in SCHEMA_OF.items() if "!)" in schema and name not in PACKING])
 def test_negated_output_is_an_error(name):
     """Each written argument in turn: named, and nothing is written before."""
     refused = 0

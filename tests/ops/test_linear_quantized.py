@@ -1,6 +1,7 @@
 """Linear layers with weights of 8 and of 4 bits: exact sums, each row by itself, edges, wrong arguments."""
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -248,6 +249,107 @@ def test_int4_rows_are_independent(several_threads, group_size, scale_dtype):
     assert_rows_are_independent(
         lambda rows: ops.linear_int4(rows, packed, group_size, 70, scale_dtype=scale_dtype), 1152
     )
+
+
+# ---- float weights, quantized --------------------------------------------------------------------------------------
+
+
+def make_weight(
+    out_features: int, in_features: int, dtype: torch.dtype, magnitude: float = 1.0, seed: int = 0
+) -> Tensor:
+    """A row of zeros, a row on one side of zero, rows with zeros, and other rows."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    weight[1::5] = weight[1::5].abs()
+    weight[2::5] = 0
+    weight[3::5, ::3] = 0
+    return (weight * magnitude).clamp(-1e30, 1e30).to(dtype)
+
+
+@given(
+    out_features=st.integers(0, 12),
+    in_features=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    magnitude=st.sampled_from([1.0, 0.02, 1e-38, 1e29]),
+    gap=st.sampled_from([0, 3]),
+    seed=st.integers(0, 9),
+)
+def test_quantize_int8(out_features, in_features, dtype, magnitude, gap, seed):
+    """Would catch a scale of another row, a tail of a row that is left out, a division that is not rounded once."""
+    weight = with_row_gap(make_weight(out_features, in_features, dtype, magnitude, seed), gap)
+    weight = weight.where(weight.isfinite(), 0)  # of fp16
+    for actual, expected in zip(
+        ops.quantize_weight_int8(weight), reference.quantise_weight_to_int8(weight), strict=True
+    ):
+        assert_same_bits(actual, expected)
+
+
+@given(
+    out_features=st.integers(0, 12),
+    num_groups=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    magnitude=st.sampled_from([1.0, 0.02, 1e-38, 1e29]),
+    gap=st.sampled_from([0, 3]),
+    seed=st.integers(0, 9),
+)
+def test_quantize_int4(out_features, num_groups, dtype, magnitude, gap, seed):
+    """Would catch a group that gets the levels of another, a span that is not tried, sums in another order."""
+    weight = with_row_gap(make_weight(out_features, 32 * num_groups, dtype, magnitude, seed), gap)
+    weight = weight.where(weight.isfinite(), 0)  # of fp16
+    for actual, expected in zip(
+        ops.quantize_weight_int4(weight), reference.quantise_weight_to_int4(weight), strict=True
+    ):
+        assert torch.equal(actual, expected)  # a scale of 0 has either sign
+
+
+def test_quantize_on_several_threads(several_threads):
+    weight = make_weight(1000, 256, torch.bfloat16)
+    for quantize in (ops.quantize_weight_int8, ops.quantize_weight_int4):
+        torch.set_num_threads(1)
+        alone = quantize(weight)
+        torch.set_num_threads(2)
+        assert all(map(torch.equal, quantize(weight), alone))
+
+
+def test_quantize_nothing():
+    codes, scales = ops.quantize_weight_int8(torch.ones(3, 0))
+    assert codes.shape == (3, 0) and scales.tolist() == [0, 0, 0]
+    codes, scales, zeros = ops.quantize_weight_int4(torch.ones(3, 0))
+    assert codes.shape == scales.shape == zeros.shape == (3, 0)
+
+
+@pytest.mark.parametrize("quantize", [ops.quantize_weight_int8, ops.quantize_weight_int4])
+@pytest.mark.parametrize("column", [0, 40, 63])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1.1e30])
+def test_quantize_rejects_an_element(quantize, column, value):
+    """Wherever it is, and it is named; the largest that may come is not."""
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    weight[7, 5], weight[8, 5] = 1e30, -1e30
+    quantize(weight)
+    weight[33, column] = value
+    with pytest.raises(ValueError, match=re.escape(f"between -1e+30 and 1e+30, got {value:g}")):
+        quantize(weight)
+
+
+@pytest.mark.parametrize("name", ["quantize_weight_int8", "quantize_weight_int4"])
+@pytest.mark.parametrize(
+    ("argument", "wrong", "error"),
+    [
+        ("weight", torch.zeros(3, 64, dtype=torch.float64), TypeError),
+        ("weight", torch.zeros(64), ValueError),
+        ("codes", torch.zeros(3, 64, dtype=torch.int16), TypeError),
+        ("codes", torch.zeros(2, 64, dtype=torch.uint8), (TypeError, ValueError)),
+        ("scales", torch.zeros(3, 2, dtype=torch.float16), TypeError),
+        ("scales", torch.zeros(3, 3), ValueError),
+    ],
+)
+def test_quantize_rejects(name, argument, wrong, error):
+    assert_rejected(name, make_arguments(name) | {argument: wrong}, argument, error)
+
+
+def test_quantize_int4_rejects_a_part_of_a_group():
+    with pytest.raises(ValueError, match=r"weight: expected in_features that are a multiple of 32, got 33"):
+        ops.quantize_weight_int4(torch.zeros(3, 33))
 
 
 # ---- wrong arguments -----------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
     Int8Weight,
-    chunks,
     quantize_int4,
     quantize_int8,
 )
@@ -75,6 +74,8 @@ class Int4Linear(nn.Module):
         )
 
 
+CHUNK_ELEMENTS = 1 << 16  # compared at a time, so that intermediate results stay in the CPU's cache
+
 LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 
 
@@ -116,7 +117,7 @@ class LinearForms:
         try:
             return quantized_linear(quantize(weight), bias)
         except ValueError as error:
-            raise ValueError(f"quantization: {name}: {error}") from None
+            raise ValueError(f"quantization: {name}: {str(error).partition(': ')[2]}") from None
 
     def describe(self, model: nn.Module) -> str:
         """The forms in words. The model's layers are not packed; the model may be on any device."""
@@ -164,6 +165,12 @@ def narrowed(weight: Tensor) -> Tensor:
             if all(torch.equal(weight[a:b].to(dtype).float(), weight[a:b]) for a, b in chunks(weight)):
                 return weight.to(dtype)
     return weight
+
+
+def chunks(weight: Tensor) -> list[tuple[int, int]]:
+    """Ranges of rows."""
+    num_rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    return [(begin, min(begin + num_rows, len(weight))) for begin in range(0, len(weight), num_rows)]
 
 
 def as_fp32(bias: Tensor | None) -> Tensor | None:

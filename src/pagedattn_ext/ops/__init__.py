@@ -46,6 +46,8 @@ from .linear import (
     pack_linear_weight,
     pack_linear_weight_int4,
     pack_linear_weight_int8,
+    quantize_weight_int4,
+    quantize_weight_int8,
 )
 from .pos_encoding import rotary_embedding, rotary_embedding_neox
 from .sampling import apply_token_bitmask
@@ -73,6 +75,8 @@ __all__ = [
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
+    "quantize_weight_int4",
+    "quantize_weight_int8",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",

@@ -40,8 +40,9 @@ def call_on_cpu(name: str, *args: Any) -> Any:
     try:
         return call(name, *args)
     except NotImplementedError:
-        device = next(tensor.device for tensor in tensors_in(args) if not tensor.is_cpu)
-        raise ValueError(f"{name}: input: expected a tensor on cpu, got one on {device}") from None
+        arguments = sorted(_arguments(getattr(raw_ops, name), args, {}), key=lambda item: item[0].is_write)
+        argument, device = next((item[0].name, t.device) for item in arguments for t in item[1] if not t.is_cpu)
+        raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {device}") from None
 
 
 def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:

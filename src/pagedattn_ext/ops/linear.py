@@ -22,9 +22,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
         [ceil(out_features / 16), in_features, 16], a copy: output features in panels of 16; the last panel is filled up
         with zeros.
     """
-    check_tensors("pack_linear_weight", weight=weight)
-    check_rank("pack_linear_weight", "weight", weight, 2)
-    _check_float("pack_linear_weight", "weight", weight)
+    _check_weight("pack_linear_weight", weight)
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
     packed = empty_huge_pages((num_panels, in_features, PANEL), weight.dtype)
@@ -73,11 +71,28 @@ def pack_linear_weight_int8(weight: Tensor) -> Tensor:
     """
     _check_matrix("pack_linear_weight_int8", "weight", weight, torch.int8)
     out_features, in_features = weight.shape
-    num_panels, num_quads = -(-out_features // PANEL), -(-in_features // QUAD)
-    padded = F.pad(weight.detach(), (0, num_quads * QUAD - in_features, 0, num_panels * PANEL - out_features))
-    packed = empty_huge_pages((num_panels, num_quads, PANEL, QUAD), torch.uint8)
-    packed.copy_(padded.view(torch.uint8).view(num_panels, PANEL, num_quads, QUAD).transpose(1, 2))
-    return packed.bitwise_xor_(128)
+    out = empty_huge_pages((-(-out_features // PANEL), -(-in_features // QUAD), PANEL, QUAD), torch.uint8)
+    call_on_cpu("pack_linear_weight_int8", out, _with_rows(weight))
+    return out
+
+
+def quantize_weight_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of a linear layer in 8 bits, a scale for each output feature: weight = codes * scales[:, None].
+
+    scale = max|row| / 127, code = round(element / scale), to even. A row of zeros has the scale 0. On the CPU only.
+
+    Args:
+        weight: [out_features, in_features], fp32, fp16 or bf16; elements between -1e30 and 1e30.
+
+    Returns:
+        codes: int8 [out_features, in_features], from -127 to 127.
+        scales: fp32 [out_features].
+    """
+    _check_weight("quantize_weight_int8", weight)
+    codes = weight.new_empty(weight.shape, dtype=torch.int8)
+    scales = weight.new_empty(weight.shape[:1], dtype=torch.float32)
+    call_on_cpu("quantize_weight_int8", codes, scales, _with_rows(weight))
+    return codes, scales
 
 
 def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -137,29 +152,42 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
     _check_matrix(name, "zeros", zeros, torch.uint8)
     if zeros.shape != scales.shape:
         raise ValueError(f"{name}: zeros: expected shape {list(scales.shape)}, got {list(zeros.shape)}")
+    for argument, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
+        if not tensor.is_cpu:
+            raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {tensor.device}")
     for argument, tensor in (("codes", codes), ("zeros", zeros)):
         if tensor.numel() > 0 and int(tensor.max()) > 15:
             raise ValueError(f"{name}: {argument}: expected values up to 15, got {int(tensor.max())}")
 
-    num_panels, num_blocks = -(-out_features // PANEL), in_features // INT4_BLOCK
-    stored_scales = scales.detach() if scales.dtype == torch.float16 else scales.detach().float()
+    if scales.dtype == torch.bfloat16:
+        scales = scales.float()
+    group_bytes = PANEL * (in_features // num_groups // 2 + scales.itemsize + 1)
+    out = empty_huge_pages((-(-out_features // PANEL), num_groups, group_bytes), torch.uint8)
+    call_on_cpu(name, out, *map(_with_rows, (codes, scales, zeros)))
+    return out
 
-    def in_panels(tensor: Tensor) -> Tensor:
-        padded = F.pad(tensor, (0, 0, 0, num_panels * PANEL - out_features))
-        return padded.reshape(num_panels, PANEL, tensor.shape[1])
 
-    # [num_panels, 16, num_blocks, pairs of quads, 2, 4] -> [num_panels, num_blocks, pairs of quads, 16, 4]
-    quads = in_panels(codes).view(num_panels, PANEL, num_blocks, INT4_BLOCK // (2 * QUAD), 2, QUAD)
-    first, second = quads.unbind(4)
-    parts = [
-        (first | second << 4)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(num_panels, num_groups, in_features // num_groups * PANEL // 2),
-        in_panels(stored_scales).transpose(1, 2).clone(memory_format=torch.contiguous_format).view(torch.uint8),
-        in_panels(zeros).transpose(1, 2),
-    ]
-    packed = empty_huge_pages((num_panels, num_groups, sum(part.shape[2] for part in parts)), torch.uint8)
-    return torch.cat(parts, dim=2, out=packed)
+def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight of a linear layer in 4 bits, in groups of 32 elements: weight = (code - zero) * scale.
+
+    The levels of a group span its range, or 1.07 or 0.93 times its range: the least squared error wins. Zero is one of
+    the levels. When the codes are known, the scale is the scale that fits the codes best. On the CPU only.
+
+    Args:
+        weight: [out_features, in_features], fp32, fp16 or bf16; in_features is a multiple of 32; elements between -1e30
+            and 1e30.
+
+    Returns:
+        codes: uint8 [out_features, in_features], from 0 to 15.
+        scales: fp32 [out_features, in_features / 32].
+        zeros: uint8, like scales, from 0 to 15.
+    """
+    _check_weight("quantize_weight_int4", weight)
+    groups = (weight.shape[0], weight.shape[1] // INT4_BLOCK)
+    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
+    scales, zeros = weight.new_empty(groups, dtype=torch.float32), weight.new_empty(groups, dtype=torch.uint8)
+    call_on_cpu("quantize_weight_int4", codes, scales, zeros, _with_rows(weight))
+    return codes, scales, zeros
 
 
 def linear_int4(
@@ -205,6 +233,17 @@ def _(
 
 def _empty_out(input: Tensor, out_features: int) -> Tensor:
     return input.new_empty((*input.shape[:-1], out_features))
+
+
+def _with_rows(matrix: Tensor) -> Tensor:
+    """The matrix with contiguous rows."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _check_weight(function: str, weight: Tensor) -> None:
+    check_tensors(function, weight=weight)
+    check_rank(function, "weight", weight, 2)
+    _check_float(function, "weight", weight)
 
 
 def _check_matrix(function: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite(quantization: str, value: float) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
     with torch.no_grad():
         model[0][0].weight[60, 60] = value
-    with pytest.raises(ValueError, match=rf"quantization: 0.0: expected weights between .*, got {value}"):
+    with pytest.raises(ValueError, match=rf"quantization: 0.0: weight: expected elements between .*, got {value}"):
         pack_linear_layers(model, LinearForms(VOCAB_SIZE, quantization))
 
 

@@ -1,0 +1,73 @@
+#include "linear/pack_weight.h"
+
+#include "linear/linear_op.h"
+#include "linear/linear_quantized.h"
+#include "ops.h"
+
+namespace pagedattn {
+namespace {
+
+// Elements between the rows of a tensor of two dimensions.
+int64_t row_stride(const Door& door, const char* argument, const Tensor& tensor) {
+  door.rank(argument, tensor, 2);
+  return door.rows(argument, tensor).stride;
+}
+
+template <typename Params>
+void pack(const Params& params, void (*kernel)(const Params&, int64_t, int64_t)) {
+  parallel_for_rows(num_panels_of(params.out_features), params.in_features * LINEAR_PANEL,
+                    [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+void run_int8(const PackLinearWeightInt8Params& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight_int8)); }
+
+void run_int4(const PackLinearWeightInt4Params& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight_int4)); }
+
+}  // namespace
+
+void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
+  const Door door("pack_linear_weight_int8", weight);
+  PackLinearWeightInt8Params params{};
+  door.dtype("weight", weight, ScalarType::Char);
+  params.weight_stride = row_stride(door, "weight", weight);
+  params.weight = weight.const_data_ptr<int8_t>();
+  params.out_features = weight.size(0);
+  params.in_features = weight.size(1);
+  door.dtype("out", out, ScalarType::Byte);
+  door.shape("out", out, {num_panels_of(params.out_features), ceil_div(params.in_features, QUAD), LINEAR_PANEL, QUAD});
+  door.contiguous("out", out);
+  params.out = out.mutable_data_ptr<uint8_t>();
+  CpuGraph::run_or_capture(run_int8, params);
+}
+
+void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros) {
+  const Door door("pack_linear_weight_int4", codes);
+  PackLinearWeightInt4Params params{};
+  door.dtype("codes", codes, ScalarType::Byte);
+  params.codes_stride = row_stride(door, "codes", codes);
+  params.codes = codes.const_data_ptr<uint8_t>();
+  params.out_features = codes.size(0);
+  params.in_features = codes.size(1);
+  params.scale_dtype = door.float_dtype("scales", scales);
+  door.check(params.scale_dtype != DType::BFLOAT16, "scales", "expected dtype float32 or float16, got bfloat16");
+  params.scales_stride = row_stride(door, "scales", scales);
+  params.scales = scales.const_data_ptr();
+  params.num_groups = scales.size(1);
+  const int64_t group_size = params.num_groups == 0 ? 0 : params.in_features / params.num_groups;
+  door.check(scales.size(0) == params.out_features && group_size > 0 && group_size % INT4_BLOCK == 0 &&
+                 group_size * params.num_groups == params.in_features,
+             "scales", "expected shape [", params.out_features, ", ", params.in_features, " / a multiple of ",
+             INT4_BLOCK, "], got ", scales.sizes());
+  door.dtype("zeros", zeros, ScalarType::Byte);
+  door.shape("zeros", zeros, {params.out_features, params.num_groups});
+  params.zeros_stride = row_stride(door, "zeros", zeros);
+  params.zeros = zeros.const_data_ptr<uint8_t>();
+  const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
+  door.dtype("out", out, ScalarType::Byte);
+  door.shape("out", out, {num_panels_of(params.out_features), params.num_groups, group_bytes});
+  door.contiguous("out", out);
+  params.out = out.mutable_data_ptr<uint8_t>();
+  CpuGraph::run_or_capture(run_int4, params);
+}
+
+}  // namespace pagedattn
