@@ -66,7 +66,7 @@ class Case:
         if not self.num_sequences:
             work.add_prompt(0, self.context, num_samples=1)
         for _ in range(self.num_sequences):
-            work.add_decode(self.context + 1)
+            work.add_decodes(1, self.context + 1)
         return work
 
 

@@ -86,6 +86,8 @@ class BlockManager:
 
     def num_used_slots(self) -> int:
         """Tokens whose keys and values are in blocks that sequences hold. Tokens of a shared block count once."""
+        if self.num_table_entries == self.num_used_blocks:  # no block is shared
+            return sum(sequence.num_computed_tokens for sequence in self._tables)
         num_tokens: dict[int, int] = {}
         for sequence, table in self._tables.items():
             num_full, rest = divmod(sequence.num_computed_tokens, self.block_size)

@@ -153,7 +153,7 @@ class Scheduler:
         if batch.has_copies:
             raise RuntimeError("batch: expected one that has run, got blocks that were not copied")
         if seconds is not None:
-            self._observe(batch, seconds)
+            self.observe(batch, seconds)
         manager = self.block_manager
         block_size, merges = manager.block_size, manager.prefix_caching
         for scheduled in batch.sequences:
@@ -356,7 +356,7 @@ class Scheduler:
             budget = self._add_prefill(batch, group, budget)
         batch.num_long_tokens = batch.num_tokens - num_others
 
-    def _observe(self, batch: ScheduledBatch, seconds: float) -> None:
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Tell the pace what the step took. Steps with prompts that are not long tell nothing."""
         num_decodes, num_long_tokens = batch.num_decodes, batch.num_long_tokens
         if num_decodes == len(batch.sequences):

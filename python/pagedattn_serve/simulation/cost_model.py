@@ -61,12 +61,16 @@ class StepWork:
     num_copied_tokens: int = 0
     num_swapped_tokens: int = 0
 
-    def add_decode(self, num_keys: int) -> None:
-        """One token, which attends to so many, itself among them."""
-        self.num_sequences += 1
-        self.num_tokens += 1
-        self.num_samples += 1
+    def add_decodes(self, num_sequences: int, num_keys: int) -> None:
+        """A token of each, which attend to so many together, themselves among them."""
+        self.num_sequences += num_sequences
+        self.num_tokens += num_sequences
+        self.num_samples += num_sequences
         self.num_decode_keys += num_keys
+
+    def go_on(self) -> None:
+        """Become the work of the next step, if both steps are nothing but decodes of the same sequences."""
+        self.num_decode_keys += self.num_sequences
 
     def add_prompt(self, begin: int, num_tokens: int, num_samples: int) -> None:
         """Tokens [begin, begin + num_tokens) of a sequence, whose tokens before are in the cache."""

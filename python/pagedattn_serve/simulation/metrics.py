@@ -4,14 +4,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from pagedattn_serve.simulation.systems.system import Memory, StepResult, System
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
 PERCENTILES = (50, 90, 99)
-MEMORY_EVERY = 8  # steps; looking at all blocks takes longer than a step
+MEMORY_EVERY = 16  # steps of a replica; looking at all blocks takes longer than a step
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Summary:
 
 @dataclass(slots=True)
 class Metrics:
-    """Takes what happens, in the order of time."""
+    """Takes what happens."""
 
     num_requests: int = 0
     num_failed: int = 0
@@ -73,13 +73,8 @@ class Metrics:
     _seconds: float = 0.0  # of all steps
     _memory: Counter[str] = field(default_factory=Counter)  # slots times seconds
 
-    def begin_step(self, seconds: float, num_running: int, num_waiting: int) -> bool:
-        """Returns whether `look_at_memory` is due."""
-        self._seconds += seconds
-        self._batch_seconds += seconds * num_running
+    def begin_step(self, num_waiting: int) -> None:
         self.most_waiting = max(self.most_waiting, num_waiting)
-        self.num_steps += 1
-        return self.num_steps % MEMORY_EVERY == 1
 
     def look_at_memory(self, seconds: float, memory: Memory, num_waiting: int) -> None:
         slots = memory._asdict()
@@ -88,19 +83,36 @@ class Metrics:
         for kind, num_slots in slots.items():
             self._memory[kind] += num_slots * seconds
 
-    def end_step(self, now: float, result: StepResult) -> None:
-        """Note the tokens of a step, and the requests that it ended."""
-        self.last = now
-        self.num_output_tokens += len(result.got_tokens)
-        self._between.update([now - each.last_token for each in result.got_tokens if each.last_token is not None])
-        for request in result.got_tokens:
-            if request.first_token is None:
-                request.first_token = now
-                self._first[now - request.arrival] += 1
-            request.last_token = now
+    def end_steps(
+        self, ends: list[float], seconds: list[float], num_running: int, result: StepResult
+    ) -> list[SimulatedRequest]:
+        """Note the tokens of steps that are alike, and the requests that the last one ended. Returns the requests with
+        their first token."""
+        first, last = ends[0], ends[-1]
+        self.last = last
+        self.num_steps += len(ends)
+        self._seconds += sum(seconds)
+        self._batch_seconds += sum(seconds) * num_running
+        self.num_output_tokens += len(result.got_tokens) * len(ends)
+        begun: list[SimulatedRequest] = []
+        num_after: dict[float | None, int] = {}  # tokens, by the time of the token before
+        for request, outputs in groupby(result.got_tokens):
+            before = request.last_token
+            num_after[before] = num_after.get(before, 0) + sum(1 for _ in outputs)
+            request.last_token = last
+            if before is None:
+                request.first_token = first
+                self._first[first - request.arrival] += 1
+                begun.append(request)
+        for before, num_tokens in num_after.items():
+            if before is not None:
+                self._between[_micros(first - before)] += num_tokens
+        for end, next_end in pairwise(ends):
+            self._between[_micros(next_end - end)] += len(result.got_tokens)
         for request in result.finished:
-            request.finished = now
+            request.finished = last
             self._finish(request)
+        return begun
 
     def _finish(self, request: SimulatedRequest) -> None:
         self.num_requests += 1
@@ -134,6 +146,11 @@ class Metrics:
             num_preemptions=sum(system.num_preemptions for system in systems),
             num_steps=self.num_steps,
         )
+
+
+def _micros(seconds: float) -> float:
+    """To a microsecond: a simulation has too many steps for each to be counted by itself."""
+    return round(seconds, 6)
 
 
 def distribution(counts: Mapping[float, int]) -> Distribution | None:

@@ -1,12 +1,14 @@
 """The clock: requests arrive, and steps of replicas end. Nothing else moves the time."""
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.metrics import Metrics, Summary
+from pagedattn_serve.simulation.metrics import MEMORY_EVERY, Metrics, Summary
 from pagedattn_serve.simulation.systems.system import System
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
@@ -19,15 +21,29 @@ class Routing(Protocol):
     def end(self, key: int) -> None: ...
 
 
+@dataclass(slots=True)
+class _Replica:
+    """ends: when the step that runs will end, and the steps that are sure to follow it alike; empty if nothing runs.
+    seconds: of each of these steps.
+    event: number of the event at the end of the last of them.
+    num_steps: that have ended.
+    """
+
+    system: System
+    ends: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    event: int = -1
+    num_steps: int = 0
+
+
 class Simulator:
     """replicas: of one system each. seconds_of: the time of a step, from its work."""
 
     def __init__(self, replicas: Sequence[System], routing: Routing, seconds_of: Callable[[StepWork], float]) -> None:
-        self._replicas = replicas
+        self._replicas = [_Replica(system) for system in replicas]
         self._routing = routing
         self._seconds_of = seconds_of
-        self._step_seconds: list[float | None] = [None] * len(replicas)  # of the step that runs
-        # When, a number, and what: a request that arrives, or the replica whose step ends. Events at the same time come
+        # When, a number, and what: a request that arrives, or the replica whose steps end. Events at the same time come
         # in the order in which they were planned.
         self._events: list[tuple[float, int, SimulatedRequest | int]] = []
         self._order = count()
@@ -52,46 +68,68 @@ class Simulator:
             self._arrive(request)
         while self._events:
             self._next_event(follow_up)
-        return self._metrics.summary(self._replicas)
+        return self._metrics.summary([replica.system for replica in self._replicas])
 
     def _next_event(self, follow_up: Callable[[SimulatedRequest], SimulatedRequest | None]) -> None:
-        now, _, event = heapq.heappop(self._events)
+        now, number, event = heapq.heappop(self._events)
         if isinstance(event, SimulatedRequest):
             self._arrive(event)
             return
-        for request in self._end_step(now, event):
+        replica = self._replicas[event]
+        if number != replica.event:  # a request came, and the steps end earlier
+            return
+        for request in self._end_steps(replica):
             next_request = follow_up(request)
             if next_request is not None:
                 heapq.heappush(self._events, (next_request.arrival, next(self._order), next_request))
-        self._begin_step(now, event)
+        self._begin_steps(now, event)
 
     def _arrive(self, request: SimulatedRequest) -> None:
         key = self._keys[request] = next(self._next_key)
-        replica = self._routing.add(key, request.prompt_token_ids, "")
-        self._replicas[replica].add(request)
-        if self._step_seconds[replica] is None:
-            self._begin_step(request.arrival, replica)
-
-    def _begin_step(self, now: float, replica: int) -> None:
-        system = self._replicas[replica]
-        work = system.begin_step()
-        if work is None:
-            self._step_seconds[replica] = None
+        index = self._routing.add(key, request.prompt_token_ids, "")
+        replica = self._replicas[index]
+        replica.system.add(request)
+        if not replica.ends:
+            self._begin_steps(request.arrival, index)
             return
-        seconds = self._step_seconds[replica] = self._seconds_of(work)
-        if self._metrics.begin_step(seconds, system.num_running, system.num_waiting):
-            self._metrics.look_at_memory(seconds, system.memory(), system.num_waiting)
-        heapq.heappush(self._events, (now + seconds, next(self._order), replica))
+        num_steps = bisect_right(replica.ends, request.arrival) + 1  # with the one that runs now
+        if num_steps < len(replica.ends):
+            del replica.ends[num_steps:], replica.seconds[num_steps:]
+            self._plan_end(index)
 
-    def _end_step(self, now: float, replica: int) -> list[SimulatedRequest]:
+    def _begin_steps(self, now: float, index: int) -> None:
+        """Begin a step. Steps that are sure to be like it are planned with it."""
+        replica = self._replicas[index]
+        system = replica.system
+        work = system.begin_step()
+        replica.ends, replica.seconds = [], []
+        if work is None:
+            return
+        self._metrics.begin_step(system.num_waiting)
+        num_steps_until_look = MEMORY_EVERY - replica.num_steps % MEMORY_EVERY
+        for i in range(min(1 + system.num_alike(), num_steps_until_look)):
+            if i > 0:
+                work.go_on()
+            seconds = self._seconds_of(work)
+            now += seconds
+            replica.ends.append(now)
+            replica.seconds.append(seconds)
+        if num_steps_until_look == MEMORY_EVERY:
+            self._metrics.look_at_memory(replica.seconds[0], system.memory(), system.num_waiting)
+        self._plan_end(index)
+
+    def _plan_end(self, index: int) -> None:
+        replica = self._replicas[index]
+        replica.event = next(self._order)
+        heapq.heappush(self._events, (replica.ends[-1], replica.event, index))
+
+    def _end_steps(self, replica: _Replica) -> list[SimulatedRequest]:
         """Returns the requests that are over."""
-        seconds = self._step_seconds[replica]
-        assert seconds is not None
-        result = self._replicas[replica].end_step(seconds)
-        self._metrics.end_step(now, result)
-        for request in result.got_tokens:
-            if request.first_token == now:
-                self._routing.begin(self._keys[request])
+        num_running = replica.system.num_running
+        result = replica.system.end_step(*replica.seconds)
+        replica.num_steps += len(replica.ends)
+        for request in self._metrics.end_steps(replica.ends, replica.seconds, num_running, result):
+            self._routing.begin(self._keys[request])
         for request in result.finished:
             self._routing.end(self._keys.pop(request))
         return result.finished

@@ -28,8 +28,8 @@ def test_a_step_by_hand() -> None:
     1200 bytes (2 * 600 * 2 operations take 2.4 ms, so these count), 0.8 ms of the head (operations: 1.6 ms), and 10
     bytes and 64 operations for each of 80 keys."""
     work = StepWork()
-    work.add_decode(30)
-    work.add_decode(50)
+    work.add_decodes(1, 30)
+    work.add_decodes(1, 50)
     expected = 1e-3 + 2e-5 + 2.4e-3 + 1.6e-3 + 64 * 80 * 1e-6
     assert CostModel(SHAPE, HARDWARE).seconds(work) == pytest.approx(expected)
     fast = hardware(weight_flops=1e9, attention_flops=1e9)

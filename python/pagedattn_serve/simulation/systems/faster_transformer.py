@@ -47,11 +47,12 @@ class FasterTransformerSystem:
             return None
         work = StepWork(num_copied_tokens=self._num_copied_tokens)
         num_prompt = max(len(request.prompt_token_ids) for request in self._batch)
-        for _ in range(sum(request.num_sequences for request in self._batch)):
-            if self._num_steps == 0:
-                work.add_prompt(0, num_prompt, num_samples=1)
-            else:
-                work.add_decode(num_prompt + self._num_steps)
+        num_rows = sum(request.num_sequences for request in self._batch)
+        if self._num_steps > 0:
+            work.add_decodes(num_rows, num_rows * (num_prompt + self._num_steps))
+            return work
+        for _ in range(num_rows):
+            work.add_prompt(0, num_prompt, num_samples=1)
         return work
 
     def _begin_batch(self) -> None:
@@ -66,8 +67,14 @@ class FasterTransformerSystem:
         outputs = [(request, index) for request in self._batch for index in range(request.num_sequences)]
         return [Row(*output, row * self._row_slots, self._row_slots) for row, output in enumerate(outputs)]
 
-    def end_step(self, seconds: float) -> StepResult:
-        self._num_steps += 1
+    def num_alike(self) -> int:
+        if self._num_steps == 0 or any(request.beams for request in self._batch):
+            return 0
+        num_left = [request.num_output_tokens - self._num_steps for request in self._batch]
+        return min(each for each in num_left if each > 0) - 1
+
+    def end_step(self, *seconds: float) -> StepResult:
+        self._num_steps += len(seconds)
         got_tokens: list[SimulatedRequest] = []
         self._num_copied_tokens = 0
         for request in self._batch:

@@ -48,6 +48,7 @@ class OrcaSystem:
         self._allocator = BuddyAllocator(num_slots, block_size)
         self._waiting: deque[SimulatedRequest] = deque()
         self._running: list[_Running] = []
+        self._has_prompts = False  # in the step
 
     @property
     def num_running(self) -> int:
@@ -81,8 +82,7 @@ class OrcaSystem:
         for running in self._running:
             num_keys = len(running.request.prompt_token_ids) + running.num_output_tokens
             work.num_copied_tokens += running.num_copies * (num_keys - 1)
-            for _ in running.ranges:
-                work.add_decode(num_keys)
+            work.add_decodes(len(running.ranges), len(running.ranges) * num_keys)
         while self._waiting:
             request = self._waiting[0]
             if work.num_sequences + request.num_sequences > self._config.max_num_seqs:
@@ -97,6 +97,7 @@ class OrcaSystem:
             self._running.append(_Running(self._waiting.popleft(), ranges))
             for _ in ranges:
                 work.add_prompt(0, len(request.prompt_token_ids), num_samples=1)
+        self._has_prompts = work.num_prefill_keys > 0
         return work
 
     def _allocate(self, request: SimulatedRequest) -> list[int] | None:
@@ -118,13 +119,18 @@ class OrcaSystem:
             for index, begin in enumerate(running.ranges)
         ]
 
-    def end_step(self, seconds: float) -> StepResult:
+    def num_alike(self) -> int:
+        if self._has_prompts or any(running.request.beams for running in self._running):
+            return 0  # without prompts, the first request that waits finds no room until another one ends
+        return min(each.request.num_output_tokens - each.num_output_tokens for each in self._running) - 1
+
+    def end_step(self, *seconds: float) -> StepResult:
         got_tokens: list[SimulatedRequest] = []
         going_on: list[_Running] = []
         finished: list[SimulatedRequest] = []
         for running in self._running:
             request = running.request
-            running.num_output_tokens += 1
+            running.num_output_tokens += len(seconds)
             got_tokens += [request] * (1 if request.beams else len(running.ranges))
             if running.num_output_tokens < request.num_output_tokens:
                 if request.beams is not None:

@@ -1,9 +1,12 @@
-"""This engine: its own scheduler and block manager, with a runner that only counts."""
+"""This engine: its own scheduler and block manager, with a runner that only counts.
 
-from itertools import count
+Where steps are sure to be alike, the scheduler decides the first of them alone. `_decode_on` then does to each sequence
+what the scheduler would do in all of them, with the block manager's own methods. That the results are the same is
+tested (`tests/serving/simulation/test_steps_alike.py`).
+"""
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -22,7 +25,13 @@ class PagedSystem:
         self._requests: dict[str, tuple[SimulatedRequest, SequenceGroup]] = {}  # unfinished
         self._batch = ScheduledBatch()
         self._num_added = 0
-        self._new_token = count(1 << 40)  # beyond the tokens of prompts
+        self._prefix_caching = cache_config.enable_prefix_caching
+        # Who finds no room waits until somebody ends. The blocks that are filled meanwhile are no help: they hold new
+        # tokens, which no prompt has. With priorities, who waits may make others give up their blocks.
+        self._waits_for_an_end = scheduler_config.policy == "fcfs"
+        self._num_searches = 0  # beam searches, unfinished
+        self._num_alike = 0
+        self._next_token = 1 << 40  # beyond the tokens of prompts
 
     @property
     def num_preemptions(self) -> int:
@@ -55,6 +64,7 @@ class PagedSystem:
         group = SequenceGroup(request_id, request.prompt_token_ids, rules, request.arrival, request.priority)
         self._scheduler.add(group)
         self._num_added += 1
+        self._num_searches += request.beams is not None
         self._requests[request_id] = request, group
 
     def begin_step(self) -> StepWork | None:
@@ -65,19 +75,85 @@ class PagedSystem:
             num_copied_tokens=len(batch.blocks_to_copy) * self._block_size,
             num_swapped_tokens=(len(batch.blocks_to_swap_out) + len(batch.blocks_to_swap_in)) * self._block_size,
         )
+        self._num_alike = 0
+        if self._is_steady(batch):
+            num_computed = [scheduled.sequence.num_computed_tokens for scheduled in batch.sequences]
+            work.add_decodes(len(num_computed), sum(num_computed) + len(num_computed))
+            self._num_alike = min(map(_num_output_left, batch.sequences)) - 1
+            return work
         for scheduled in batch.sequences:
-            num_computed = scheduled.sequence.num_computed_tokens
+            begin = scheduled.sequence.num_computed_tokens
             if scheduled.num_new_tokens == 1 and scheduled.num_samples == 1:
-                work.add_decode(num_computed + 1)
+                work.add_decodes(1, begin + 1)
             else:
-                work.add_prompt(num_computed, scheduled.num_new_tokens, scheduled.num_samples)
+                work.add_prompt(begin, scheduled.num_new_tokens, scheduled.num_samples)
         return work
 
-    def end_step(self, seconds: float) -> StepResult:
-        scheduler, batch = self._scheduler, self._batch
+    def _is_steady(self, batch: ScheduledBatch) -> bool:
+        """Whether the next steps run the same sequences, as long as there are blocks and no output is done."""
+        scheduler = self._scheduler
+        if not 0 < batch.num_decodes == len(batch.sequences) or batch.has_copies or batch.preempted or batch.outgrown:
+            return False
+        if self._num_searches or (self.num_waiting and not self._waits_for_an_end):
+            return False
+        if sum(len(group.sequences) for group in scheduler.running) != batch.num_decodes:
+            return False  # some were left out: no budget, or a long prompt that pauses
+        return all(scheduled.sequence.output_token_ids for scheduled in batch.sequences)
+
+    def num_alike(self) -> int:
+        """As far as there are free blocks, too."""
+        count, num_free = self._num_alike, self._scheduler.block_manager.num_free_blocks
+        while count and self._num_blocks_for(count) > num_free:
+            count //= 2
+        return count
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that all sequences of the batch need for so many tokens more; perhaps fewer, if there are enough."""
+        sequences, size = self._batch.sequences, self._block_size
+        most = len(sequences) * -(-num_tokens // size)
+        if most <= self._scheduler.block_manager.num_free_blocks:
+            return most
+        num_computed = [scheduled.sequence.num_computed_tokens + 1 for scheduled in sequences]
+        return sum(-(-(each + num_tokens) // size) - -(-each // size) for each in num_computed)
+
+    def end_step(self, *seconds: float) -> StepResult:
+        batch = self._batch
         for copies in (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy):
             copies.clear()
-        scheduler.mark_computed(batch, seconds)
+        if len(seconds) == 1:
+            self._scheduler.mark_computed(batch, seconds[0])
+            return self._add_tokens(batch)
+        for each in seconds:
+            self._scheduler.observe(batch, each)
+        for scheduled in batch.sequences:
+            self._decode_on(scheduled.sequence, len(seconds))
+        requests = [self._requests[scheduled.sequence.request_id] for scheduled in batch.sequences]
+        finished: list[SimulatedRequest] = []
+        if len(seconds) > self._num_alike:
+            for scheduled, (request, group) in zip(batch.sequences, requests, strict=True):
+                self._finish_if_done(request, group, scheduled.sequence)
+                if not group.sequences:
+                    finished.append(request)
+        return StepResult([request for request, _ in requests], finished)
+
+    def _decode_on(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute so many tokens, the first of which has its block, and draw the token after each."""
+        manager, size = self._scheduler.block_manager, self._block_size
+        begin = sequence.num_computed_tokens
+        end = begin + num_tokens
+        while True:
+            stop = min(end, begin - begin % size + size)
+            sequence.output_token_ids.extend(range(self._next_token, self._next_token + stop - begin))
+            self._next_token += stop - begin
+            sequence.num_computed_tokens = begin = stop
+            if stop % size == 0 and self._prefix_caching:  # no other block has these tokens: there is nothing to merge
+                manager.publish(sequence, stop // size - 1, stop // size)
+            if stop == end:
+                break
+            manager.append(sequence)
+
+    def _add_tokens(self, batch: ScheduledBatch) -> StepResult:
+        scheduler = self._scheduler
         got_tokens: list[SimulatedRequest] = []
         finished: list[SimulatedRequest] = []
         searched = ""  # the beams of a request follow each other, and take a step together
@@ -97,19 +173,29 @@ class PagedSystem:
                     outputs += [scheduler.fork(group, scheduled.sequence, index) for index in indices]
                 got_tokens += [request] * len(outputs)
             for output in outputs:
-                output.output_token_ids.append(next(self._new_token))
-                if len(output.output_token_ids) == request.num_output_tokens:
-                    request.output_token_ids = output.output_token_ids
-                    scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
+                output.output_token_ids.append(self._next_token)
+                self._next_token += 1
+                self._finish_if_done(request, group, output)
             if not group.sequences:
                 finished.append(request)
-                del self._requests[request_id]
         for group in batch.outgrown:
-            request, _ = self._requests.pop(group.request_id)
+            request, _ = self._requests[group.request_id]
             request.has_failed = True
             scheduler.abort(group.request_id)
+            self._forget(request, group)
             finished.append(request)
         return StepResult(got_tokens, finished)
+
+    def _finish_if_done(self, request: SimulatedRequest, group: SequenceGroup, output: Sequence) -> None:
+        if len(output.output_token_ids) == request.num_output_tokens:
+            request.output_token_ids = output.output_token_ids
+            self._scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
+            if not group.sequences:
+                self._forget(request, group)
+
+    def _forget(self, request: SimulatedRequest, group: SequenceGroup) -> None:
+        del self._requests[group.request_id]
+        self._num_searches -= request.beams is not None
 
     def _step_beams(self, request: SimulatedRequest, beams: SimulatedBeams, group: SequenceGroup) -> list[Sequence]:
         """The beams that run on, without their new tokens. Before the last token, all do."""
@@ -140,3 +226,9 @@ class PagedSystem:
         free = manager.num_blocks * self._block_size - taken
         saved = manager.num_table_entries * self._block_size - taken
         return Memory(used, taken - used - internal, internal, free, saved)
+
+
+def _num_output_left(scheduled: ScheduledSequence) -> int:
+    sequence = scheduled.sequence
+    assert sequence.rules.max_tokens is not None
+    return sequence.rules.max_tokens - len(sequence.output_token_ids)

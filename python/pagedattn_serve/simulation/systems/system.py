@@ -24,9 +24,10 @@ class Memory(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """After a step.
+    """After a step, or after several alike.
 
-    got_tokens: requests, once for each output that got a token; once for all beams.
+    got_tokens: requests, once for each output that got a token, in each of the steps; once for all beams.
+    finished: requests that are over, with the last of the steps.
     """
 
     got_tokens: list[SimulatedRequest]
@@ -46,7 +47,10 @@ class Row(NamedTuple):
 
 
 class System(Protocol):
-    """One replica. Call `begin_step`, let the time of its work pass, call `end_step`, and begin anew."""
+    """One replica. Call `begin_step`, let the time of its work pass, call `end_step`, and begin anew.
+
+    A step of nothing but decodes is often followed by others of the same outputs. They may be taken together.
+    """
 
     @property
     def num_preemptions(self) -> int:
@@ -71,8 +75,13 @@ class System(Protocol):
         """Choose what runs. None if there is nothing to do."""
         ...
 
-    def end_step(self, seconds: float) -> StepResult:
-        """What the step gave, which took so long."""
+    def num_alike(self) -> int:
+        """After `begin_step`: how many more steps are sure to run the same outputs, with a token for each, and to give
+        the same requests tokens, unless a request is added. Requests end with the last of them alone."""
+        ...
+
+    def end_step(self, *seconds: float) -> StepResult:
+        """What the step gave, and at most `num_alike` more of them. They took so long, one after the other."""
         ...
 
     def memory(self) -> Memory:
