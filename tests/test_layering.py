@@ -151,7 +151,8 @@ ARROWS: dict[str, set[str]] = {
     "distributed.ray_placement": {"distributed.worker"},
     "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}
     | {"execution.step_inputs", "config"},
-    "distributed.hosts": {"distributed.communicator"},
+    "distributed.hosts": {"distributed.process_group"},
+    "distributed.process_group": {"distributed.communicator", "distributed.network", "errors"},
     "distributed.communicator": {"pagedattn_ext"},
     "distributed.torchrun": {"distributed.worker", "distributed.channel"},
     "distributed.channel": set(),

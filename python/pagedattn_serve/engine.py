@@ -14,7 +14,6 @@ from pagedattn_serve.distributed.executor import Executor, Workers
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.engine_setup import (
-    check_has_ranks,
     choose_device,
     limit_to_cache,
     limit_to_memory,
@@ -88,10 +87,9 @@ class LLMEngine:
         with ExitStack() as undo:
             workers, partition = None, SINGLE
             if parallel_config.tensor_parallel_size > 1:
-                check_has_ranks(device, parallel_config.tensor_parallel_size)
-                workers = Workers(parallel_config, model_config, cache_config, scheduler_config)
+                workers = Workers(parallel_config, replace(model_config, device=device), cache_config, scheduler_config)
                 undo.callback(workers.close)
-                partition = workers.partition
+                partition, device = workers.partition, workers.device
             self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
             end_token_ids = frozenset(eos_token_ids(directory))
             defaults = generation_defaults(directory)

@@ -83,7 +83,8 @@ class EngineArgs:
     ] = 0
     tensor_parallel_size: Annotated[
         int,
-        "ranks that share the model: processes, each with its slice of the weights and of the cache. Only on the CPU",
+        "ranks that share the model: processes, each with its slice of the weights and of the cache. On CUDA each rank "
+        "takes a device of its own",
     ] = 1
     enforce_eager: Annotated[
         bool,

@@ -34,11 +34,18 @@ def choose_device(name: str) -> str:
     return name
 
 
-def check_has_ranks(device: str, tensor_parallel_size: int) -> None:
-    """Raise ArgumentError if several ranks cannot share a model on this device."""
-    if device != "cpu":
-        expected = f"1 on {device}, as ranks share a model on the CPU alone"
-        raise ArgumentError("tensor_parallel_size", expected, tensor_parallel_size)
+def device_of_rank(device: str, rank_on_host: int, ranks_per_host: int) -> str:
+    """The device of a rank, where `choose_device` gave this device: on CUDA each rank of a host has another one. Raises
+    ArgumentError if the host has too few."""
+    if device == "cpu":
+        return device
+    if device != "cuda":
+        raise ArgumentError("device", "cpu, or cuda without a number, for several ranks", device)
+    number = torch.cuda.device_count()
+    if ranks_per_host > number:
+        expected = f"at most {number} on a machine with {number} CUDA devices, as each rank takes one"
+        raise ArgumentError("tensor_parallel_size", expected, ranks_per_host)
+    return f"cuda:{rank_on_host}"
 
 
 def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:

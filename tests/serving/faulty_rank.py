@@ -10,19 +10,20 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.distributed import worker
+from pagedattn_serve.distributed import process_group, worker
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 from pagedattn_serve.execution.step_inputs import StepInputs
 from pagedattn_serve.execution.step_runner import StepRunner
 
 RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS = 90, 91, 92, 93
 
-all_reduce = SharedMemoryCommunicator.all_reduce
 run_model = StepRunner.run_model
 done: set[int] = set()  # faults, by token
 ahead: list[int] = []  # the fault of this step, if one is to come
@@ -44,22 +45,25 @@ def run_faulty_step(runner: StepRunner, inputs: StepInputs) -> Tensor:
     return run_model(runner, inputs)
 
 
-def faulty_all_reduce(communicator: SharedMemoryCommunicator, tensor: Tensor) -> Tensor:
-    result = all_reduce(communicator, tensor)
-    if ahead and ahead[0] not in done:
-        done.add(ahead[0])
-        match ahead[0]:
-            case 90:
-                raise MemoryError("no memory amid a step")
-            case 91:
-                die()
-            case 92:
-                os.kill(os.getpid(), signal.SIGSTOP)
-    return result
+def faulty(all_reduce: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def faulty_all_reduce(communicator: object, tensor: Tensor) -> Tensor:
+        result = all_reduce(communicator, tensor)
+        if ahead and ahead[0] not in done:
+            done.add(ahead[0])
+            match ahead[0]:
+                case 90:
+                    raise MemoryError("no memory amid a step")
+                case 91:
+                    die()
+                case 92:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+        return result
+
+    return faulty_all_reduce
 
 
 def main() -> None:
-    fd, parent, fault, module = sys.argv[1:]
+    fd, parent, fault, module, *_ = sys.argv[1:]
     match fault:
         case "start":
             die()
@@ -69,13 +73,15 @@ def main() -> None:
             worker.StepRunner = die  # type: ignore[assignment, misc]
         case "join":
             worker.Rank._connect_peers = die  # type: ignore[method-assign]
+            process_group.connect_backend = die
         case "memory":
             worker.load_model = no_memory
         case "room":
             worker.limit_to_memory = lambda *_: CacheConfig(num_blocks=11, num_host_blocks=5)
         case "tokens":
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
-            SharedMemoryCommunicator.all_reduce = faulty_all_reduce  # type: ignore[method-assign]
+            for communicator in SharedMemoryCommunicator, ProcessGroupCommunicator:
+                communicator.all_reduce = faulty(communicator.all_reduce)  # type: ignore[method-assign]
     importlib.import_module(module).main(int(fd), int(parent))
 
 

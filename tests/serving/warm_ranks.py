@@ -50,14 +50,18 @@ class WarmProcess:
 
 
 class StartedRanks:
-    """The ranks that tests have started. fault: of the next ones, as `faulty_rank` takes it."""
+    """The ranks that tests have started. fault: of the next ones, as `faulty_rank` takes it. uses_gloo: the next ones
+    compute together as `gloo_rank` has it."""
 
     def __init__(self) -> None:
         self.processes: list[WarmProcess] = []
         self.fault: str | None = None
+        self.uses_gloo = False
 
     def start(self, module: str, theirs: socket.socket) -> WarmProcess:
-        program = (module,) if self.fault is None else ("faulty_rank", self.fault, module)
+        program: tuple[str, ...] = ("gloo_rank", module) if self.uses_gloo else (module,)
+        if self.fault is not None:
+            program = ("faulty_rank", self.fault, *program)
         self.processes.append(WarmProcess(theirs, *program))
         return self.processes[-1]
 

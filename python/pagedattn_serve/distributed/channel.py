@@ -24,21 +24,21 @@ class Channel:
     along."""
 
     def __init__(self, side: socket.socket) -> None:
-        self._socket = side
+        self.socket = side
 
     def send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
         """Raises ChannelClosed."""
         try:
-            socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
+            socket.send_fds(self.socket, [pickle.dumps(message)], descriptors)
         except (BrokenPipeError, ConnectionResetError):
             raise ChannelClosed from None
 
     def receive(self, deadline: float | None = None) -> tuple[Any, list[int]]:
         """Wait for a message; returns the message and its descriptors. Raises ChannelClosed; TimeoutError if no message
         has come at `deadline`, a time of `time.monotonic()`."""
-        _wait_until(deadline, self._socket)
+        _wait_until(deadline, self.socket)
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             data, descriptors = b"", []
         if not data:
@@ -47,25 +47,25 @@ class Channel:
 
     def has_message(self, timeout: float = 0) -> bool:
         """Whether `receive` would return or raise ChannelClosed at once, within so many seconds."""
-        return _is_readable(self._socket, timeout)
+        return _is_readable(self.socket, timeout)
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
 
 class NetworkChannel:
     """One side of a TCP connection. Each message goes behind its size."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        self.socket = connection
 
     def send(self, message: Any) -> None:
         """Raises ChannelClosed."""
         data = pickle.dumps(message)
-        self.connection.settimeout(None)
+        self.socket.settimeout(None)
         try:
             # At once: there is room for what fits into a message, as its receiver reads it before the next one comes.
-            self.connection.sendall(SIZE.pack(len(data)) + data)
+            self.socket.sendall(SIZE.pack(len(data)) + data)
         except OSError:
             raise ChannelClosed from None
 
@@ -75,9 +75,9 @@ class NetworkChannel:
         while True:
             # Nothing is taken before the whole message is there.
             self._wake_for(needed)
-            _wait_until(deadline, self.connection)
+            _wait_until(deadline, self.socket)
             try:
-                data = self.connection.recv(SIZE.size + MAX_BYTES, socket.MSG_PEEK)
+                data = self.socket.recv(SIZE.size + MAX_BYTES, socket.MSG_PEEK)
             except TimeoutError as error:
                 if error.errno is None:
                     raise
@@ -92,19 +92,19 @@ class NetworkChannel:
             needed = SIZE.size + size
             if len(data) >= needed:
                 break
-        message = self.connection.recv(needed)[SIZE.size :]
+        message = self.socket.recv(needed)[SIZE.size :]
         self._wake_for(1)
         return pickle.loads(message), []
 
     def has_message(self, timeout: float = 0) -> bool:
         """As that of `Channel`."""
-        return _is_readable(self.connection, timeout)
+        return _is_readable(self.socket, timeout)
 
     def close(self) -> None:
-        self.connection.close()
+        self.socket.close()
 
     def _wake_for(self, num_bytes: int) -> None:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 def _wait_until(deadline: float | None, connection: socket.socket) -> None:

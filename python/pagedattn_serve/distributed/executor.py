@@ -5,6 +5,7 @@ Rank 0 is the process of the engine. It sends the other ranks what the model rea
 
 import os
 import pickle
+import select
 import socket
 import time
 import weakref
@@ -16,7 +17,7 @@ import torch
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
-from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS
+from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
 from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
 from pagedattn_serve.distributed.messages import (
@@ -36,10 +37,12 @@ from pagedattn_serve.distributed.messages import (
     without_tables,
 )
 from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, serve_store
 from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
 from pagedattn_serve.distributed.ray_placement import OPTION, RayPlacement
 from pagedattn_serve.distributed.remote import OtherHosts, Placement, absolute
 from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
+from pagedattn_serve.engine_setup import device_of_rank
 from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
@@ -49,6 +52,7 @@ from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer
 CHECK_SECONDS = 0.1  # between two looks at whether all ranks live, while one is waited for
+LOOPBACK = "127.0.0.1"
 END_SECONDS = 1.0  # for a process to end once its socket is closed
 
 Message = TypeVar("Message")
@@ -80,15 +84,15 @@ class Worker:
     def name(self) -> str:
         return f"rank {self.rank} (process {self._process.pid}" + (f" on {self.ip})" if self.ip else ")")
 
-    def join(self, generation: int, group: int, path: str | None) -> None:
-        """Send the rank into a group. Its memory has this descriptor here, and this path on another host."""
+    def join(self, order: Join, *memory: int) -> None:
+        """Send the rank into a group, whose memory has this descriptor here."""
         if isinstance(self.channel, NetworkChannel):
-            self.channel.send(Join(generation, path))
+            self.channel.send(order)
             return
         ours, theirs = socket.socketpair()
         with theirs:
             self.begin_steps(ours)
-            self.channel.send(Join(generation, None), (group, theirs.fileno()))
+            self.channel.send(order, (theirs.fileno(), *memory))
 
     def begin_steps(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE_SECONDS)
@@ -122,6 +126,8 @@ class Worker:
 class Workers:
     """The processes of ranks 1 and up. They end with this object, with `close`, and with this process.
 
+    device: of rank 0.
+
     Methods raise ExecutorDeadError if a process has died or does not answer. From then on every call raises it.
     """
 
@@ -139,6 +145,8 @@ class Workers:
         by_ray = parallel.distributed_executor_backend == "ray"
         if by_torchrun and by_ray:
             raise ArgumentError(OPTION, "mp with ranks that torchrun has started", "ray")
+        if by_ray and model.device != "cpu":
+            raise ArgumentError(OPTION, f"mp, or torchrun, on {model.device}, as Ray places ranks on CPUs alone", "ray")
         num_threads = torch.get_num_threads()
         if not by_torchrun:  # else that is the number for a process already
             num_threads = max(1, num_threads // world_size)
@@ -152,10 +160,13 @@ class Workers:
             if placement is not None and placement.num_hosts > 1:
                 self._other_hosts = OtherHosts(placement, world_size)
                 undo.append(self._other_hosts.close)
-                model = replace(model, model=absolute(model.model), enforce_eager=True)  # see `has_graphs`
+                model = replace(model, model=absolute(model.model))
             others = self._other_hosts
             ranks_per_host = world_size if others is None else others.ranks_per_host
-            self.communicator = make_communicator(0, world_size, 1 if others is None else others.num_hosts)
+            self.device = device_of_rank(model.device, 0, ranks_per_host)
+            self.communicator = make_communicator(0, world_size, 1 if others is None else others.num_hosts, self.device)
+            if not self.has_graphs:
+                model = replace(model, enforce_eager=True)
             nodes = numa_nodes(os.sched_getaffinity(0))
             undo.append(take_share(num_threads, cpus_of_rank(0, ranks_per_host, nodes)))
             for worker in accept_ranks(ranks_per_host) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
@@ -176,7 +187,7 @@ class Workers:
     @property
     def has_graphs(self) -> bool:
         """Whether CPU graphs can hold what the ranks compute together."""
-        return self._other_hosts is None
+        return isinstance(self.communicator, SharedMemoryCommunicator)
 
     @property
     def partition(self) -> Partition:
@@ -210,18 +221,41 @@ class Workers:
         self.communicator.leave()
         self._generation += 1
         deadline = time.monotonic() + ANSWER_SECONDS
+        if isinstance(self.communicator, ProcessGroupCommunicator):
+            self._join_process_group(self.communicator, deadline)
+            return
         paths = self._make_groups(deadline)
         with self.communicator.create_group() as group:
-            for worker in self._workers:
-                try:
-                    worker.join(self._generation, group.fileno(), paths[worker.rank])
-                except ChannelClosed:
-                    raise self._dead(worker.death()) from None
-            if self._other_hosts is not None:
-                self._connect(self._other_hosts, deadline)
+            orders = {rank: Join(self._generation, path, None) for rank, path in paths.items()}
+            self._send_into_group(orders, deadline, group.fileno())
             for worker in self._workers:
                 self._receive(worker, Joined, deadline)
             self.communicator.join(group)
+
+    def _join_process_group(self, communicator: ProcessGroupCommunicator, deadline: float) -> None:
+        store, address = serve_store(LOOPBACK if self._other_hosts is None else self._other_hosts.address[0])
+        communicator.meet(lambda: store)
+        order = Join(self._generation, None, address)
+        self._send_into_group({worker.rank: order for worker in self._workers}, deadline)
+        for worker in self._workers:
+            self._receive(worker, Joined, deadline)
+        try:
+            communicator.join(deadline, self.check_health)
+        except TimeoutError as error:
+            raise self._dead(str(error)) from None
+        # A rank says something amid steps only if it leaves.
+        channels = {f"{worker.name} has died, or has left the group": worker.channel.socket for worker in self._workers}
+        communicator.watch(channels, select.POLLIN)
+
+    def _send_into_group(self, orders: dict[int, Join], deadline: float, *memory: int) -> None:
+        """orders: by rank."""
+        for worker in self._workers:
+            try:
+                worker.join(orders[worker.rank], *memory)
+            except ChannelClosed:
+                raise self._dead(worker.death()) from None
+        if self._other_hosts is not None:
+            self._connect(self._other_hosts, deadline)
 
     def _make_groups(self, deadline: float) -> dict[int, str | None]:
         """Let each of the other hosts have the memory of a group. Where a rank finds its group; None on this host."""
@@ -237,15 +271,16 @@ class Workers:
 
     def _connect(self, others: OtherHosts, deadline: float) -> None:
         """Wait for what the ranks on other hosts connect with this one."""
-        assert isinstance(self.communicator, HostsCommunicator)
+        peers = self.communicator.peers if isinstance(self.communicator, HostsCommunicator) else []
         try:
-            steps, sums = others.connect(self._generation, self.communicator.peers, deadline, self.check_health)
+            steps, sums = others.connect(self._generation, peers, deadline, self.check_health)
         except TimeoutError as error:
             raise self._dead(str(error)) from None
         for worker in self._workers:
             if worker.rank in steps:
                 worker.begin_steps(steps[worker.rank])
-        self.communicator.take_links(sums)
+        if isinstance(self.communicator, HostsCommunicator):
+            self.communicator.take_links(sums)
 
     def send_step(self, step: Step) -> None:
         data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
@@ -429,6 +464,7 @@ class Executor(ModelRunner):
                 logits = self.run_model(inputs)
                 if self._workers.checks_inputs:
                     self._workers.check_digests(digest(inputs, changes.lengths))
+            self._workers.communicator.finish_step()
         except Exception as error:
             self._workers.communicator.abort(f"rank 0: {describe(error)}")
             self._workers.raise_cause(error)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pagedattn_serve.distributed import communicator
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 
 CHECK_SECONDS = 0.1  # between two looks at whether the other ranks of the host go on
 
@@ -95,6 +96,9 @@ class HostsCommunicator:
         of_hosts = torch.stack(self._exchange(tensor.reshape(-1)))
         of_ranks = self._on_host.all_gather(of_hosts)  # [ranks_per_host, num_hosts, ...]
         return of_ranks.transpose(0, 1).reshape(self.world_size, *tensor.shape)
+
+    def finish_step(self) -> None:
+        """Nothing is left to wait for."""
 
     def _exchange(self, own: Tensor) -> list[Tensor]:
         """The tensors of the peers and of this rank, in the order of the hosts."""
@@ -175,7 +179,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def make_communicator(rank: int, world_size: int, num_hosts: int) -> SharedMemoryCommunicator | HostsCommunicator:
+AnyCommunicator = SharedMemoryCommunicator | HostsCommunicator | ProcessGroupCommunicator
+
+
+def make_communicator(rank: int, world_size: int, num_hosts: int, device: str) -> AnyCommunicator:
+    if device != "cpu":
+        return ProcessGroupCommunicator(rank, world_size, torch.device(device))
     if num_hosts == 1:
         return SharedMemoryCommunicator(rank, world_size)
     return HostsCommunicator(rank, world_size, num_hosts)

@@ -46,7 +46,8 @@ class Arrived(NamedTuple):
 class RankOrder(NamedTuple):
     """What a rank loads, and how it computes: with how many threads, on which CPUs (None: on any).
 
-    hosts: None if all ranks are on one. checks_inputs: the rank answers each step with a digest.
+    hosts: None if all ranks are on one. checks_inputs: the rank answers each step with a digest. model: its device is
+    cpu or cuda, where each rank of a host has another one.
     """
 
     rank: int
@@ -98,12 +99,14 @@ class GroupMade(NamedTuple):
 class Join(NamedTuple):
     """generation: the number of the group.
 
-    On the host of rank 0, two descriptors come along: the group, and the socket for its steps. On another host, the
-    group's memory is at `path`, and the rank connects to rank 0.
+    On the host of rank 0, descriptors come along: the socket for the steps of the group, then the memory of the group.
+    On another host, the memory is at `path`, and the rank connects to rank 0. store: where ranks on CUDA meet, whose
+    group has no memory.
     """
 
     generation: int
     path: str | None
+    store: Address | None
 
 
 class Joined(NamedTuple):

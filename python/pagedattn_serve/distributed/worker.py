@@ -7,10 +7,12 @@ makes a new group. In between, a rank waits for rank 0.
 
 import os
 import pickle
+import select
 import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from io import FileIO
 
 import torch
@@ -34,14 +36,14 @@ from pagedattn_serve.distributed.messages import (
     digest,
 )
 from pagedattn_serve.distributed.network import Address, Hello, Listener, connect
-from pagedattn_serve.engine_setup import limit_to_memory, limit_to_model
+from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, find_store
+from pagedattn_serve.engine_setup import device_of_rank, limit_to_memory, limit_to_model
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.execution.block_tables import TableArray
 from pagedattn_serve.execution.step_runner import StepRunner, max_num_blocks_per_seq
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.partition import Partition
 
-DEVICE = "cpu"
 CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
 MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
 
@@ -83,22 +85,25 @@ class Rank:
             os.sched_setaffinity(0, order.cpus)  # before torch starts the threads that it computes with
         torch.set_num_threads(order.num_threads)
         self._hosts = order.hosts
-        self._communicator = make_communicator(
-            order.rank, order.world_size, 1 if order.hosts is None else order.hosts.num_hosts
-        )
+        num_hosts = 1 if order.hosts is None else order.hosts.num_hosts
+        ranks_per_host = order.world_size // num_hosts
+        config = order.model
+        device = device_of_rank(config.device, order.rank % ranks_per_host, ranks_per_host)
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        self._communicator = make_communicator(order.rank, order.world_size, num_hosts, device)
         self._listener: Listener | None = None
         if order.hosts is not None:
             self._listener = Listener(order.hosts.ip, order.hosts.key)
         partition = Partition(order.rank, order.world_size, self._communicator)
-        config = order.model
-        model = load_model(config.model, config.dtype, DEVICE, config.quantization, partition)
-        own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), DEVICE)
+        model = load_model(config.model, config.dtype, device, config.quantization, partition)
+        own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), device)
         address = None if self._listener is None else self._listener.address
         channel.send(Loaded(own_cache.num_blocks, own_cache.num_host_blocks, address))
         agreed: CacheOrder
         agreed, _ = channel.receive()
         self._addresses = agreed.addresses
-        self._runner = StepRunner(model, agreed.scheduler, agreed.cache, DEVICE, config.enforce_eager)
+        self._runner = StepRunner(model, agreed.scheduler, agreed.cache, device, config.enforce_eager)
         self._tables = TableArray(agreed.scheduler.max_num_seqs, max_num_blocks_per_seq(agreed.scheduler, agreed.cache))
         channel.send(Ready())
 
@@ -111,12 +116,14 @@ class Rank:
             if isinstance(order, MakeGroup):
                 self._make_group(order.generation)
                 return
-            group, steps = self._open(order, descriptors)
-            with steps:
+            with self._open_steps(order, descriptors) as steps:
                 self._runner.drop_graphs()
-                with group:
-                    self._connect_peers(order.generation)
-                    self._communicator.join(group)
+                if isinstance(self._communicator, ProcessGroupCommunicator):
+                    self._join_process_group(self._communicator, order, steps)
+                else:
+                    with FileIO(descriptors[1] if order.path is None else order.path, "r+") as memory:
+                        self._connect_peers(order.generation)
+                        self._communicator.join(memory)
                 self._channel.send(Joined(order.generation))
                 self._run_steps(steps)
         except ChannelClosed:
@@ -130,18 +137,23 @@ class Rank:
         self._channel.send(Left(order.generation, error))
 
     def _make_group(self, generation: int) -> None:
+        assert not isinstance(self._communicator, ProcessGroupCommunicator)
         if self._group_file is not None:
             self._group_file.close()
         self._group_file = self._communicator.create_group()
         self._channel.send(GroupMade(generation, f"/proc/{os.getpid()}/fd/{self._group_file.fileno()}"))
 
-    def _open(self, order: Join, descriptors: list[int]) -> tuple[FileIO, socket.socket]:
-        """The group's memory, and the connection for its steps."""
-        if order.path is None:
-            [group, steps] = descriptors
-            return FileIO(group, "r+"), socket.socket(fileno=steps)
-        connection = self._connect(0, Hello("steps", order.generation, self._communicator.rank))
-        return FileIO(order.path, "r+"), connection
+    def _open_steps(self, order: Join, descriptors: list[int]) -> socket.socket:
+        """The connection for the steps of a group."""
+        if descriptors:
+            return socket.socket(fileno=descriptors[0])
+        return self._connect(0, Hello("steps", order.generation, self._communicator.rank))
+
+    def _join_process_group(self, communicator: ProcessGroupCommunicator, order: Join, steps: socket.socket) -> None:
+        assert order.store is not None
+        communicator.meet(partial(find_store, order.store))
+        communicator.join(time.monotonic() + CONNECT_SECONDS, self._check_is_awaited)
+        communicator.watch({"rank 0 has left the group": steps}, select.POLLRDHUP)
 
     def _connect_peers(self, generation: int) -> None:
         """Those on hosts before come first, so that no two ranks wait for each other."""

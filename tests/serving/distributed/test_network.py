@@ -101,13 +101,13 @@ def test_a_message_comes_whole_or_not_at_all() -> None:
     for i in range(len(message)):
         with pytest.raises(TimeoutError):
             theirs.receive(in_seconds(0))
-        ours.connection.sendall(message[i : i + 1])
+        ours.socket.sendall(message[i : i + 1])
     assert theirs.receive(in_seconds(30)) == ("later", [])
-    assert not has_hung_up(theirs.connection)
+    assert not has_hung_up(theirs.socket)
     ours.send("last")
-    ours.connection.sendall(message[:-1])
+    ours.socket.sendall(message[:-1])
     ours.close()
-    assert has_hung_up(theirs.connection, timeout=30)
+    assert has_hung_up(theirs.socket, timeout=30)
     assert theirs.receive() == ("last", [])
     with pytest.raises(ChannelClosed):
         theirs.receive()
