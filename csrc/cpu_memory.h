@@ -121,10 +121,9 @@ PAGEDATTN_INLINE void prefetch_line(const void* address) {
   for (int i = 0; i < TRIES; ++i) __builtin_prefetch(address, 0, 2);
 }
 
-// Fetches the cache line of `address`, which is read once. With AVX512 the line goes into the second-level cache, as
-// only few lines at a time may be on their way into the first. Without AVX512 it goes into the first alone, so that the
-// second keeps what other code has there.
-PAGEDATTN_INLINE void prefetch_once(const void* address) { __builtin_prefetch(address, 0, VEC_BYTES == 64 ? 2 : 0); }
+// Fetches the cache line of `address`, which is read once, into the first-level cache alone. The second keeps what
+// other code has there.
+PAGEDATTN_INLINE void prefetch_into_first_level(const void* address) { __builtin_prefetch(address, 0, 0); }
 
 }  // namespace
 }  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
