@@ -20,7 +20,9 @@ constexpr int TILE_ROW_BYTES = 64;
 class TileConfiguration {
  public:
   // Tile i has num_rows[i] rows of 64 bytes.
-  PAGEDATTN_INLINE explicit TileConfiguration(const uint8_t (&num_rows)[NUM_TILES]) {
+  PAGEDATTN_INLINE explicit TileConfiguration(const uint8_t (&num_rows)[NUM_TILES],
+                                              const uint16_t (&row_bytes)[NUM_TILES] = {64, 64, 64, 64, 64, 64, 64,
+                                                                                        64}) {
     struct alignas(64) {
       uint8_t palette = 1;
       uint8_t start_row = 0;
@@ -29,7 +31,7 @@ class TileConfiguration {
       uint8_t num_rows[16] = {};
     } config;
     for (int i = 0; i < NUM_TILES; ++i) {
-      config.row_bytes[i] = TILE_ROW_BYTES;
+      config.row_bytes[i] = row_bytes[i];
       config.num_rows[i] = num_rows[i];
     }
     asm volatile("ldtilecfg %0" : : "m"(config));
@@ -60,6 +62,19 @@ PAGEDATTN_INLINE void store_tile(void* target, int64_t stride) {
 template <int SUMS, int A, int B>
 PAGEDATTN_INLINE void add_bfloat16_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
+}
+
+// The tile SUMS, of int32, [rows of A][16], += products of the tile A, of int8, [rows of A][quads][4], and the tile B,
+// of uint8, [quads][16][4].
+template <int SUMS, int A, int B>
+PAGEDATTN_INLINE void add_byte_products() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
+}
+
+// The same, of int8 in both tiles.
+template <int SUMS, int A, int B>
+PAGEDATTN_INLINE void add_signed_byte_products() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
 }
 
 }  // namespace

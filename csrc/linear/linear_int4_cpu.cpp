@@ -4,15 +4,13 @@
 #include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
+#include "linear/int4_panels.h"
 #include "linear/linear_quantized.h"
 #include "linear/quantize_rows.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
-constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
-constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
 // The sums of a block. Without VNNI, a column has two sums of 16 bits, each of at most 16 products of at most 15 * 127.
@@ -71,10 +69,6 @@ struct UnpackedCodes {
   PAGEDATTN_INLINE UintVec quad(int pair, int half, int v) const { return quads[pair][half][v]; }
 };
 
-PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) {
-  return LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
-}
-
 // The scales and zeros of one group of each panel.
 template <int PANELS>
 struct Group {
@@ -83,17 +77,14 @@ struct Group {
 };
 
 template <int PANELS>
-PAGEDATTN_INLINE Group<PANELS> load_group(const uint8_t* panel_scales, int64_t panel_bytes, DType scale_dtype) {
+PAGEDATTN_INLINE Group<PANELS> load_group(const LinearInt4Params& p, const uint8_t* panel_scales, int64_t panel_bytes) {
   Group<PANELS> group;
   PAGEDATTN_UNROLL
   for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
     const uint8_t* scales = panel_scales + v / PANEL_VECS * panel_bytes;
-    const uint8_t* zeros = scales + LINEAR_PANEL * element_size(scale_dtype);
-    const int column = v % PANEL_VECS * VEC_SIZE;
-    const UintVec zero = widen(widen(load_as<ByteVec>(zeros + column)));
-    group.scales[v] = scale_dtype == DType::FLOAT16 ? load(reinterpret_cast<const float16*>(scales) + column)
-                                                    : load(reinterpret_cast<const float*>(scales) + column);
-    group.minus_zeros[v] = -__builtin_convertvector((IntVec)zero, Vec);
+    const int feature = v % PANEL_VECS * VEC_SIZE;
+    group.scales[v] = load_scales(p, scales, feature);
+    group.minus_zeros[v] = -__builtin_convertvector((IntVec)load_zeros(p, scales, feature), Vec);
   }
   return group;
 }
@@ -140,7 +131,7 @@ PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* w
   for (int64_t block = 0; block < num_blocks; weights += scale_bytes(p)) {
     const uint8_t* scales = weights + p.blocks_per_group * BYTES_PER_BLOCK;
     fetch_ahead(scales);
-    const Group group = load_group<PANELS>(scales, panel_bytes, p.scale_dtype);
+    const Group group = load_group<PANELS>(p, scales, panel_bytes);
     for (const int64_t end = block + p.blocks_per_group; block < end; ++block, weights += BYTES_PER_BLOCK) {
       PAGEDATTN_UNROLL
       for (int line = 0; line < BYTES_PER_BLOCK; line += 64) fetch_ahead(weights + line);
@@ -177,18 +168,6 @@ void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_
       });
 }
 
-template <int PANELS, typename T>
-void write_panels(const LinearInt4Params& p, int64_t first_column, const Vec* sums) {
-  constexpr int64_t COLUMNS = PANELS * LINEAR_PANEL;
-  for_each_vector(smaller(p.out_features - first_column, COLUMNS), [&](int64_t i, auto load, auto store) {
-    const int64_t column = first_column + i;
-    const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + column);
-    for (int64_t row = 0; row < p.num_rows; ++row) {
-      store(static_cast<T*>(p.out) + row * p.out_features + column, sums[(row * COLUMNS + i) / VEC_SIZE] + bias);
-    }
-  });
-}
-
 }  // namespace
 
 void quantize_rows_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
@@ -211,12 +190,12 @@ void quantize_rows_int4(const LinearInt4Params& params, int64_t begin, int64_t e
 }
 
 void linear_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
-  const int64_t panel_bytes = params.num_groups * (params.blocks_per_group * BYTES_PER_BLOCK + scale_bytes(params));
+  const int64_t panel_bytes = params.num_groups * bytes_per_group(params);
   Vec sums[LINEAR_CHUNK_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
     const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {
       sum_tiles(params, params.weight + panel * panel_bytes, panel_bytes, sums);
-      write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
+      write_out<PANELS, T>(params, panel * LINEAR_PANEL, reinterpret_cast<const float*>(sums));
     };
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
         params.num_rows, begin, end,

@@ -8,6 +8,7 @@
 #include "cpu_memory.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
+#include "linear/int8_out.h"
 #include "linear/linear_quantized.h"
 #include "linear/quantize_rows.h"
 
@@ -120,22 +121,6 @@ void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_
   }
 }
 
-template <int PANELS, typename T>
-void write_panels(const LinearInt8Params& p, int64_t first_column, const UintVec* sums) {
-  constexpr int64_t COLUMNS = PANELS * LINEAR_PANEL;
-  for_each_vector(smaller(p.out_features - first_column, COLUMNS), [&](int64_t i, auto load, auto store) {
-    const int64_t column = first_column + i;
-    const Vec weight_scales = load(p.weight_scales + column);
-    const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + column);
-    for (int64_t row = 0; row < p.num_rows; ++row) {
-      const UintVec sum = sums[(row * COLUMNS + i) / VEC_SIZE] - 128 * static_cast<uint32_t>(p.code_sums[row]);
-      const Vec scales = weight_scales * p.row_scales[row];
-      store(static_cast<T*>(p.out) + row * p.out_features + column,
-            fma(__builtin_convertvector((IntVec)sum, Vec), scales, bias));
-    }
-  });
-}
-
 // Moves the excess of a row's pairs into `excess`. Returns the number of quads that have an excess.
 int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
   const auto excess_of = [](const int8_t* pair) {
@@ -183,7 +168,7 @@ void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
       const uint8_t* weights = params.weight + panel * num_quads * BYTES_PER_QUAD;
       sum_tiles(params, weights, num_quads, sums);
       if (LIMITS_PAIRS) add_excess<PANELS>(params, weights, num_quads, sums);
-      write_panels<PANELS, T>(params, panel * LINEAR_PANEL, sums);
+      write_out<PANELS, T>(params, panel * LINEAR_PANEL, reinterpret_cast<const int32_t*>(sums));
     };
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
         params.num_rows, begin, end,

@@ -8,9 +8,14 @@
 namespace pagedattn {
 namespace {
 
+// Rows of scratch.
+int64_t rows_of_scratch(int64_t num_rows) {
+  return ceil_div(std::min(num_rows, LINEAR_CHUNK_ROWS), ROWS_PER_TILE) * ROWS_PER_TILE;
+}
+
 void run(const LinearInt8Params& op_params) {
   LinearInt8Params params = op_params;
-  const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
+  const int64_t chunk_rows = rows_of_scratch(params.num_rows);
   params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
   const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * ceil_div(params.in_features, QUAD));
@@ -21,18 +26,28 @@ void run(const LinearInt8Params& op_params) {
   params.row_scales = row_scales;
   params.code_sums = code_sums;
   params.num_excesses = num_excesses;
-  run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles);
+  if (linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES) {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8_tiles), linear_tiles);
+  } else {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+  }
 }
 
 void run(const LinearInt4Params& op_params) {
   LinearInt4Params params = op_params;
-  const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
+  const int64_t chunk_rows = rows_of_scratch(params.num_rows);
   params.code_stride = params.in_features;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
   const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
   params.codes = codes.get();
   params.blocks = blocks.get();
-  run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
+  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
+  if (linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES) {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4_tiles), linear_tiles);
+  } else {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
+  }
 }
 
 }  // namespace

@@ -9,7 +9,11 @@
 namespace pagedattn {
 
 constexpr int QUAD = 4;            // adjacent elements of a row, multiplied with adjacent weights
-constexpr int CODE_MULTIPLE = 16;  // at most so many codes are written at a time
+constexpr int CODE_MULTIPLE = 64;  // codes of a row in one step, at most
+
+// A CPU with tiles (AMX) multiplies more rows than this with them. Scratch for the rows has room for whole tiles.
+constexpr int64_t MAX_ROWS_WITHOUT_TILES = 12;
+constexpr int64_t ROWS_PER_TILE = 16;
 
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // the sum of so many products of at most 128 * 127 is below 2^31
 
@@ -24,7 +28,7 @@ struct LinearInt8Params : LinearParams {
   const float* weight_scales;  // [out_features]
 
   // Scratch: the quantized rows.
-  int8_t* codes;          // tiles of [code_stride / 4, rows of the tile, 4]
+  int8_t* codes;          // tiles of [code_stride / 4, rows of the tile, 4], or [code_stride / 64, 16, 64]
   int64_t code_stride;    // in_features, rounded up to a multiple of CODE_MULTIPLE
   float* row_scales;      // [num_rows]
   int32_t* code_sums;     // [num_rows]
@@ -49,9 +53,9 @@ struct LinearInt4Params : LinearParams {
   DType scale_dtype;  // of the weight's scales
 
   // Scratch: the quantized rows.
-  int8_t* codes;           // tiles of [code_stride / 4, rows of the tile, 4]
+  int8_t* codes;           // tiles of [code_stride / 4, rows of the tile, 4], or [in_features / 32, 16, 32]
   int64_t code_stride;     // in_features
-  QuantizedBlock* blocks;  // tiles of [in_features / 32, rows of the tile]
+  QuantizedBlock* blocks;  // tiles of [in_features / 32, rows of the tile], or [in_features / 32, 16]
 };
 
 // Rows [begin, end).
@@ -59,7 +63,13 @@ PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int8, const LinearInt8Params& params,
 // Panels [begin, end). The rows are quantized already.
 PAGEDATTN_DECLARE_CPU_KERNEL(linear_int8, const LinearInt8Params& params, int64_t begin, int64_t end)
 
+// The same with tiles. Both kernels of a pair, or none, are called for a chunk of rows.
+PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int8_tiles, const LinearInt8Params& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_int8_tiles, const LinearInt8Params& params, int64_t begin, int64_t end)
+
 PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int4, const LinearInt4Params& params, int64_t begin, int64_t end)
 PAGEDATTN_DECLARE_CPU_KERNEL(linear_int4, const LinearInt4Params& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(quantize_rows_int4_tiles, const LinearInt4Params& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(linear_int4_tiles, const LinearInt4Params& params, int64_t begin, int64_t end)
 
 }  // namespace pagedattn

@@ -48,13 +48,14 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
   }
   const Vec inverse_scale = broadcast(MAX_CODE / largest);
   const Vec round_to_int = broadcast(0x1.8p23f);
-  Vec sums{};
+  IntVec sums{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
     const Vec rounded = (load(input + i) * inverse_scale + round_to_int) - round_to_int;
-    sums = sums + rounded;
-    store(i, __builtin_convertvector(rounded, IntVec));
+    const IntVec codes = __builtin_convertvector(rounded, IntVec);
+    sums += codes;
+    store(i, codes);
   });
-  return {largest / MAX_CODE, reduce_sum(sums)};
+  return {largest / MAX_CODE, reduce_sum(__builtin_convertvector(sums, Vec))};
 }
 
 }  // namespace

@@ -86,11 +86,12 @@ def test_packed_int8_weight():
 @pytest.mark.parametrize("value", [-128, 127])
 @pytest.mark.parametrize("in_features", [4, 12288, 131072])
 @pytest.mark.parametrize("signs", ["same", "pairs", "alternating"])
-def test_int8_sums_of_the_largest_products(in_features, value, signs):
+@pytest.mark.parametrize("num_rows", [3, 17])  # few, and as many as meet tiles
+def test_int8_sums_of_the_largest_products(num_rows, in_features, value, signs):
     """Exact, and never saturated on the way."""
     k = torch.arange(in_features)
     sign = {"same": torch.ones_like(k), "pairs": 1 - 2 * (k // 2 % 2), "alternating": 1 - 2 * (k % 2)}[signs]
-    rows = (127 * sign).float().expand(3, -1)
+    rows = (127 * sign).float().expand(num_rows, -1)
     weight = torch.full((5, in_features), value, dtype=torch.int8)
     weight[1] = (value * sign).clamp(-128, 127)
     weight[2] = 0
@@ -120,9 +121,9 @@ def test_int8_row_that_is_not_finite(bad, dtype):
     """NaN in all its outputs, whichever element it is; other rows do not see it."""
     weight, scales, bias = make_int8_layer(37, 20)
     packed = ops.pack_linear_weight_int8(weight)
-    rows = make_rows(9, 37, dtype)
+    rows = make_rows(19, 37, dtype)
     expected = ops.linear_int8(rows, packed, scales, bias)
-    others = torch.arange(9) != 4
+    others = torch.arange(19) != 4
     for column in (0, 35, 36):
         changed = rows.clone()
         changed[4, column] = bad
@@ -211,9 +212,10 @@ def test_int4_takes_any_leading_dimensions():
 
 @pytest.mark.parametrize("zero", [0, 8, 15])
 @pytest.mark.parametrize("code", [0, 15])
-def test_int4_of_the_largest_products(code, zero):
+@pytest.mark.parametrize("num_rows", [5, 17])
+def test_int4_of_the_largest_products(num_rows, code, zero):
     """Elements of one sign, so that codes and zeros both come to sums of all that 16 bits hold, and nearly cancel."""
-    rows = torch.full((5, 256), 127.0)
+    rows = torch.full((num_rows, 256), 127.0)
     codes = torch.full((20, 256), code, dtype=torch.uint8)
     zeros = torch.full((20, 2), zero, dtype=torch.uint8)
     out = ops.linear_int4(rows, ops.pack_linear_weight_int4(codes, torch.ones(20, 2), zeros), 128, 20)
@@ -235,10 +237,10 @@ def test_int4_scales_are_exact():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_int4_row_that_is_not_finite(bad):
     packed = ops.pack_linear_weight_int4(*make_int4_layer(96, 20, 32))
-    rows = make_rows(9, 96, torch.float32)
+    rows = make_rows(19, 96, torch.float32)
     expected = ops.linear_int4(rows, packed, 32, 20, scale_dtype=torch.float16)
     rows[4, 50] = bad
-    out, others = ops.linear_int4(rows, packed, 32, 20, scale_dtype=torch.float16), torch.arange(9) != 4
+    out, others = ops.linear_int4(rows, packed, 32, 20, scale_dtype=torch.float16), torch.arange(19) != 4
     assert out[4].isnan().all()
     assert_same_bits(out[others], expected[others])
 

@@ -1,0 +1,48 @@
+// What the kernels of linear_int4 share: how the panels of a packed weight lie in memory, and how sums are written.
+#pragma once
+
+#include "cpu_rows.h"
+#include "linear/linear_quantized.h"
+#include "linear/panels.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+namespace {
+
+constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
+constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
+constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
+
+// Of the scales and zeros of a group.
+PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) {
+  return LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
+}
+PAGEDATTN_INLINE int64_t bytes_per_group(const LinearInt4Params& p) {
+  return p.blocks_per_group * BYTES_PER_BLOCK + scale_bytes(p);
+}
+
+// Of VEC_SIZE features of a panel, from `feature` on. scales: what follows the blocks of a group.
+PAGEDATTN_INLINE Vec load_scales(const LinearInt4Params& p, const uint8_t* scales, int feature) {
+  return p.scale_dtype == DType::FLOAT16 ? load(reinterpret_cast<const float16*>(scales) + feature)
+                                         : load(reinterpret_cast<const float*>(scales) + feature);
+}
+PAGEDATTN_INLINE UintVec load_zeros(const LinearInt4Params& p, const uint8_t* scales, int feature) {
+  return widen(widen(load_as<ByteVec>(scales + LINEAR_PANEL * element_size(p.scale_dtype) + feature)));
+}
+
+// Writes PANELS panels, or what of them the weight has. sums: [num_rows][PANELS * LINEAR_PANEL].
+template <int PANELS, typename T>
+void write_out(const LinearInt4Params& p, int64_t first_feature, const float* sums) {
+  constexpr int64_t FEATURES = PANELS * LINEAR_PANEL;
+  const int64_t count = smaller(p.out_features - first_feature, FEATURES);
+  float bias[FEATURES] = {};
+  if (p.bias != nullptr) __builtin_memcpy(bias, p.bias + first_feature, count * sizeof(float));
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    T* out = static_cast<T*>(p.out) + row * p.out_features + first_feature;
+    for_each_vector(count, [&](int64_t i, auto, auto store) PAGEDATTN_ALWAYS_INLINE {
+      store(out + i, load(sums + row * FEATURES + i) + load(bias + i));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
