@@ -36,7 +36,7 @@ from torch.nn import functional
 from pagedattn_ext import ops
 
 LAYERS = [(768, 4096), (2048, 8192)]  # in_features, out_features
-NUM_ROWS = (1, 8, 32, 512)
+NUM_ROWS = (1, 8, 16, 32, 64, 512)
 PEER_TOLERANCE = 3e-2
 
 
