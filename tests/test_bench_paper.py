@@ -143,3 +143,28 @@ def test_wrong_arguments(tmp_path):
     (tmp_path / "file").touch()
     result = run_python(PROGRAM, "11", "--out", tmp_path / "file")
     assert result.returncode == 2 and f"expected a directory, got {tmp_path / 'file'}: File exists" in result.stderr
+
+
+def test_every_figure_that_is_not_measured(tmp_path):
+    """With less than a second of requests for each number: catches a figure that cannot be made or is not written, and
+    rows that do not depend on time and are not what they should be."""
+    import paper
+    from figures import measured
+    from figures.deployments import Effort
+
+    names = [name for name, make in paper.FIGURES.items() if make.__module__ != measured.__name__]
+    assert len(names) == len(paper.FIGURES) - 3
+    paper.make_figures(names, tmp_path, ["the machine"], Effort(is_full=False, scale=0.002))
+    text = (tmp_path / "report.md").read_text()
+    sections = text.split("\n## ")[1:]
+    assert len(sections) == len(names)
+    for name, section in zip(names, sections, strict=True):
+        assert section.startswith(f"Figure {name.partition('-')[0]}")
+        assert "nan" not in section.partition("\n\n")[2].partition("\n\n")[0]
+    for line in (
+        "| OPT-13B: slots | 15.8K | 15.7K | 1.01 | computed |",
+        "| OPT-13B: cache of a token | 800 KB | 800 KB | 1.00 | computed |",
+        "| ShareGPT, output: mean | 341.0 tokens | 338.0 tokens | 1.01 | computed |",
+        "| share of the prompt, 1 output, ShareGPT | 34.6% |  |  | computed |",
+    ):
+        assert text.count(line) == 1, line
