@@ -5,6 +5,7 @@ Most tests use one process, in an event loop that lasts as long as the module.
 
 import asyncio
 import dataclasses
+import multiprocessing
 import os
 import pickle
 import signal
@@ -37,6 +38,7 @@ from pagedattn_serve import (
     RequestOutputKind,
     SamplingParams,
 )
+from pagedattn_serve.async_engine import core_main
 from pagedattn_serve.async_engine.messages import Frames, framed
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.errors import portable
@@ -462,3 +464,46 @@ def test_a_process_of_another_thread_outlives_that_thread(text_model: str) -> No
             assert (await read(serving, "the", greedy(2))).finished
 
     play(main())
+
+
+class SlowParent:
+    """What an `Outbox` sends to, which reads once it may."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.received: list[Any] = []
+
+    def send(self, *message: Any) -> None:
+        self.may_read.wait()
+        self.received.append(message)
+
+
+def test_a_core_waits_for_a_parent_that_does_not_read() -> None:
+    """Else what is unsent would take more and more memory. Nothing is lost, and all comes in its order."""
+    parent: Any = SlowParent()
+    outbox = core_main.Outbox(parent)
+    expected = [("end", str(i)) for i in range(core_main.MAX_UNSENT + 2)]  # one of them is being sent
+    for _, error in expected[:-1]:
+        outbox.put_end(error)
+    engine = threading.Thread(target=outbox.put_end, args=(expected[-1][1],))
+    engine.start()
+    engine.join(0.1)
+    assert engine.is_alive()
+    parent.may_read.set()
+    engine.join()
+    wait_for(lambda: parent.received == expected)
+
+
+def test_a_core_that_cannot_send_ends() -> None:
+    """With a bug in what packs the news, its callers would wait forever."""
+
+    def run_core() -> None:
+        parent: Any = SlowParent()
+        outbox = core_main.Outbox(parent)
+        outbox.put_news(None)  # type: ignore[arg-type]
+        time.sleep(TIMEOUT)
+
+    core = multiprocessing.get_context("fork").Process(target=run_core)
+    core.start()
+    core.join(TIMEOUT)
+    assert core.exitcode == 1

@@ -2,7 +2,8 @@
 
 FD: a socket to the parent. PARENT: the process to die with; 0: end when the socket is closed, at the latest.
 
-The main thread reads what the parent says. The engine's thread sends the news; it waits if the parent does not read.
+The main thread reads what the parent says. A thread of its own sends the news, so that the engine's thread need not
+wait for that: while a step computes, it leaves Python to others.
 """
 
 import gc
@@ -10,7 +11,10 @@ import os
 import pickle
 import socket
 import sys
+import traceback
 from collections.abc import Callable
+from queue import Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagedattn_serve.async_engine.core import EngineCore, facts_of
@@ -19,7 +23,10 @@ from pagedattn_serve.distributed.processes import die_with
 from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 
 if TYPE_CHECKING:
+    from pagedattn_serve.async_engine.loop import News
     from pagedattn_serve.engine import LLMEngine
+
+MAX_UNSENT = 16  # messages, of a step each
 
 
 class Parent:
@@ -49,6 +56,31 @@ class Parent:
             end(0)
 
 
+class Outbox:
+    """What the engine says to the parent, packed and sent by a thread. The engine waits if the parent does not read."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._packer = NewsPacker()
+        self._unsent: Queue[tuple[str, Any]] = Queue(MAX_UNSENT)
+        Thread(target=self._send_all, name="pagedattn-send", daemon=True).start()
+
+    def put_news(self, news: "News") -> None:
+        self._unsent.put(("news", news))
+
+    def put_end(self, error: str | None) -> None:
+        self._unsent.put(("end", error))
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                kind, content = self._unsent.get()
+                self._parent.send(kind, self._packer.pack(content) if kind == "news" else content)
+        except BaseException:  # a bug; without this thread nobody would hear of anything
+            traceback.print_exc()
+            end(1)
+
+
 def main(fd: int, parent_pid: int) -> NoReturn:
     if parent_pid:
         die_with(parent_pid)
@@ -66,12 +98,8 @@ def main(fd: int, parent_pid: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # what was imported is looked at by no collection again
     parent.send(True, facts_of(engine), engine.stats())
-    packer = NewsPacker()
-    core = EngineCore(
-        engine,
-        publish=lambda news: parent.send("news", packer.pack(news)),
-        finish=lambda error: parent.send("end", error),
-    )
+    outbox = Outbox(parent)
+    core = EngineCore(engine, publish=outbox.put_news, finish=outbox.put_end)
     while True:
         for name, *args in parent.receive():
             follow(core, name, args)
