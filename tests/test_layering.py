@@ -74,7 +74,8 @@ ARROWS: dict[str, set[str]] = {
     "cli.generate": {"engine", "cli.options"},
     "cli.serve": {"distributed.torchrun", "cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
     "cli.info": {"execution.cache_memory"},
-    "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.sweep", "async_engine.router"}
+    "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.plot", "simulation.sweep"}
+    | {"async_engine.router"}
     | {"execution.cache_memory", "text.tokenizer"},
     "ray_serve": {"cli.serve"},
     "cli.parser": {"cli.options"},
@@ -86,6 +87,7 @@ ARROWS: dict[str, set[str]] = {
     "simulation": set(),
     "simulation.deployment": {"simulation.simulator", "simulation.systems.paged", "simulation.systems.orca"}
     | {"simulation.systems.faster_transformer"},
+    "simulation.plot": {"simulation.metrics"},
     "simulation.sweep": {"simulation.metrics"},
     "simulation.simulator": {"simulation.metrics"},
     "simulation.metrics": {"simulation.systems.system"},

@@ -1,5 +1,6 @@
 """`pagedattn simulate`, as a user runs it: a model is a config.json alone."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -62,6 +63,24 @@ def test_all_systems_at_two_rates(opt_13b: str, capsys: pytest.CaptureFixture[st
         assert float(line["1M tok"]) == pytest.approx(run["cost_per_million"], rel=0.01)
         assert run["cost_per_million"] == pytest.approx(2 / 3600 / run["tokens_per_second"] * 1e6)
         assert run["num_requests"] == runs["12".index(run["rate"])]["num_requests"]
+
+
+def test_a_plot(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without matplotlib a sentence, and nothing is simulated; so for a file that cannot be."""
+    options = ["--hardware", "A100-40", "--rate", "1,2", "--duration", "10", "--system", "paged,orca-max"]
+    path = tmp_path / "runs.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        assert simulate(opt_13b, *options, "--plot", str(path)) == 1
+        captured = capsys.readouterr()
+        assert (
+            captured.err == "pagedattn: error: --plot needs matplotlib: pip install matplotlib\n" and not captured.out
+        )
+        return
+    assert simulate(opt_13b, *options, "--plot", str(path)) == 0
+    assert path.stat().st_size > 10_000
+    for wrong, expected in (("runs.txt", "a file that ends with .png"), ("none/runs.png", "a directory that exists")):
+        assert simulate(opt_13b, *options, "--plot", str(tmp_path / wrong)) == 1
+        assert expected in capsys.readouterr().err
 
 
 def test_the_rate_at_a_latency(opt_13b: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,9 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     cache = ("num_blocks", "block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching")
     add_options(parser.add_argument_group("cache"), (*cache, "kv_cache_dtype"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw latencies, throughput and memory (needs matplotlib)"
+    )
 
 
 def add_deployment(group: argparse._ArgumentGroup) -> None:

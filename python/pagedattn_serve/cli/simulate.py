@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from torch import nn
+from tqdm import tqdm
 
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_float
@@ -23,8 +24,9 @@ from pagedattn_serve.simulation.files import read_pairs, read_trace
 from pagedattn_serve.simulation.hardware import find_hardware
 from pagedattn_serve.simulation.lengths import WORKLOADS, GivenPairs, LengthPairs, WorkloadPairs
 from pagedattn_serve.simulation.metrics import Distribution, Summary
+from pagedattn_serve.simulation.plot import check_plot, draw_runs
 from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.workload import RequestForm, TraceEntry, poisson_trace
+from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, TraceEntry, poisson_trace
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
 MIN_REQUESTS, MAX_REQUESTS = 10, 1_000_000  # between which the sustainable rate is looked for
@@ -35,7 +37,7 @@ def simulate(args: argparse.Namespace) -> int:
     form = RequestForm(args.n, args.beam_width, args.shared_prefix, args.seed)
     deployment = deployment_of(args)
     make_routing = partial(routing_of, deployment, args.seed)
-    run = partial(deployment.run, make_routing=make_routing, form=form)
+    run = partial(run_with_progress, deployment, make_routing, form)
     runs: list[tuple[str, str, Summary]] = []
     if args.trace is not None:
         trace = read_trace(args.trace)
@@ -67,11 +69,34 @@ def simulate(args: argparse.Namespace) -> int:
             for system, rate, summary in runs
         ]
         args.json.write_text(json.dumps({**facts, "runs": results}, indent=1) + "\n")
+    if args.plot is not None:
+        title = f"{facts['model']}\n{facts['hardware']}; {facts['requests']}\nsimulated; {facts['numbers']}"
+        draw_runs(args.plot, title, runs)
     return 0
+
+
+def run_with_progress(
+    deployment: Deployment,
+    make_routing: Callable[[], Router],
+    form: RequestForm,
+    system: str,
+    trace: list[TraceEntry],
+) -> Summary:
+    """A line on standard error says how many requests are over, if the run takes longer than a moment."""
+    with tqdm(total=len(trace), desc=system, unit=" requests", delay=2, mininterval=1, leave=False) as progress:
+
+        def on_end(request: SimulatedRequest) -> None:
+            progress.update()
+
+        return deployment.run(system, trace, make_routing, form, on_end)
 
 
 def check_options(args: argparse.Namespace) -> None:
     """What no config checks."""
+    if args.plot is not None:
+        check_plot(args.plot)
+        if args.trace is not None:
+            raise ArgumentError("plot", "--rate or --max-latency, to draw over the rate", "--trace")
     for system in args.system:
         if system not in SYSTEMS:
             raise ArgumentError("system", f"any of {', '.join(SYSTEMS)}", repr(system))

@@ -15,7 +15,7 @@ from pagedattn_serve.simulation.systems.faster_transformer import FasterTransfor
 from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
 from pagedattn_serve.simulation.systems.paged import PagedSystem
 from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import ONE_OUTPUT, RequestForm, TraceEntry, requests_of
+from pagedattn_serve.simulation.workload import ONE_OUTPUT, RequestForm, SimulatedRequest, TraceEntry, requests_of
 
 SYSTEMS = ("paged", *(f"orca-{reservation}" for reservation in RESERVATIONS), "fastertransformer")
 MAX_GPUS = 4096
@@ -91,8 +91,10 @@ class Deployment:
         trace: list[TraceEntry],
         make_routing: Callable[[], Routing],
         form: RequestForm = ONE_OUTPUT,
+        on_end: Callable[[SimulatedRequest], None] = lambda request: None,
     ) -> Summary:
-        """Serve a trace. system: one of SYSTEMS. make_routing: for each run a new one.
+        """Serve a trace. system: one of SYSTEMS. make_routing: for each run a new one. on_end: called with each request
+        that is over.
 
         Raises ArgumentError for a request that is too long, or too wide for the system.
         """
@@ -108,7 +110,7 @@ class Deployment:
         make_system = self._system(system)
         cost_model = CostModel(self.shape, self.hardware, self.num_ranks)
         simulator = Simulator([make_system() for _ in range(self.num_replicas)], make_routing(), cost_model.seconds)
-        return simulator.run(requests_of(trace, form))
+        return simulator.run(requests_of(trace, form), on_end)
 
     def _system(self, name: str) -> Callable[[], System]:
         if name == "paged":
