@@ -1,30 +1,31 @@
 """What runs on this machine: the kernel of figure 18, preemption of figure 19, and transformers beside the engine."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
 import transformers
 from attention.inputs import Attention, Model, Paged
-from harness import COLD_BYTES, assert_same, keep_freed_memory, make_inputs, time_interleaved, tolerance
-from serve.experiments import EXPERIMENTS, MAX_LEN, Setting
+from harness import assert_same, keep_freed_memory, make_inputs, time_interleaved, tolerance
+from serve.experiments import EXPERIMENTS, MAX_LEN, SWAP_SPACE, Setting
 from serve.peers import compare, load_peers, run_in_turns
 from serve.run import engine_options, warm_server
 from serve.workloads import make_model, make_requests
 
 from figures.deployments import SEED, Effort
 from figures.report import Figure, Range, Row
-from pagedattn_ext import ops
-from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve import DEMO_MODEL, LLMEngine, SamplingParams
 
 KERNEL_IN_PAPER = Range(1.20, 1.26)  # its time over that on contiguous memory
 RECOMPUTE_IN_PAPER = Range(None, 1.20)  # its time over that of swapping
 HEADS = Model("MHA 12x64", 12, 12, 64)
 CONTEXTS, BATCHES = (64, 256, 1024), (8, 32)
-SWAPPED_TOKENS = 2048  # of a layer, in figure 19
+SWAPPED_TOKENS = 1024  # in figure 19
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -88,11 +89,12 @@ def preemption(effort: Effort) -> Figure:
     """By themselves, and in the engine."""
     experiment = EXPERIMENTS["preemption"]
     with one_thread(), TemporaryDirectory() as directory:
-        rows = [
-            Row(f"copy {SWAPPED_TOKENS:,} tokens, blocks of {size}", 1e3 * time_swap(size), "{:.2f} ms", "measured")
-            for size in BLOCK_SIZES
-        ]
         make_model(experiment.shape, SEED, directory, MAX_LEN)
+        rows = [
+            Row(f"{name} {SWAPPED_TOKENS:,} tokens, blocks of {size}", 1e3 * seconds, "{:.2f} ms", "measured")
+            for size in BLOCK_SIZES
+            for name, seconds in time_alone(directory, size).items()
+        ]
         config = transformers.AutoConfig.from_pretrained(directory)
         start = partial(LLMEngine, directory, device="cpu", **engine_options("float32"))
         setting = Setting(
@@ -112,18 +114,37 @@ def preemption(effort: Effort) -> Figure:
     )
 
 
-def time_swap(block_size: int) -> float:
-    """Seconds to copy blocks of keys between two pools of one layer, as swapping does."""
-    num_blocks, shape = SWAPPED_TOKENS // block_size, (HEADS.num_kv_heads, HEADS.head_size // 4, block_size, 4)
-    pairs = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks)], dim=1)
+def time_alone(directory: str, block_size: int) -> dict[str, float]:
+    """Seconds of the CPU for the keys and values of SWAPPED_TOKENS: to copy them to the host's pool and back, as the
+    engine does, each time to and from other blocks of pools that are 16 times as large; and to compute them."""
+    num_swapped, num_blocks = SWAPPED_TOKENS // block_size, 16 * SWAPPED_TOKENS // block_size
+    engine = LLMEngine(
+        directory,
+        device="cpu",
+        block_size=block_size,
+        num_blocks=num_blocks,
+        swap_space=SWAP_SPACE,
+        max_num_batched_tokens=SWAPPED_TOKENS,
+        enable_prefix_caching=False,
+        **engine_options("float32"),
+    )
+    cache, random = engine.model_runner.cache_engine, Random(SEED)
+    seconds: dict[str, list[float]] = {"swap out": [], "swap in": [], "recompute": []}
 
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(num_blocks, *shape), torch.randn(num_blocks, *shape)
+    def time_call(name: str, call: Callable[[], object]) -> None:
+        started = time.thread_time()
+        call()
+        seconds[name].append(time.thread_time() - started)
 
-    num_bytes = 2 * SWAPPED_TOKENS * HEADS.num_kv_heads * HEADS.head_size * 4
-    inputs = make_inputs(make, min(num_bytes, COLD_BYTES), "cpu")
-    swap = {"swap": lambda pools: ops.swap_blocks(*pools, pairs)}
-    return median(time_interleaved(swap, inputs, 9)["swap"])
+    for _ in range(9):
+        for name, swap in (("swap out", cache.swap_out), ("swap in", cache.swap_in)):
+            blocks = (random.sample(range(num_blocks), num_swapped) for _ in range(2))
+            time_call(name, partial(swap, list(zip(*blocks, strict=True))))
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for i in range(3):
+        engine.add_request(str(i), None, params, random.choices(range(1000), k=SWAPPED_TOKENS))
+        time_call("recompute", engine.step)
+    return {name: median(each) for name, each in seconds.items()}
 
 
 def beside_transformers(effort: Effort) -> Figure:
