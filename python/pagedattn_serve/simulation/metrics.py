@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pagedattn_serve.simulation.systems.system import Memory, StepResult, System
@@ -96,14 +96,16 @@ class Metrics:
         self.num_output_tokens += len(result.got_tokens) * len(ends)
         begun: list[SimulatedRequest] = []
         num_after: dict[float | None, int] = {}  # tokens, by the time of the token before
-        for request, outputs in groupby(result.got_tokens):
-            before = request.last_token
-            num_after[before] = num_after.get(before, 0) + sum(1 for _ in outputs)
-            request.last_token = last
-            if before is None:
-                request.first_token = first
-                self._first[first - request.arrival] += 1
-                begun.append(request)
+        before, previous = None, None
+        for request in result.got_tokens:
+            if request is not previous:  # the outputs of a request follow each other
+                previous, before = request, request.last_token
+                request.last_token = last
+                if before is None:
+                    request.first_token = first
+                    self._first[first - request.arrival] += 1
+                    begun.append(request)
+            num_after[before] = num_after.get(before, 0) + 1
         for before, num_tokens in num_after.items():
             if before is not None:
                 self._between[_micros(first - before)] += num_tokens

@@ -131,9 +131,10 @@ class PagedSystem:
         finished: list[SimulatedRequest] = []
         if len(seconds) > self._num_alike:
             for scheduled, (request, group) in zip(batch.sequences, requests, strict=True):
-                self._finish_if_done(request, group, scheduled.sequence)
-                if not group.sequences:
-                    finished.append(request)
+                if len(scheduled.sequence.output_token_ids) == request.num_output_tokens:
+                    self._finish(request, group, scheduled.sequence)
+                    if not group.sequences:
+                        finished.append(request)
         return StepResult([request for request, _ in requests], finished)
 
     def _decode_on(self, sequence: Sequence, num_tokens: int) -> None:
@@ -162,20 +163,23 @@ class PagedSystem:
             if not scheduled.num_samples or request_id == searched:
                 continue
             request, group = self._requests[request_id]
-            if request.beams is not None:
+            if scheduled.num_samples == 1 and request.beams is None:
+                got_tokens.append(request)
+                outputs = [scheduled.sequence]
+            elif request.beams is not None:
                 searched = request_id
                 got_tokens.append(request)
                 outputs = self._step_beams(request, request.beams, group)
             else:
+                forks = range(1, scheduled.num_samples)
                 outputs = [scheduled.sequence]
-                if scheduled.num_samples > 1:
-                    indices = range(1, scheduled.num_samples)
-                    outputs += [scheduler.fork(group, scheduled.sequence, index) for index in indices]
+                outputs += [scheduler.fork(group, scheduled.sequence, index) for index in forks]
                 got_tokens += [request] * len(outputs)
             for output in outputs:
                 output.output_token_ids.append(self._next_token)
                 self._next_token += 1
-                self._finish_if_done(request, group, output)
+                if len(output.output_token_ids) == request.num_output_tokens:
+                    self._finish(request, group, output)
             if not group.sequences:
                 finished.append(request)
         for group in batch.outgrown:
@@ -186,12 +190,11 @@ class PagedSystem:
             finished.append(request)
         return StepResult(got_tokens, finished)
 
-    def _finish_if_done(self, request: SimulatedRequest, group: SequenceGroup, output: Sequence) -> None:
-        if len(output.output_token_ids) == request.num_output_tokens:
-            request.output_token_ids = output.output_token_ids
-            self._scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
-            if not group.sequences:
-                self._forget(request, group)
+    def _finish(self, request: SimulatedRequest, group: SequenceGroup, output: Sequence) -> None:
+        request.output_token_ids = output.output_token_ids
+        self._scheduler.finish(group, output, SequenceStatus.FINISHED_LENGTH)
+        if not group.sequences:
+            self._forget(request, group)
 
     def _forget(self, request: SimulatedRequest, group: SequenceGroup) -> None:
         del self._requests[group.request_id]
