@@ -1,9 +1,9 @@
 """The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT MODULE
 
 MODULE: whose main the program is, once it has the fault.
-FAULT: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "room": the
-rank has room for 11 blocks, and for 5 on the host. "tokens": a step that has one of the tokens below fails on the way,
-once, between two calls of the other ranks.
+FAULT: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "connect": the
+rank cannot connect with others. "room": the rank has room for 11 blocks, and for 5 on the host. "tokens": a step that
+has one of the tokens below fails on the way, once, between two calls of the other ranks.
 """
 
 import importlib
@@ -36,6 +36,10 @@ def die(*_: Any) -> NoReturn:
 
 def no_memory(*_: Any) -> NoReturn:
     raise MemoryError("no memory for a slice")
+
+
+def no_connection(*_: Any) -> NoReturn:
+    raise RuntimeError("no socket interface found")
 
 
 def run_faulty_step(runner: StepRunner, inputs: StepInputs) -> Tensor:
@@ -74,6 +78,8 @@ def main() -> None:
         case "join":
             worker.Rank._connect_peers = die  # type: ignore[method-assign]
             process_group.connect_backend = die
+        case "connect":
+            process_group.connect_backend = no_connection
         case "memory":
             worker.load_model = no_memory
         case "room":

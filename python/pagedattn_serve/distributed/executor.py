@@ -432,7 +432,10 @@ class Executor(ModelRunner):
         workers.wait_until_ready()
         self._workers = workers
         self._are_in_step = False  # whether all ranks have done the same, and wait for the next step
-        self._join()
+        try:
+            self._join()
+        except RuntimeError as error:  # at the start the caller would take it for a lack of memory
+            raise ExecutorDeadError(f"the ranks could not come together: {error}") from error
 
     @property
     def can_run_again(self) -> bool:

@@ -131,6 +131,13 @@ def test_a_rank_that_is_killed_as_it_connects(start: Callable[..., LLMEngine]) -
         start("join")
 
 
+def test_a_rank_that_cannot_connect(start: Callable[..., LLMEngine]) -> None:
+    """As where NCCL finds no way to the other ranks. It would be an error of num_blocks, as errors of the start are."""
+    text = r"the ranks could not come together: rank 1 \(process \d+\): the ranks could not connect: RuntimeError: no "
+    with pytest.raises(ExecutorDeadError, match=f"^{text}"):
+        start("connect")
+
+
 def test_a_rank_that_stops(
     start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
