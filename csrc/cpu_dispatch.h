@@ -21,8 +21,8 @@ const char* cpu_capability_name(CpuCapability capability);
 
 // Whether attention is to multiply pairs of bfloat16 with the instruction for it, vdpbf16ps. An AMD Zen 4 does such a
 // dot product in the time of a multiply-add. An Intel Sapphire Rapids makes one of two multiply-adds and two
-// conversions, so that floats that are converted once for many rows are twice as fast. A capability that was named,
-// by the environment or by a test, has its instructions on every machine.
+// conversions, so that floats that are converted once for many rows are twice as fast. Where the environment or a test
+// names AVX512_BF16, the instruction is used on every machine.
 bool prefers_pair_dots();
 
 // The names of all capabilities that this build has and this machine runs, lowest first.
