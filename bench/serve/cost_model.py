@@ -27,7 +27,7 @@ from pagedattn_serve.simulation.cost_model import CostModel, ModelShape, StepWor
 from pagedattn_serve.simulation.hardware import Hardware
 from serve.profile import BLOCK_SIZE, NUM_WARM_UP_STEPS, start_requests
 
-MAX_CACHED = 1 << 18  # tokens of all sequences together, 3 GB in the cache of shape small in 16 bits
+MAX_CACHED = 1 << 19  # tokens of all sequences together, 6 GB in the cache of shape small in 16 bits
 SEQUENCES, CONTEXTS = (1, 8, 32, 64, 256), (128, 1024, 2048, 8192)
 LONGEST = 8192 + 128  # positions of the model made
 PROMPTS = (128, 512, 1024, 2048)
