@@ -132,7 +132,7 @@ void quantize_rows_int8_tiles(const LinearInt8Params& params, int64_t begin, int
 void linear_int8_tiles(const LinearInt8Params& params, int64_t begin, int64_t end) {
   const int64_t panel_bytes = num_quads_of(params) * LINEAR_PANEL * QUAD;
   const int64_t num_padded_rows = (params.num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-  alignas(64) int32_t sums[LINEAR_CHUNK_ROWS * OUT_FEATURES];
+  alignas(64) int32_t sums[MAX_TILE_CHUNK_ROWS * OUT_FEATURES];
   const TileConfiguration tiles({16, 16, 16, 16, 16, 16, 16, 16});
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t first = begin; first < end; first += OUT_PANELS) {

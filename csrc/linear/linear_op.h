@@ -51,17 +51,19 @@ inline Tensor new_out(LinearParams& params, const Tensor& input) {
 template <typename Params>
 using LinearKernel = void (*)(const Params& params, int64_t begin, int64_t end);
 
-// For each chunk of rows: prepare_rows takes ranges of its rows, then multiply takes ranges of panels.
+// For each chunk of at most chunk_rows rows: prepare_rows takes ranges of its rows, then multiply takes ranges of
+// panels.
 template <typename Params>
-void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<Params> multiply) {
+void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<Params> multiply,
+                int64_t chunk_rows = LINEAR_CHUNK_ROWS) {
   constexpr int64_t PANELS_PER_ITEM = 4;  // as many as a kernel takes at once
   if (params.out_features == 0) return;   // however many rows an expanded input has
   const int64_t num_rows = params.num_rows, num_panels = num_panels_of(params.out_features);
   const int64_t num_items = ceil_div(num_panels, PANELS_PER_ITEM);
   const int64_t row_bytes = params.input_stride * element_size(params.dtype);
   const int64_t out_bytes = params.out_features * element_size(params.dtype);
-  for (int64_t row = 0; row < num_rows; row += LINEAR_CHUNK_ROWS) {
-    params.num_rows = std::min(num_rows - row, LINEAR_CHUNK_ROWS);
+  for (int64_t row = 0; row < num_rows; row += chunk_rows) {
+    params.num_rows = std::min(num_rows - row, chunk_rows);
     parallel_for_rows(params.num_rows, params.in_features,
                       [&](int64_t begin, int64_t end) { prepare_rows(params, begin, end); });
     const int64_t multiply_adds = params.num_rows * params.in_features * params.out_features;

@@ -8,27 +8,30 @@
 namespace pagedattn {
 namespace {
 
-// Rows of scratch.
-int64_t rows_of_scratch(int64_t num_rows) {
-  return ceil_div(std::min(num_rows, LINEAR_CHUNK_ROWS), ROWS_PER_TILE) * ROWS_PER_TILE;
+// Rows of scratch for a chunk.
+int64_t rows_of_scratch(int64_t num_rows, int64_t chunk_rows) {
+  return ceil_div(std::min(num_rows, chunk_rows), ROWS_PER_TILE) * ROWS_PER_TILE;
 }
 
 void run(const LinearInt8Params& op_params) {
   LinearInt8Params params = op_params;
-  const int64_t chunk_rows = rows_of_scratch(params.num_rows);
   params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
-  const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(chunk_rows * ceil_div(params.in_features, QUAD));
-  float row_scales[LINEAR_CHUNK_ROWS];
-  int32_t code_sums[LINEAR_CHUNK_ROWS], num_excesses[LINEAR_CHUNK_ROWS];
+  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles);
+  const bool on_tiles = linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES;
+  const bool large_chunks = on_tiles && MAX_TILE_CHUNK_ROWS * params.code_stride <= TILE_CHUNK_CODES;
+  const int64_t chunk_rows = large_chunks ? MAX_TILE_CHUNK_ROWS : LINEAR_CHUNK_ROWS;
+  const int64_t scratch_rows = rows_of_scratch(params.num_rows, chunk_rows);
+  const auto codes = std::make_unique_for_overwrite<int8_t[]>(scratch_rows * params.code_stride);
+  const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(scratch_rows * ceil_div(params.in_features, QUAD));
+  float row_scales[MAX_TILE_CHUNK_ROWS];
+  int32_t code_sums[MAX_TILE_CHUNK_ROWS], num_excesses[MAX_TILE_CHUNK_ROWS];
   params.codes = codes.get();
   params.excess = excess.get();
   params.row_scales = row_scales;
   params.code_sums = code_sums;
   params.num_excesses = num_excesses;
-  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles);
-  if (linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES) {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8_tiles), linear_tiles);
+  if (on_tiles) {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8_tiles), linear_tiles, chunk_rows);
   } else {
     run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
   }
@@ -36,10 +39,10 @@ void run(const LinearInt8Params& op_params) {
 
 void run(const LinearInt4Params& op_params) {
   LinearInt4Params params = op_params;
-  const int64_t chunk_rows = rows_of_scratch(params.num_rows);
+  const int64_t scratch_rows = rows_of_scratch(params.num_rows, LINEAR_CHUNK_ROWS);
   params.code_stride = params.in_features;
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(chunk_rows * params.code_stride);
-  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(chunk_rows * params.in_features / INT4_BLOCK);
+  const auto codes = std::make_unique_for_overwrite<int8_t[]>(scratch_rows * params.code_stride);
+  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(scratch_rows * params.in_features / INT4_BLOCK);
   params.codes = codes.get();
   params.blocks = blocks.get();
   const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);

@@ -15,6 +15,10 @@ constexpr int CODE_MULTIPLE = 64;  // codes of a row in one step, at most
 constexpr int64_t MAX_ROWS_WITHOUT_TILES = 12;
 constexpr int64_t ROWS_PER_TILE = 16;
 
+// A chunk of more rows reads the weights less often, but its codes must stay in the second-level cache.
+constexpr int64_t MAX_TILE_CHUNK_ROWS = 2 * LINEAR_CHUNK_ROWS;
+constexpr int64_t TILE_CHUNK_CODES = 1 << 20;
+
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // the sum of so many products of at most 128 * 127 is below 2^31
 
 // Codes of a quad, to be added to the codes of the row.

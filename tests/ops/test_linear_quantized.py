@@ -57,7 +57,7 @@ def check_int8(rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
     gap=st.sampled_from([0, 3]),
     seed=st.integers(0, 9),
 )
-@example(130, 2100, 17, torch.float32, True, 0, 0)  # more than a chunk of rows, more than a block of a panel
+@example(260, 2100, 17, torch.float32, True, 0, 0)  # more than a chunk of rows, more than a block of a panel
 def test_int8(num_rows, in_features, out_features, dtype, with_bias, gap, seed):
     weight, scales, bias = make_int8_layer(in_features, out_features, seed, with_bias)
     rows = with_row_gap(make_rows(num_rows, in_features, dtype, seed), gap)
