@@ -146,8 +146,13 @@ struct alignas(64) CacheLine {
 
 // The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
 // better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
-// is converted: more pairs would only take in more tokens that the causal mask hides.
-int64_t prefill_results(DType dtype) { return prefers_pair_dots() && dtype == DType::BFLOAT16 ? 64 : 128; }
+// is converted: more pairs would only take in more tokens that the causal mask hides. On AMX the products are so fast
+// that packing a tile for 128 pairs would be a tenth of the time.
+int64_t prefill_results(const PagedAttentionParams& params) {
+  if (params.dtype != DType::BFLOAT16) return 128;
+  if (params.cache_dtype == DType::BFLOAT16 && cpu_capability() == CpuCapability::AMX) return 256;
+  return prefers_pair_dots() ? 64 : 128;
+}
 
 using Attend = decltype(cpu_default::attend_f32);
 
@@ -159,6 +164,7 @@ Attend* choose_attend(DType query_dtype, DType cache_dtype) {
     case DType::FLOAT16:
       return PAGEDATTN_CPU_KERNEL(attend_f16);
     case DType::BFLOAT16:
+      if (Attend* const attend = PAGEDATTN_CPU_KERNEL(attend_amx_bf16)) return attend;
       return choose(PAGEDATTN_CPU_KERNEL(attend_bf16), PAGEDATTN_CPU_KERNEL(attend_pairs_bf16));
     case DType::FLOAT8_E4M3:
       return choose(PAGEDATTN_CPU_KERNEL(attend_e4m3), PAGEDATTN_CPU_KERNEL(attend_pairs_e4m3));
@@ -170,7 +176,7 @@ Attend* choose_attend(DType query_dtype, DType cache_dtype) {
 }
 
 void attend_on_cpu(const PagedAttentionParams& params) {
-  const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads(), prefill_results(params.dtype));
+  const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads(), prefill_results(params));
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
   const int64_t num_workers = num_workers_for(plan.multiply_adds, num_items);

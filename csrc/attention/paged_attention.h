@@ -88,6 +88,10 @@ constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { retur
 // Floats that the queries of `num_results` pairs take at most, in the order in which keys are multiplied with them.
 constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
 
+// Floats of scratch for an item of `num_results` pairs: the queries, and twice the partial results. On AMX pairs go
+// together as columns, up to twice as many as pairs, and head sizes are rounded up.
+constexpr int64_t item_floats(int64_t num_results, int64_t head_size) { return num_results * (5 * head_size + 288); }
+
 // Items count their rows in `rows`. `partials` holds sets of partial results, one after the other; a set is of all
 // heads of a row. `scratch` has room for the queries of an item, and twice for its partial results. Towards the end,
 // the start of what `next_item` (may be nullptr) reads is fetched.
@@ -107,6 +111,8 @@ PAGEDATTN_DECLARE_ATTEND(attend_e5m2)
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_bf16)
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_e4m3)
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_e5m2)
+// For queries and a cache in bfloat16, on the tile registers of AMX. No other capability has this.
+PAGEDATTN_DECLARE_ATTEND(attend_amx_bf16)
 #undef PAGEDATTN_DECLARE_ATTEND
 
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,

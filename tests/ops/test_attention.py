@@ -192,6 +192,37 @@ def test_chunked_prefill_is_whole_prefill(device, case, data):
         assert_same_bits(result, expected)
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("head_size", [72, 128])
+def test_a_row_of_a_prompt_is_a_decode_row(device, head_size, group_size):
+    """In bfloat16, where a kernel may multiply many rows with other instructions than a few. They round alike, or the
+    bits differ here: half of the blocks have the values of the other half, negated, so that what is left of a sum is
+    the rounding of its steps. Over several partitions."""
+    rows, num_tokens, options = 40, 704, {"num_kv_heads": 1, "group_size": group_size, "head_size": head_size}
+    arguments = make_arguments(Case(((rows, num_tokens),), torch.bfloat16, **options), device)
+    blocks = arguments["block_tables"][0, :44].long()
+    arguments["key_cache"][blocks[20:40]] = arguments["key_cache"][blocks[:20]]
+    arguments["value_cache"][blocks[20:40]] = -arguments["value_cache"][blocks[:20]]
+    arguments["value_cache"][blocks[40:]] = 0  # the blocks that not all rows see
+    out, lse = OPS.paged_attention(**arguments)
+    alone = arguments | {
+        "block_tables": arguments["block_tables"].expand(rows, -1).contiguous(),
+        "seq_lens": torch.arange(num_tokens - rows + 1, num_tokens + 1, dtype=torch.int32, device=device),
+        "query_start_loc": torch.arange(rows + 1, dtype=torch.int32, device=device),
+    }
+    if runs_cuda_kernels(device):
+        assert_attention(arguments, *OPS.paged_attention(**alone))
+        return
+    for i in 0, 17, rows - 1:
+        of_row = {"block_tables": slice(i, i + 1), "seq_lens": slice(i, i + 1), "query": slice(i, i + 1)}
+        one = alone | {name: alone[name][rows_of] for name, rows_of in of_row.items()}
+        one["query_start_loc"] = alone["query_start_loc"][:2]
+        for result, expected in zip(OPS.paged_attention(**one), (out, lse), strict=True):
+            assert_same_bits(result, expected[i : i + 1])
+    for result, expected in zip(OPS.paged_attention(**alone), (out, lse), strict=True):
+        assert_same_bits(result, expected)
+
+
 UNEQUAL = [(1300, 40, 2000), (30, 3000, 30, 30, 30), (5000,)]  # one of them 100 times longer than the others; one alone
 
 

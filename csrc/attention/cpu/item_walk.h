@@ -7,6 +7,7 @@
 
 #include "attention/cpu/attend_rows.h"
 #include "attention/cpu/attention_results.h"
+#include "attention/cpu/fetch_ahead.h"
 #include "attention/cpu/loaded_units.h"
 #include "attention/cpu/many_rows.h"
 #include "attention/cpu/prefetcher.h"
@@ -35,15 +36,10 @@ class ItemWalk {
       : p_(params),
         rows_(rows),
         item_(item),
-        next_item_(next_item),
+        ahead_(params, rows, item, next_item),
         queries_(queries),
         index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
-    const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
-    const int64_t num_heads = item.head_end - item.head_begin;
-    const int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
-    const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
-    heads_fetched_ = (num_heads + num_parts - 1) / num_parts;
     dispatch_dtype(p_.dtype, [&]<typename QueryT>() {
       const QueryT* query_rows = static_cast<const QueryT*>(p_.query);
       for_each_result([&](int64_t i, int64_t row, int64_t head) {
@@ -74,9 +70,7 @@ class ItemWalk {
     while (at.tile.end > 0) {
       const TileRows<T> next = find_next_tile_rows<T>(p_, rows_, item_, partition, at);
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
-        if ((head - item_.head_begin) % heads_fetched_ == 0) {
-          fetch_next_of(at.tile, head, next.tile, partition, prefetcher);
-        }
+        if (ahead_.is_due(head)) ahead_.start_after(at.tile, head, next.tile, partition, prefetcher);
         attend_head(at, head, prefetcher, results);
       }
       at = next;
@@ -84,28 +78,6 @@ class ItemWalk {
   }
 
  private:
-  // Starts to fetch what the walk comes to after the heads of `tile` that were fetched together, from `head` on: more
-  // heads of the tile, or the first heads of the next tile, of the next partition, or of the next item.
-  void fetch_next_of(const Tile<T>& tile, int64_t head, const Tile<T>& next_tile, int64_t partition,
-                     Prefetcher<T>& prefetcher) const {
-    const auto fetch = [&](const AttentionItem& item, const Tile<T>& from, int64_t first_head) {
-      const int64_t heads_left = item.head_end - first_head;
-      prefetcher.start(p_, from, first_head, heads_left < heads_fetched_ ? heads_left : heads_fetched_);
-    };
-    const auto fetch_first = [&](const AttentionItem& item, int64_t of_partition) {
-      fetch(item, find_first_tile_rows<T>(p_, rows_, item, of_partition).tile, item.head_begin);
-    };
-    if (head + heads_fetched_ < item_.head_end) {
-      fetch(item_, tile, head + heads_fetched_);
-    } else if (next_tile.end > 0) {
-      fetch(item_, next_tile, item_.head_begin);
-    } else if (partition + 1 < item_.partition_end) {
-      fetch_first(item_, partition + 1);
-    } else if (next_item_ != nullptr) {
-      fetch_first(*next_item_, next_item_->partition_begin);
-    }
-  }
-
   void attend_head(const TileRows<T>& at, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
     const int64_t first_element = kv_head * p_.head_size * p_.block_size;
     HeadTile<T> head_tile{p_, at.tile, static_cast<const T*>(p_.key_cache) + first_element,
@@ -163,7 +135,7 @@ class ItemWalk {
                    const Results& results) const {
     // The next part is fetched evenly beside the products of these heads.
     Prefetcher<T>& prefetcher = *head_tile.prefetcher;
-    const int64_t num_heads = heads_fetched_ - (kv_head - item_.head_begin) % heads_fetched_;
+    const int64_t num_heads = ahead_.num_heads_until_due(kv_head);
     const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
     const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
     const int64_t num_products = num_heads * num_vecs * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
@@ -186,11 +158,10 @@ class ItemWalk {
   const PagedAttentionParams& p_;
   const AttentionRow* rows_;
   const AttentionItem& item_;
-  const AttentionItem* next_item_;
+  FetchAhead<T> ahead_;
   float* queries_;  // [num_results, row_floats], unpacked
   ResultIndex index_;
   int64_t row_floats_;
-  int64_t heads_fetched_;  // at a time; about as many in each part, as one is fetched while another is computed
 };
 
 // Copies each row's results of a partition to their own place.
