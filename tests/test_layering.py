@@ -70,9 +70,10 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.errors": {"server.http.errors", "async_engine"},
     "server.openai.request_bodies": {"sampling_params"},
     "server.openai.response_bodies": set(),
-    "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.serve", "cli.simulate"},
+    "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.quantize", "cli.serve", "cli.simulate"},
     "cli.generate": {"engine", "cli.options"},
     "cli.serve": {"distributed.torchrun", "cli.options", "server.http.run", "server.http.logs", "server.openai.app"},
+    "cli.quantize": {"loading.quantize"},
     "cli.info": {"execution.cache_memory"},
     "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.plot", "simulation.sweep"}
     | {"async_engine.router"}
@@ -175,6 +176,7 @@ ARROWS: dict[str, set[str]] = {
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # from a directory to a model
     "loading": {"loading.loader"},
+    "loading.quantize": {"loading.loader"},
     "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
     | {"loading.weights", "config"},
     "loading.weights": {"loading.quantized_checkpoint", "loading.kv_scales", "models.causal_lm", "models.linear"},

@@ -40,6 +40,10 @@ def run(argv: Sequence[str] | None) -> int:
         from pagedattn_serve.cli.serve import serve
 
         return serve(args)
+    if args.command == "quantize":
+        from pagedattn_serve.cli.quantize import quantize
+
+        return quantize(args)
     if args.command == "simulate":
         from pagedattn_serve.cli.simulate import simulate
 

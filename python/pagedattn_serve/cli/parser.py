@@ -15,6 +15,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_generate(commands.add_parser("generate", help=generate_help, description=capital(generate_help)))
     serve_help = "serve OpenAI's API over HTTP"
     add_serve(commands.add_parser("serve", help=serve_help, description=capital(serve_help)))
+    quantize_help = "write a copy of a model with its weights in 4 or 8 bits, for the CPU"
+    add_quantize(commands.add_parser("quantize", help=quantize_help, description=capital(quantize_help)))
     simulate_help = (
         "what a deployment would do under a load: the real scheduler on a simulated clock; no weights are read"
     )
@@ -77,6 +79,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def add_info(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, ("block_size", "kv_cache_memory", "kv_cache_dtype"))
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, or a repository in its cache")
+    parser.add_argument("out", metavar="OUT", help="the directory to write: it does not exist, or is empty")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=("int4", "int8"),
+        help="int4: groups of 32 weights with a scale and a zero each; int8: a scale for each output feature; both as "
+        "compressed-tensors has them, the last layer as it is",
+    )
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:

@@ -141,7 +141,7 @@ def linear_forms(
 ) -> LinearForms | None:
     """Which forms the linear layers take that the checkpoint has not quantized. None on CUDA: layers stay as they are.
 
-    stored: what `checkpoint_format` says of the checkpoint.
+    stored: what `checkpoint_format` says of the checkpoint. quantization: of the layers that it leaves.
 
     Raises ValueError for another quantization than the checkpoint's own. On CUDA any quantization raises.
     """
@@ -158,7 +158,7 @@ def linear_forms(
             f"None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the checkpoint",
             quantization,
         )
-    return LinearForms(model.vocab_size, None if stored is not None else quantization)
+    return LinearForms(model.vocab_size, quantization)
 
 
 def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, forms: LinearForms | None) -> str:

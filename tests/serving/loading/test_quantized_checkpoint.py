@@ -128,11 +128,13 @@ def test_gptq_without_g_idx_has_its_groups_in_order(tmp_path: Path, name: str) -
 
 
 def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """It says what becomes of the layers that the checkpoint has not quantized."""
     save_quantized(tmp_path, "llama-gqa", GPTQ)
     model, stored = build_model(tmp_path), checkpoint_format(tmp_path)
     words = describe_linear_layers(model, stored, linear_forms(model, stored, "int4"))
-    assert words.startswith("int4, in groups of 32, as gptq made it") and words.endswith(PackedLinear.FORM)
-    load_model(tmp_path, quantization="int4")
+    assert words.startswith("int4, in groups of 32, as gptq made it") and words.endswith(Int8Linear.FORM)
+    for quantization, form in (("int4", Int8Linear), (None, PackedLinear)):
+        assert isinstance(load_model(tmp_path, quantization=quantization).lm_head, form)
     with pytest.raises(ValueError, match=r"quantization: expected None or int4, in which gptq .*, got int8"):
         load_model(tmp_path, quantization="int8")
     with pytest.raises(ValueError, match=r"quantization_config: expected none on cuda, .* for the CPU"):

@@ -1,0 +1,221 @@
+"""Writes a quantized copy of a checkpoint, in the format of compressed-tensors."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.loading.directory import model_directory, read_json
+from pagedattn_serve.loading.loader import build_model
+from pagedattn_serve.loading.quantized_checkpoint import PACKED, checkpoint_format
+from pagedattn_serve.loading.weights import checkpoint_name, checkpoint_shapes, open_checkpoint, read_tensors
+from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
+from pagedattn_serve.models.layers import TransposedLinear
+from pagedattn_serve.models.linear import give_back_freed_memory
+from pagedattn_serve.models.partition import SlicedLinear
+from pagedattn_serve.models.quantization import GROUP_SIZE, quantize_int4, quantize_int8
+
+FORMATS = ("int4", "int8")
+HEAD = "lm_head"
+SHARD_BYTES = 4 << 30  # of tensors in a file; so many are in memory at once
+# Files beside the weights that a copy has, too: tokenizer, chat template, defaults of generation, license.
+COPIED = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ""})
+
+
+def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], format: str) -> tuple[int, int]:
+    """Write the model, with its linear layers in 4 or 8 bits, into the directory `out`.
+
+    The last layer is not quantized, and in 4 bits neither is a layer whose in_features are no multiple of GROUP_SIZE.
+    All is written beside `out` first. So an interrupt or an error leaves nothing.
+
+    model: as `load_model` takes it, not quantized, of a family that has a file of its own.
+    out: does not exist, or is an empty directory.
+    format: "int4" or "int8".
+
+    Returns how many layers of the checkpoint are quantized, and how many linear layers it has. Raises what `load_model`
+    raises, and ValueError for an `out` that is in use, for a model that is quantized, for a model that runs through
+    transformers, and for weights that cannot be quantized.
+    """
+    if format not in FORMATS:
+        raise ArgumentError("format", " or ".join(FORMATS), repr(format))
+    directory, out = model_directory(model), Path(out).expanduser()
+    check_out(out)
+    if (stored := checkpoint_format(directory)) is not None:
+        raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")
+    network = build_model(directory)
+    if not isinstance(network, NativeCausalLM):
+        raise ArgumentError(
+            "model",
+            "a family that has a file here, as quantized checkpoints of others cannot run",
+            network.architecture,
+        )
+    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        copy = Path(temporary) / out.name
+        copy.mkdir()
+        copy_other_files(directory, copy)
+        left = write_tensors(network, directory, copy, format)
+        config = read_json(directory / "config.json")
+        of_cache = config.get("quantization_config") or {}
+        config["quantization_config"] = of_cache | quantization_config(format, left)
+        write_json(copy / "config.json", config)
+        os.replace(copy, out)
+    num_layers = sum(len(layer.checkpoint_parts(name)) for name, layer in sliced_layers(network).items())
+    return num_layers - len(left), num_layers
+
+
+def check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ArgumentError("out", "a directory that is empty or does not exist", f"{out}, which is in use")
+    if not out.parent.is_dir():
+        raise ArgumentError("out", "a directory within one that exists", out)
+
+
+def copy_other_files(directory: Path, copy: Path) -> None:
+    for file in directory.iterdir():
+        is_wanted = file.suffix in COPIED and not file.name.startswith(".") and not file.name.endswith(".index.json")
+        if is_wanted and file.is_file() and file.name != "config.json":
+            shutil.copyfile(file, copy / file.name)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(model: NativeCausalLM, directory: Path, copy: Path, format: str) -> list[str]:
+    """Write the checkpoint's tensors, in files of up to SHARD_BYTES. Returns the names of linear layers that are not
+    quantized."""
+    left: list[str] = []
+    shards: list[list[str]] = []
+    with ExitStack() as open_files:
+        shard: dict[str, Tensor] = {}
+        for tensors in quantized_tensors(model, directory, open_files, format, left):
+            if shard and num_bytes(shard) + num_bytes(tensors) > SHARD_BYTES:
+                write_shard(shard, copy, shards)
+                shard = {}
+            shard |= tensors
+        write_shard(shard, copy, shards)
+    if len(shards) == 1:
+        os.replace(shard_file(copy, 1, 0), copy / "model.safetensors")
+        return left
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
+        file = shard_file(copy, i, len(shards))
+        os.replace(shard_file(copy, i, 0), file)
+        weight_map |= dict.fromkeys(names, file.name)
+    total_size = sum(file.stat().st_size for file in copy.glob("*.safetensors"))
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    write_json(copy / "model.safetensors.index.json", index)
+    return left
+
+
+def num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def shard_file(copy: Path, number: int, num_shards: int) -> Path:
+    return copy / f"model-{number:05}-of-{num_shards:05}.safetensors"
+
+
+def write_shard(shard: dict[str, Tensor], copy: Path, shards: list[list[str]]) -> None:
+    shards.append(list(shard))
+    save_file(shard, shard_file(copy, len(shards), 0), metadata={"format": "pt"})
+
+
+def quantized_tensors(
+    model: NativeCausalLM, directory: Path, open_files: ExitStack, format: str, left: list[str]
+) -> Iterator[dict[str, Tensor]]:
+    """The checkpoint's tensors by the names of the copy: those of a linear layer at a time, and one of the others.
+
+    left: gets the names of the linear layers that are not quantized.
+    """
+    stored = open_checkpoint(directory, open_files)
+    own_names = {checkpoint_name(model, name): name for name in stored}
+    tensors = {name: stored[own] for name, own in own_names.items()}
+    problems: list[str] = []
+    for name, _ in model.named_parameters():
+        layer_name, _, kind = name.rpartition(".")
+        read_tensors(tensors, checkpoint_shapes(model.get_submodule(layer_name), layer_name, kind), problems)
+    if problems:
+        raise ValueError(misfit(directory, type(model).__name__, problems))
+    for name, layer in tqdm(sliced_layers(model).items(), desc="Quantizing", disable=None, leave=False):
+        for part in layer.checkpoint_parts(name):
+            own_name = own_names[f"{part}.weight"].removesuffix(".weight")
+            if name == HEAD or (format == "int4" and layer.in_features % GROUP_SIZE):
+                left.append(own_name)
+                continue
+            weight = tensors.pop(f"{part}.weight")()
+            try:
+                packed = compressed(weight.t() if isinstance(layer, TransposedLinear) else weight, format)
+            except ValueError as error:
+                raise ValueError(f"model: {part}: {str(error).partition(': ')[2]}") from None
+            yield {f"{own_name}.{suffix}": tensor for suffix, tensor in packed.items()}
+            give_back_freed_memory()
+    for name, read in tensors.items():
+        yield {own_names[name]: read().contiguous()}
+
+
+def sliced_layers(model: nn.Module) -> dict[str, SlicedLinear]:
+    """The linear layers by name. A head that is tied to the embedding has no weight of its own."""
+    own = dict(model.named_parameters())
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, SlicedLinear) and f"{name}.weight" in own
+    }
+
+
+# ---- compressed-tensors: what loading.quantized_checkpoint reads ----------------------------------------------------
+
+
+def compressed(weight: Tensor, format: str) -> dict[str, Tensor]:
+    """The tensors of a layer, by the ends of their names. Raises ValueError for a weight that cannot be quantized."""
+    if format == "int8":
+        of_8_bits = quantize_int8(weight)
+        return {"weight": of_8_bits.codes, "weight_scale": of_8_bits.scales[:, None]}
+    quantized = quantize_int4(weight)
+    padding = -len(weight) % PACKED
+    zeros = nn.functional.pad(quantized.zeros, (0, 0, 0, padding))
+    return {
+        "weight_packed": pack_nibbles(quantized.codes),
+        "weight_scale": quantized.scales,
+        "weight_zero_point": pack_nibbles(zeros.t()).t().contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [n, 8 * k] to int32 [n, k], the lowest four bits first."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def quantization_config(format: str, left: list[str]) -> dict[str, Any]:
+    """left: linear layers that are not quantized."""
+    weights = {"type": "int", "dynamic": False, "actorder": None, "observer": "minmax"}
+    rows = None
+    if format == "int4":
+        weights |= {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": GROUP_SIZE}
+    else:
+        weights |= {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
+        rows = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if format == "int4" else "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": sorted({*left, HEAD}),
+        "config_groups": {"group_0": group},
+    }
