@@ -74,6 +74,7 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
                    const std::optional<Tensor>& bias, std::optional<torch::headeronly::ScalarType> scale_dtype);
 Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
                    const std::optional<Tensor>& bias);
+void pack_linear_weight(Tensor& out, const Tensor& weight);
 void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros);
 void pack_linear_weight_int8(Tensor& out, const Tensor& weight);
 void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Tensor& weight);

@@ -70,6 +70,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, "
       "ScalarType? scale_dtype=None) -> Tensor");
   m.def("linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor");
+  m.def("pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()");
   m.def("pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()");
   m.def("pack_linear_weight_int8(Tensor(a!) out, Tensor weight) -> ()");
   m.def("quantize_weight_int4(Tensor(a!) codes, Tensor(b!) scales, Tensor(c!) zeros, Tensor weight) -> ()");
@@ -115,6 +116,7 @@ STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
   m.impl("linear_packed", TORCH_BOX(&pagedattn::linear_packed));
   m.impl("linear_int4", TORCH_BOX(&pagedattn::linear_int4));
   m.impl("linear_int8", TORCH_BOX(&pagedattn::linear_int8));
+  m.impl("pack_linear_weight", TORCH_BOX(&pagedattn::pack_linear_weight));
   m.impl("pack_linear_weight_int4", TORCH_BOX(&pagedattn::pack_linear_weight_int4));
   m.impl("pack_linear_weight_int8", TORCH_BOX(&pagedattn::pack_linear_weight_int8));
   m.impl("quantize_weight_int4", TORCH_BOX(&pagedattn::quantize_weight_int4));

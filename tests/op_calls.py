@@ -33,6 +33,7 @@ linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_fe
 linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()
 pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()
 pack_linear_weight_int8(Tensor(a!) out, Tensor weight) -> ()
 quantize_weight_int4(Tensor(a!) codes, Tensor(b!) scales, Tensor(c!) zeros, Tensor weight) -> ()
@@ -42,7 +43,7 @@ all_gather_shared(Tensor(a!) out, Tensor input, int group) -> ()
 """  # noqa: E501
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
-PACKING = ["pack_linear_weight_int4", "pack_linear_weight_int8"]
+PACKING = ["pack_linear_weight", "pack_linear_weight_int4", "pack_linear_weight_int8"]
 QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
 # Those without CUDA kernels.
 CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]
@@ -168,6 +169,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "out_features": 20,
             "bias": normal(20),
         },
+        "pack_linear_weight": {"out": torch.zeros(1, 14, 16), "weight": normal(n, 14)},
         "pack_linear_weight_int4": int4_weight(n) | {"out": torch.zeros(1, 2, 336, dtype=torch.uint8)},
         "pack_linear_weight_int8": {
             "out": torch.zeros(1, 4, 16, 4, dtype=torch.uint8),

@@ -19,11 +19,28 @@ void pack(const Params& params, void (*kernel)(const Params&, int64_t, int64_t))
                     [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
 }
 
+void run_float(const PackLinearWeightParams& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight)); }
+
 void run_int8(const PackLinearWeightInt8Params& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight_int8)); }
 
 void run_int4(const PackLinearWeightInt4Params& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight_int4)); }
 
 }  // namespace
+
+void pack_linear_weight(Tensor& out, const Tensor& weight) {
+  const Door door("pack_linear_weight", weight);
+  PackLinearWeightParams params{};
+  params.dtype = door.float_dtype("weight", weight);
+  params.weight_stride = row_stride(door, "weight", weight);
+  params.weight = weight.const_data_ptr();
+  params.out_features = weight.size(0);
+  params.in_features = weight.size(1);
+  door.dtype("out", out, weight.scalar_type());
+  door.shape("out", out, {num_panels_of(params.out_features), params.in_features, LINEAR_PANEL});
+  door.contiguous("out", out);
+  params.out = out.mutable_data_ptr();
+  CpuGraph::run_or_capture(run_float, params);
+}
 
 void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
   const Door door("pack_linear_weight_int8", weight);

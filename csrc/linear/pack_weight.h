@@ -1,12 +1,22 @@
-// pack_linear_weight_int8 and pack_linear_weight_int4: parameters and kernels. They have no CUDA kernels.
+// pack_linear_weight, pack_linear_weight_int8 and pack_linear_weight_int4: parameters and kernels. They have no CUDA
+// kernels.
 //
-// linear/linear_quantized.h says in which order the ops read a packed weight.
+// linear/linear_packed.h and linear/linear_quantized.h say in which order the ops read a packed weight.
 #pragma once
 
 #include "cpu_dispatch.h"
 #include "linear/linear.h"
 
 namespace pagedattn {
+
+struct PackLinearWeightParams {
+  DType dtype;
+  int64_t out_features;
+  int64_t in_features;
+  const void* weight;     // [out_features, in_features]
+  int64_t weight_stride;  // elements between rows
+  void* out;              // [num_panels, in_features, 16]
+};
 
 struct PackLinearWeightInt8Params {
   int64_t out_features;
@@ -31,6 +41,7 @@ struct PackLinearWeightInt4Params {
 };
 
 // Panels [begin, end).
+PAGEDATTN_DECLARE_CPU_KERNEL(pack_linear_weight, const PackLinearWeightParams& params, int64_t begin, int64_t end)
 PAGEDATTN_DECLARE_CPU_KERNEL(pack_linear_weight_int8, const PackLinearWeightInt8Params& params, int64_t begin,
                              int64_t end)
 PAGEDATTN_DECLARE_CPU_KERNEL(pack_linear_weight_int4, const PackLinearWeightInt4Params& params, int64_t begin,

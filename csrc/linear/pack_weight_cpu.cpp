@@ -38,6 +38,35 @@ PAGEDATTN_INLINE V load_bytes(const void* source, int64_t count) {
   return vector;
 }
 
+void pack_panel(const PackLinearWeightParams& p, int64_t panel) {
+  constexpr int WORD_BYTES = sizeof(uint32_t);
+  const int64_t feature = panel * LINEAR_PANEL, num_features = smaller(p.out_features - feature, LINEAR_PANEL);
+  const int64_t row_bytes = p.in_features * element_size(p.dtype);
+  const int64_t stride_bytes = p.weight_stride * element_size(p.dtype);
+  const char* weight = static_cast<const char*>(p.weight) + feature * stride_bytes;
+  char* out = static_cast<char*>(p.out) + panel * LINEAR_PANEL * row_bytes;
+  const auto load_words = [&](int64_t f, int64_t word) PAGEDATTN_ALWAYS_INLINE {
+    const int64_t place = word * WORD_BYTES;
+    return load_bytes<UintVec>(weight + f * stride_bytes + place, f < num_features ? row_bytes - place : 0);
+  };
+  if (p.dtype == DType::FLOAT32) {
+    transpose_panel(p.in_features, load_words, [&](int64_t i, int64_t first, UintVec words) PAGEDATTN_ALWAYS_INLINE {
+      __builtin_memcpy(out + (i * LINEAR_PANEL + first) * WORD_BYTES, &words, sizeof words);
+    });
+    return;
+  }
+  // A word is two elements, one above the other in the panel.
+  constexpr int ELEMENT_BYTES = sizeof(uint16_t);
+  transpose_panel((p.in_features + 1) / 2, load_words,
+                  [&](int64_t i, int64_t first, UintVec words) PAGEDATTN_ALWAYS_INLINE {
+                    const ShortVec elements[2] = {narrow(words), narrow_upper(words)};
+                    char* target = out + (2 * i * LINEAR_PANEL + first) * ELEMENT_BYTES;
+                    __builtin_memcpy(target, &elements[0], sizeof elements[0]);
+                    if (2 * i + 1 == p.in_features) return;
+                    __builtin_memcpy(target + LINEAR_PANEL * ELEMENT_BYTES, &elements[1], sizeof elements[1]);
+                  });
+}
+
 void pack_panel(const PackLinearWeightInt8Params& p, int64_t panel) {
   const int64_t feature = panel * LINEAR_PANEL, num_features = smaller(p.out_features - feature, LINEAR_PANEL);
   const int64_t num_quads = (p.in_features + QUAD - 1) / QUAD;
@@ -105,6 +134,10 @@ void pack_panel(const PackLinearWeightInt4Params& p, int64_t panel) {
 }
 
 }  // namespace
+
+void pack_linear_weight(const PackLinearWeightParams& params, int64_t begin, int64_t end) {
+  for (int64_t panel = begin; panel < end; ++panel) pack_panel(params, panel);
+}
 
 void pack_linear_weight_int8(const PackLinearWeightInt8Params& params, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; ++panel) pack_panel(params, panel);

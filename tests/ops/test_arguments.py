@@ -150,7 +150,9 @@ def test_negated_input(name):
                 assert_same_bits(actual, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name, schema in SCHEMA_OF.items() if "!)" in schema and name not in PACKING])
+@pytest.mark.parametrize(
+    "name", [name for name, schema in SCHEMA_OF.items() if "!)" in schema and name not in PACKING[1:]]
+)
 def test_negated_output_is_an_error(name):
     """Each written argument in turn: named, and nothing is written before."""
     refused = 0

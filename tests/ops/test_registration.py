@@ -70,7 +70,7 @@ def test_without_autograd(mode, door, call):
         assert_same_bits(same, wanted)
 
 
-@pytest.mark.parametrize("name", SCHEMA_OF)
+@pytest.mark.parametrize("name", [name for name in SCHEMA_OF if name != "pack_linear_weight"])  # it takes parameters
 def test_wrapper_of_a_tensor_that_requires_grad_is_an_error(name):
     """Each argument in turn: else its gradient would be missing, and nothing would say so."""
     for argument in make_arguments(name) | optional_tensors(name):

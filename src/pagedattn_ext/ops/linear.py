@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pagedattn_ext._C import INT4_BLOCK
 from pagedattn_ext._C import LINEAR_PANEL as PANEL
@@ -24,15 +23,9 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     """
     _check_weight("pack_linear_weight", weight)
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL)
-    packed = empty_huge_pages((num_panels, in_features, PANEL), weight.dtype)
-    num_full = out_features // PANEL
-    weight = weight.detach()
-    packed[:num_full] = weight[: num_full * PANEL].view(num_full, PANEL, in_features).transpose(1, 2)
-    if num_full < num_panels:
-        rest = weight[num_full * PANEL :].T
-        packed[num_full] = F.pad(rest, (0, PANEL - rest.shape[1]))
-    return packed
+    out = empty_huge_pages((-(-out_features // PANEL), in_features, PANEL), weight.dtype)
+    call_on_cpu("pack_linear_weight", out, _with_rows(weight.detach()))
+    return out
 
 
 def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
