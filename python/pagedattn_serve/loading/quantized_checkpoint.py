@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
-from pagedattn_serve.models.quantization import Int4Weight, Int8Weight
+from pagedattn_serve.models.quantization import Int4Weight, Int8Weight, chunks
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
 PACKED = 8  # codes of four bits in an int32
@@ -97,8 +97,9 @@ class CompressedInt4(CheckpointFormat):
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         scales = tensors["weight_scale"]
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-        if not self.symmetric:
+        if self.symmetric:
+            zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+        else:
             zeros = unpack_nibbles("weight_zero_point", tensors["weight_zero_point"].t()).t()[: len(scales)]
         return Int4Weight(unpack_nibbles("weight_packed", tensors["weight_packed"]), scales, zeros)
 
@@ -148,8 +149,14 @@ class Awq(CheckpointFormat):
 def unpack_nibbles(name: str, packed: Tensor) -> Tensor:
     """int32 [n, k] to uint8 [n, 8 * k], the lowest four bits first."""
     check_dtype(name, packed, torch.int32)
-    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    pairs = packed.contiguous().view(torch.uint8)
+    codes = torch.empty(len(pairs), 2 * pairs.shape[1], dtype=torch.uint8)
+    words = codes.view(torch.int16)
+    for begin, end in chunks(pairs):
+        word = words[begin:end].copy_(pairs[begin:end])
+        word |= word << 4  # the upper of the two codes moves to the second byte
+        word &= 0x0F0F
+    return codes
 
 
 def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
     Int8Weight,
+    chunks,
     quantize_int4,
     quantize_int8,
 )
@@ -73,8 +74,6 @@ class Int4Linear(nn.Module):
             hidden, self.packed_weight, self.group_size, self.out_features, self.bias, self.scale_dtype
         )
 
-
-CHUNK_ELEMENTS = 1 << 16  # compared at a time, so that intermediate results stay in the CPU's cache
 
 LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 
@@ -165,12 +164,6 @@ def narrowed(weight: Tensor) -> Tensor:
             if all(torch.equal(weight[a:b].to(dtype).float(), weight[a:b]) for a, b in chunks(weight)):
                 return weight.to(dtype)
     return weight
-
-
-def chunks(weight: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows."""
-    num_rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]))
-    return [(begin, min(begin + num_rows, len(weight))) for begin in range(0, len(weight), num_rows)]
 
 
 def as_fp32(bias: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from pagedattn_ext import ops
 
 GROUP_SIZE = 32  # weights that share a scale and a zero, as ops.quantize_weight_int4 has them
+CHUNK_ELEMENTS = 1 << 16  # that ops of torch take at a time, so that what is between them stays in the CPU's cache
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,3 +68,9 @@ def shortened(scales: Tensor) -> Tensor:
     short = scales.half()
     error = (short.float() - scales).abs()
     return short if (error <= scales.abs().amax(1, keepdim=True) / 2048).all() else scales
+
+
+def chunks(matrix: Tensor) -> list[tuple[int, int]]:
+    """Ranges of rows."""
+    num_rows = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1]))
+    return [(begin, min(begin + num_rows, len(matrix))) for begin in range(0, len(matrix), num_rows)]
