@@ -10,11 +10,13 @@ namespace {
 
 void run(const LinearPackedParams& op_params) {
   LinearPackedParams params = op_params;
-  const int64_t chunk_rows = std::min(params.num_rows, LINEAR_CHUNK_ROWS);
+  params.on_tiles = cpu_capability() == CpuCapability::AMX && params.dtype == DType::BFLOAT16 &&
+                    params.weight_dtype == DType::BFLOAT16;
+  const int64_t chunk_rows = params.on_tiles ? TILE_CHUNK_ROWS : LINEAR_CHUNK_ROWS;
   const int64_t row_size = ceil_div(params.in_features, MAX_PACKED_BLOCK) * MAX_PACKED_BLOCK;
-  const auto rows = std::make_unique_for_overwrite<float[]>(chunk_rows * row_size);
+  const auto rows = std::make_unique_for_overwrite<float[]>(std::min(params.num_rows, chunk_rows) * row_size);
   params.rows = rows.get();
-  run_linear(params, PAGEDATTN_CPU_KERNEL(convert_rows), PAGEDATTN_CPU_KERNEL(linear_packed));
+  run_linear(params, PAGEDATTN_CPU_KERNEL(convert_rows), PAGEDATTN_CPU_KERNEL(linear_packed), chunk_rows);
 }
 
 }  // namespace

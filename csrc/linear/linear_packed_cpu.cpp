@@ -12,6 +12,9 @@
 #include "dispatch.h"
 #include "linear/linear_packed.h"
 #include "linear/panels.h"
+#if defined(__AMX_BF16__)
+#include "linear/tile_products.h"
+#endif
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
@@ -228,6 +231,34 @@ void several_tiles(const LinearPackedParams& p, int64_t panel) {
   write_out<PANELS>(p, panel, sums);
 }
 
+#if defined(__AMX_BF16__)
+void multiply_on_tiles(const LinearPackedParams& p, int64_t begin, int64_t end) {
+  const RowTiles tiles(p.num_rows);
+  const auto few_tiles = [&]<int ROW_TILES>() {
+    for_each_panels<4 / ROW_TILES>(begin, end, [&]<int PANELS>(int64_t panel) {
+      alignas(64) float sums[ROW_TILES * TILE_ROWS * PANELS * LINEAR_PANEL];
+      multiply_few_tiles<ROW_TILES, PANELS>(p, tiles, panel, sums);
+      write_out<PANELS>(p, panel, sums);
+    });
+  };
+  switch (tiles.num_tiles) {
+    case 1:
+      return few_tiles.template operator()<1>();
+    case 2:
+      return few_tiles.template operator()<2>();
+    case 3:
+      return few_tiles.template operator()<3>();
+    case 4:
+      return few_tiles.template operator()<4>();
+  }
+  for_each_panels<TILE_PANELS>(begin, end, [&]<int PANELS>(int64_t panel) {
+    alignas(64) float sums[(TILE_CHUNK_ROWS + TILE_ROWS) * PANELS * LINEAR_PANEL];
+    multiply_many_tiles<PANELS>(p, tiles, panel, sums);
+    write_out<PANELS>(p, panel, sums);
+  });
+}
+#endif
+
 // Calls body.operator()<Operands, T, W>() for rows of T and weights of W.
 template <typename Body>
 void dispatch_operands(const LinearPackedParams& p, const Body& body) {
@@ -244,6 +275,9 @@ void dispatch_operands(const LinearPackedParams& p, const Body& body) {
 }  // namespace
 
 void convert_rows(const LinearPackedParams& params, int64_t begin, int64_t end) {
+#if defined(__AMX_BF16__)
+  if (params.on_tiles) return convert_rows_to_tiles(params, begin, end);
+#endif
   dispatch_operands(params, [&]<typename Operands, typename T, typename W>() {
     constexpr int64_t BLOCK_SIZE = BLOCK_STEPS * Operands::STEP;
     static_assert(MAX_PACKED_BLOCK % BLOCK_SIZE == 0);
@@ -258,6 +292,9 @@ void convert_rows(const LinearPackedParams& params, int64_t begin, int64_t end) 
 }
 
 void linear_packed(const LinearPackedParams& params, int64_t begin, int64_t end) {
+#if defined(__AMX_BF16__)
+  if (params.on_tiles) return multiply_on_tiles(params, begin, end);
+#endif
   dispatch_operands(params, [&]<typename Operands, typename T, typename W>() {
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
         params.num_rows, begin, end,

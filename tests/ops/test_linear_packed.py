@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pagedattn_ext import ops
 
 pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]  # on every instruction set
-# Around what the kernels count in: tiles of rows, the rows of a pass, panels of 16 features, 4 at a time, blocks of 64
-# and of 256 steps.
-NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 300])
+# Around what the kernels count in: tiles of rows, the rows of a pass (128, on tiles 256), panels of 16 features, 4 at a
+# time, blocks of 64 and of 256 steps.
+NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 257, 300])
 IN_FEATURES = st.integers(1, 40) | st.sampled_from([255, 256, 257, 600])
 OUT_FEATURES = st.integers(1, 80)
 
@@ -82,10 +82,10 @@ def test_layout_of_a_packed_weight():
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_batch(several_threads, dtype, weight_dtype):
     """Whatever the tiles of rows, the panels at once and the threads."""
-    input = normal(150, 700, dtype=dtype)
+    input = normal(260, 700, dtype=dtype)
     weight = ops.pack_linear_weight(normal(150, 700, dtype=weight_dtype, seed=1))
     alone = torch.cat([ops.linear_packed(row[None], weight, 150) for row in input])
-    for num_rows in [*range(2, 30), 127, 128, 129, 150]:
+    for num_rows in [*range(2, 34), 48, 49, 64, 65, 127, 128, 129, 256, 257, 260]:
         assert_same_bits(ops.linear_packed(input[:num_rows], weight, 150), alone[:num_rows])
     assert_same_bits(ops.linear_packed(input[40:], weight, 150), alone[40:])
 

@@ -31,8 +31,8 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
 def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias, for a weight of `pack_linear_weight`. On the CPU alone.
 
-    Rows and weights are multiplied in fp32, whatever their dtypes. If both are bf16 and the CPU has AVX512-BF16, its
-    instruction multiplies them, and adds in fp32. The result of a row is the same, bit for bit, whatever other rows
+    Rows and weights are multiplied in fp32, whatever their dtypes. If both are bf16 and the CPU has AVX512-BF16 or AMX,
+    its instructions multiply them, and add in fp32. The result of a row is the same, bit for bit, whatever other rows
     there are.
 
     Args:
