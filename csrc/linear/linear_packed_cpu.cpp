@@ -233,6 +233,13 @@ void several_tiles(const LinearPackedParams& p, int64_t panel) {
 
 #if defined(__AMX_BF16__)
 void multiply_on_tiles(const LinearPackedParams& p, int64_t begin, int64_t end) {
+  if (p.num_rows == 1) {
+    return for_each_panels<4>(begin, end, [&]<int PANELS>(int64_t panel) {
+      alignas(64) float sums[PANELS * LINEAR_PANEL];
+      multiply_one_row<PANELS>(p, panel, sums);
+      write_out<PANELS>(p, panel, sums);
+    });
+  }
   const RowTiles tiles(p.num_rows);
   const auto few_tiles = [&]<int ROW_TILES>() {
     for_each_panels<4 / ROW_TILES>(begin, end, [&]<int PANELS>(int64_t panel) {

@@ -4,9 +4,11 @@
 // neither on the rows beside it nor on the blocks below.
 //
 // A product wants the two elements of a pair beside each other, and a packed weight has them 16 features apart. So a
-// block of weights is converted once for all rows, into the nearest cache.
+// block of weights is converted once for all rows, into the nearest cache. For a single row the conversion would take
+// longer than the reading of the weights: vectors compute what tiles would compute.
 #pragma once
 
+#include "cpu_memory.h"
 #include "cpu_tiles.h"
 #include "linear/linear_packed.h"
 #include "linear/panels.h"
@@ -155,6 +157,41 @@ void multiply_few_tiles(const LinearPackedParams& p, const RowTiles& tiles, int6
                                          (size + TILE_STEP - 1) / TILE_STEP, [](int64_t) {});
   }
   store_sums<ROW_TILES, PANELS>(tiles.tile_rows, sums);
+}
+
+// sums [PANELS * LINEAR_PANEL], for a single row. The arithmetic is that of tiles: even and odd elements of a step are two
+// chains of multiply-adds, and their sum is added to the total.
+template <int PANELS>
+void multiply_one_row(const LinearPackedParams& p, int64_t panel, float* sums) {
+  const FlushedFloats flushed;
+  const int64_t panel_size = p.in_features * LINEAR_PANEL;
+  const auto* weights = static_cast<const bfloat16*>(p.packed_weight) + panel * panel_size;
+  const auto* row = static_cast<const char*>(p.rows);
+  const FetchAhead<PANELS, 6144> fetch_ahead(weights, panel_size * sizeof(bfloat16));
+  Vec total[PANELS] = {};
+  for (int64_t i = 0; i < p.in_features; i += TILE_STEP) {
+    Vec even[PANELS] = {};
+    Vec odd[PANELS] = {};
+    const int64_t size = smaller(p.in_features - i, TILE_STEP);
+    for (int64_t k = 0; k < size; k += 2) {
+      const bfloat16* weight = weights + (i + k) * LINEAR_PANEL;
+      fetch_ahead(weight);
+      const UintVec pair = UintVec{} + load_as<uint32_t>(row + (i + k) * sizeof(bfloat16));
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < PANELS; ++j) {
+        even[j] = fma((Vec)(pair << 16), load(weight + j * panel_size), even[j]);
+      }
+      if (k + 1 == size) break;
+      PAGEDATTN_UNROLL
+      for (int j = 0; j < PANELS; ++j) {
+        odd[j] = fma((Vec)(pair & 0xffff0000), load(weight + LINEAR_PANEL + j * panel_size), odd[j]);
+      }
+    }
+    PAGEDATTN_UNROLL
+    for (int j = 0; j < PANELS; ++j) total[j] = total[j] + (even[j] + odd[j]);
+  }
+  PAGEDATTN_UNROLL
+  for (int j = 0; j < PANELS; ++j) store(sums + j * LINEAR_PANEL, total[j]);
 }
 
 // sums [rows of all tiles][PANELS * LINEAR_PANEL]

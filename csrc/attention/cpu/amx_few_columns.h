@@ -8,21 +8,10 @@
 
 #include "attention/cpu/amx_pack.h"
 #include "attention/cpu/amx_softmax.h"
+#include "cpu_tiles.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
-
-// While an object of this class lives, subnormal numbers count as zeros on this thread, as in tile registers.
-class FlushedFloats {
- public:
-  FlushedFloats() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
-  ~FlushedFloats() { _mm_setcsr(before_); }
-  FlushedFloats(const FlushedFloats&) = delete;
-  FlushedFloats& operator=(const FlushedFloats&) = delete;
-
- private:
-  uint32_t before_;
-};
 
 // In every lane: element i of vector j becomes element j of vector i.
 PAGEDATTN_INLINE void transpose_in_lanes(__m512i (&v)[4]) {
