@@ -94,43 +94,22 @@ CpuCapability capability_named(const std::string& name) {
       "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni, avx512_bf16 or amx, got " + name);
 }
 
-struct Choice {
-  CpuCapability capability;
-  bool was_named;
-};
-
-Choice choice_of_the_environment() {
+CpuCapability capability_of_the_environment() {
   const char* name = std::getenv("PAGEDATTN_CPU_CAPABILITY");
-  if (name == nullptr || *name == '\0') return {best_compiled_capability(), false};
-  return {capability_named(name), true};
+  return name == nullptr || *name == '\0' ? best_compiled_capability() : capability_named(name);
 }
 
-std::atomic<Choice>& choice_in_use() {
-  static std::atomic<Choice> choice = choice_of_the_environment();
-  return choice;
-}
-
-bool is_intel() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("intel");
-#else
-  return false;
-#endif
+std::atomic<CpuCapability>& capability_in_use() {
+  static std::atomic<CpuCapability> capability = capability_of_the_environment();
+  return capability;
 }
 
 }  // namespace
 
-CpuCapability cpu_capability() { return choice_in_use().load(std::memory_order_relaxed).capability; }
-
-bool prefers_pair_dots() {
-  static const bool intel = is_intel();
-  const Choice choice = choice_in_use().load(std::memory_order_relaxed);
-  return choice.capability == CpuCapability::AVX512_BF16 && (choice.was_named || !intel);
-}
+CpuCapability cpu_capability() { return capability_in_use().load(std::memory_order_relaxed); }
 
 void set_cpu_capability(const std::string& name) {
-  choice_in_use() = name.empty() ? choice_of_the_environment() : Choice{capability_named(name), true};
+  capability_in_use() = name.empty() ? capability_of_the_environment() : capability_named(name);
 }
 
 const char* cpu_capability_name(CpuCapability capability) {

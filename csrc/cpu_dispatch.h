@@ -18,13 +18,6 @@ enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX 
 // machine or the build lacks, and if the machine runs no capability of the build.
 CpuCapability cpu_capability();
 const char* cpu_capability_name(CpuCapability capability);
-
-// Whether attention is to multiply pairs of bfloat16 with the instruction for it, vdpbf16ps. An AMD Zen 4 does such a
-// dot product in the time of a multiply-add. An Intel Sapphire Rapids makes one of two multiply-adds and two
-// conversions, so that floats that are converted once for many rows are twice as fast. Where the environment or a test
-// names AVX512_BF16, the instruction is used on every machine.
-bool prefers_pair_dots();
-
 // The names of all capabilities that this build has and this machine runs, lowest first.
 std::vector<std::string> available_cpu_capabilities();
 

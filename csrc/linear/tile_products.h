@@ -159,8 +159,8 @@ void multiply_few_tiles(const LinearPackedParams& p, const RowTiles& tiles, int6
   store_sums<ROW_TILES, PANELS>(tiles.tile_rows, sums);
 }
 
-// sums [PANELS * LINEAR_PANEL], for a single row. The arithmetic is that of tiles: even and odd elements of a step are two
-// chains of multiply-adds, and their sum is added to the total.
+// sums [PANELS * LINEAR_PANEL], for a single row. The arithmetic is that of tiles: even and odd elements of a step are
+// two chains of multiply-adds, and their sum is added to the total.
 template <int PANELS>
 void multiply_one_row(const LinearPackedParams& p, int64_t panel, float* sums) {
   const FlushedFloats flushed;
