@@ -85,4 +85,4 @@ __all__ = [
     "swap_blocks",
 ]
 
-refuse_negated_outputs([name for name in __all__ if not name.startswith("pack_")])
+refuse_negated_outputs(__all__)

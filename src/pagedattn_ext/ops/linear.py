@@ -24,7 +24,8 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     _check_weight("pack_linear_weight", weight)
     out_features, in_features = weight.shape
     out = empty_huge_pages((-(-out_features // PANEL), in_features, PANEL), weight.dtype)
-    call_on_cpu("pack_linear_weight", out, _with_rows(weight.detach()))
+    with torch.no_grad():
+        call_on_cpu("pack_linear_weight", out, _with_rows(weight))
     return out
 
 
