@@ -71,6 +71,13 @@ def int4_weight(out_features: int = 20) -> dict[str, torch.Tensor]:
     return {"codes": codes, "scales": torch.randn(out_features, 2, generator=generator), "zeros": zeros}
 
 
+def packed_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """By the raw op: on the simt device, `ops` calls the ops that simt has."""
+    out = torch.zeros(2, 2, 336, dtype=torch.uint8)
+    torch.ops.pagedattn_ext.pack_linear_weight_int4(out, codes, scales, zeros)
+    return out
+
+
 def make_arguments(call: str, num_tokens: int = 3) -> dict:
     """Small valid arguments of the raw op of one of CALLS, for at least 3 tokens or rows, with 3 more blocks of 16.
     Each
@@ -146,7 +153,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         **{name: plain for name in ("gelu_new", "gelu_fast", "gelu_quick")},
         "linear_int4": {
             "input": normal(n, 64),
-            "packed_weight": ops.pack_linear_weight_int4(**int4_weight()),
+            "packed_weight": packed_int4(**int4_weight()),
             "group_size": 32,
             "out_features": 20,
             "bias": normal(20),
