@@ -62,6 +62,10 @@ template <typename T>
 void quantize_row(const QuantizeWeightInt8Params& p, int64_t row) {
   const T* weight = row_of<T>(p, row);
   const int64_t size = p.in_features, whole = size - size % VEC_SIZE;
+  if (size == 0) {  // there may be no memory to read
+    p.refused[row] = p.scales[row] = 0.0f;
+    return;
+  }
   IntVec magnitudes{};
   for (int64_t i = 0; i < whole; i += VEC_SIZE) keep_largest(magnitudes, load(weight + i));
   keep_largest(magnitudes, load_first(weight + whole, size - whole));
