@@ -84,6 +84,7 @@ ARROWS: dict[str, set[str]] = {
     "llm": {"engine", "text.chat_template"},
     "engine": {"engine_args", "engine_setup", "requests.inputs", "distributed.executor"},
     "engine_setup": {"execution.cache_memory"},
+    "environment": set(),
     # a deployment on a simulated clock
     "simulation": set(),
     "simulation.deployment": {"simulation.simulator", "simulation.systems.paged", "simulation.systems.orca"}
@@ -155,7 +156,7 @@ ARROWS: dict[str, set[str]] = {
     "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}
     | {"execution.step_inputs", "config"},
     "distributed.hosts": {"distributed.process_group"},
-    "distributed.process_group": {"distributed.communicator", "distributed.network", "errors"},
+    "distributed.process_group": {"distributed.communicator", "distributed.network", "environment", "errors"},
     "distributed.communicator": {"pagedattn_ext"},
     "distributed.torchrun": {"distributed.worker", "distributed.channel"},
     "distributed.channel": set(),
@@ -191,7 +192,7 @@ ARROWS: dict[str, set[str]] = {
     "models.llama": {"models.causal_lm", "models.layers"},
     "models.opt": {"models.causal_lm", "models.layers"},
     "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_slices"},
-    "models.transformers_slices": {"models.partition", "models.transformers_trial"},
+    "models.transformers_slices": {"models.partition", "models.transformers_trial", "environment"},
     "models.transformers_trial": {"pagedattn_ext"},
     "models.causal_lm": {"models.metadata", "models.partition"},
     "models.linear": {"models.partition", "pagedattn_ext"},

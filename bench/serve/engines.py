@@ -15,10 +15,10 @@ The settings are printed below the table. Its last line compares with the fastes
 import argparse
 import importlib
 import multiprocessing
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ import torch
 from harness import draw_bars, keep_freed_memory, print_table, write_files
 
 from pagedattn_serve import LLMEngine
+from pagedattn_serve.environment import environment_variable
 from serve.peers import Loaded, compare, run_in_turns
 from serve.run import Run, engine_options, warm_server
 from serve.workloads import SHAPES, Request, make_model, make_requests
@@ -117,15 +118,13 @@ class InOwnProcess:
     """A system that `load` makes in a process of its own. That process ends with this one, and its errors are raised
     here. `settings` is known after the first call."""
 
-    def __init__(self, load: Callable[[], Loaded], tunables: str = "") -> None:
-        """tunables: of the process's malloc, as in glibc's variable GLIBC_TUNABLES."""
+    def __init__(self, load: Callable[[], Loaded], tunables: str | None = None) -> None:
+        """tunables: of the process's malloc, as in glibc's variable GLIBC_TUNABLES; None: those of this process."""
         self.settings = ""
         spawning = multiprocessing.get_context("spawn")
         self._connection, theirs = spawning.Pipe()
-        before = os.environ.get("GLIBC_TUNABLES", "")
-        os.environ["GLIBC_TUNABLES"] = tunables or before
-        spawning.Process(target=answer, args=(theirs, load), daemon=True).start()
-        os.environ["GLIBC_TUNABLES"] = before
+        with nullcontext() if tunables is None else environment_variable("GLIBC_TUNABLES", tunables):
+            spawning.Process(target=answer, args=(theirs, load), daemon=True).start()
         theirs.close()
 
     def __call__(self, requests: list[Request]) -> Run:

@@ -7,12 +7,10 @@ A kernel of NCCL waits on the device for ranks that may never come, and Python m
 each rank watches the other ranks, and aborts the group if one dies or fails: then all kernels of the group end.
 """
 
-import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from threading import Lock, Thread
 from typing import Any
@@ -27,6 +25,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from pagedattn_serve.distributed import communicator
 from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.environment import environment_variable
 from pagedattn_serve.errors import describe
 
 CHECK_SECONDS = 0.1  # between two looks at whether a group has an end, and whether the ranks that meet go on
@@ -216,25 +215,11 @@ def connect_backend(store: Store, rank: int, world_size: int, device: torch.devi
 
     options = ProcessGroupNCCL.Options()
     options._timeout = CALL_LIMIT
-    with no_error_handling():
+    # The group leaves errors to its owner. By default a thread of torch ends the process at an error.
+    with environment_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         backend = ProcessGroupNCCL(store, rank, world_size, options)
     backend.eager_connect_single_device(device)
     return backend
-
-
-@contextmanager
-def no_error_handling() -> Iterator[None]:
-    """Let a new group of NCCL leave errors to its owner. By default a thread of torch ends the process at an error."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def serve_store(ip: str) -> tuple[Store, Address]:

@@ -5,7 +5,6 @@ parameter (`tp_plan`, of the config and of the class; transformers.distributed.t
 transformers' own means for several ranks nothing else is used, neither torch.distributed nor DTensor.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
+from pagedattn_serve.environment import environment_variable
 from pagedattn_serve.models.partition import (
     Communicator,
     GatheredLinear,
@@ -171,7 +171,8 @@ class Slices:
 
         hook = register_module_parameter_registration_hook(on_registration)
         try:
-            with one_tensor_at_a_time():
+            # One tensor at a time. Otherwise threads convert as much of a checkpoint as they can beforehand.
+            with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"):
                 yield type(
                     model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__}
                 )
@@ -338,18 +339,3 @@ def joined(model: nn.Module, joins: Joins) -> Iterator[None]:
     finally:
         for name, layer in layers.items():
             model.set_submodule(name, layer)
-
-
-@contextmanager
-def one_tensor_at_a_time() -> Iterator[None]:
-    """transformers loads no tensor ahead. Otherwise threads convert as much of a checkpoint as they can beforehand."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
