@@ -23,8 +23,9 @@ struct PagedCache {
   int64_t num_kv_heads;
   int64_t head_size;
   int64_t block_size;
-  int64_t key_block_stride;  // elements between blocks
-  int64_t value_block_stride;
+  CacheLayout layout;
+  CacheStrides key_strides;
+  CacheStrides value_strides;
   CacheScale key_scale;  // what a stored key is multiplied with
   CacheScale value_scale;
 };
@@ -68,32 +69,65 @@ inline CacheScale cache_scale(const Door& door, const char* argument, const std:
   return {1.0f, scale->const_data_ptr<float>()};
 }
 
+inline CacheStrides nhd_strides(const Door& door, const char* argument, const Tensor& cache) {
+  door.contiguous_from(argument, cache, 3);
+  return {cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+// Sets what the shapes of the two caches say. The rank of the key cache tells the layout.
+inline void check_nhd_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache, PagedCache& cache) {
+  cache.layout = CacheLayout::NHD;
+  cache.num_blocks = key_cache.size(0);
+  cache.block_size = key_cache.size(1);
+  cache.num_kv_heads = key_cache.size(2);
+  cache.head_size = key_cache.size(3);
+  door.shape("value_cache", value_cache, key_cache.sizes());
+  cache.key_strides = nhd_strides(door, "key_cache", key_cache);
+  cache.value_strides = nhd_strides(door, "value_cache", value_cache);
+  door.check(cache.block_size > 0, "key_cache", "expected a block size of at least 1, got shape ", key_cache.sizes());
+}
+
+inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
+                                PagedCache& cache) {
+  const int64_t x = 16 / element_size(cache.dtype);
+  door.shape("key_cache", key_cache, {ANY, ANY, ANY, ANY, x});
+  door.contiguous_from("key_cache", key_cache, 1);
+  cache.layout = CacheLayout::CHUNKED;
+  cache.num_blocks = key_cache.size(0);
+  cache.num_kv_heads = key_cache.size(1);
+  cache.head_size = key_cache.size(2) * x;
+  cache.block_size = key_cache.size(3);
+  door.check(cache.block_size >= MIN_BLOCK_SIZE && cache.block_size <= MAX_BLOCK_SIZE &&
+                 (cache.block_size & (cache.block_size - 1)) == 0,
+             "key_cache", "expected a block size that is a power of two from ", MIN_BLOCK_SIZE, " to ", MAX_BLOCK_SIZE,
+             ", got ", cache.block_size, " (shape ", key_cache.sizes(), ")");
+  door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});
+  door.contiguous_from("value_cache", value_cache, 1);
+  const int64_t head_elements = cache.head_size * cache.block_size;
+  cache.key_strides = {key_cache.stride(0), x, head_elements};
+  cache.value_strides = {value_cache.stride(0), 1, head_elements};
+}
+
 inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
                                     const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
                                     const std::optional<Tensor>& v_scale) {
   PagedCache cache{};
   cache.dtype = cache_dtype(door, key_cache, kv_cache_dtype);
-  const int64_t x = 16 / element_size(cache.dtype);
-  door.rank("key_cache", key_cache, 5);
-  door.shape("key_cache", key_cache, {ANY, ANY, ANY, ANY, x});
-  door.contiguous_from("key_cache", key_cache, 1);
-  cache.num_blocks = key_cache.size(0);
-  cache.num_kv_heads = key_cache.size(1);
-  cache.head_size = key_cache.size(2) * x;
-  cache.block_size = key_cache.size(3);
-  cache.key_block_stride = key_cache.stride(0);
-  door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
-  door.check(cache.head_size > 0 && cache.head_size <= MAX_HEAD_SIZE, "key_cache", "expected a head size of ", x,
-             " to ", MAX_HEAD_SIZE, ", got ", cache.head_size, " (shape ", key_cache.sizes(), ")");
-  door.check(cache.block_size >= MIN_BLOCK_SIZE && cache.block_size <= MAX_BLOCK_SIZE &&
-                 (cache.block_size & (cache.block_size - 1)) == 0,
-             "key_cache", "expected a block size that is a power of two from ", MIN_BLOCK_SIZE, " to ", MAX_BLOCK_SIZE,
-             ", got ", cache.block_size, " (shape ", key_cache.sizes(), ")");
-
+  door.check(key_cache.dim() == 4 || key_cache.dim() == 5, "key_cache",
+             "expected 5 dimensions [num_blocks, num_kv_heads, head_size / x, block_size, x], or 4 dimensions "
+             "[num_blocks, block_size, num_kv_heads, head_size], got ",
+             key_cache.dim(), " (shape ", key_cache.sizes(), ")");
   door.dtype("value_cache", value_cache, key_cache.scalar_type());
-  door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});
-  door.contiguous_from("value_cache", value_cache, 1);
-  cache.value_block_stride = value_cache.stride(0);
+  if (key_cache.dim() == 4) {
+    check_nhd_cache(door, key_cache, value_cache, cache);
+  } else {
+    check_chunked_cache(door, key_cache, value_cache, cache);
+  }
+  door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
+  const int64_t x = 16 / element_size(cache.dtype);
+  door.check(cache.head_size > 0 && cache.head_size <= MAX_HEAD_SIZE && cache.head_size % x == 0, "key_cache",
+             "expected a head size of ", x, " to ", MAX_HEAD_SIZE, ", a multiple of ", x, ", got ", cache.head_size,
+             " (shape ", key_cache.sizes(), ")");
   cache.key_scale = cache_scale(door, "k_scale", k_scale, cache.dtype);
   cache.value_scale = cache_scale(door, "v_scale", v_scale, cache.dtype);
   return cache;

@@ -1,8 +1,10 @@
 // Types shared by op files and kernels. No torch, no CUDA.
 //
-// The paged cache, x = 16 / sizeof(element):
-//   key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
-//   value_cache  [num_blocks, num_kv_heads, head_size, block_size]
+// The paged cache has one of two layouts, x = 16 / sizeof(element):
+//   CHUNKED  key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]
+//            value_cache  [num_blocks, num_kv_heads, head_size, block_size]
+//   NHD      both         [num_blocks, block_size, num_kv_heads, head_size], the last dimension contiguous. The other
+//                         dimensions may have any strides, so that HND is this layout with other strides.
 // Token t of a sequence sits in block block_table[t / block_size] at offset t % block_size.
 #pragma once
 
@@ -26,6 +28,15 @@ struct float8_e4m3 {  // 4 exponent bits of bias 7, 3 mantissa bits; no infinity
 };
 struct float8_e5m2 {  // the upper half of a float16
   uint8_t bits;
+};
+
+enum class CacheLayout { CHUNKED, NHD };
+
+// Elements from one to the next, in a key cache or a value cache. A CHUNKED cache has these strides as well.
+struct CacheStrides {
+  int64_t block;
+  int64_t token;  // of a block
+  int64_t kv_head;
 };
 
 constexpr int64_t MAX_HEAD_SIZE = 256;

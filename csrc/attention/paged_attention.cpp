@@ -90,10 +90,13 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
+  door.check(cache.layout == CacheLayout::CHUNKED, "key_cache", "expected 5 dimensions, got 4 (shape ",
+             key_cache.sizes(), ")");
+  params.layout = cache.layout;
   params.key_cache = key_cache.const_data_ptr();
-  params.key_block_stride = cache.key_block_stride;
+  params.key_strides = cache.key_strides;
   params.value_cache = value_cache.const_data_ptr();
-  params.value_block_stride = cache.value_block_stride;
+  params.value_strides = cache.value_strides;
 
   params.dtype = check_meets_cache(door, "query", query, cache, key_cache);
   door.shape("query", query, {ANY, ANY, cache.head_size});

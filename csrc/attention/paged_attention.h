@@ -31,10 +31,11 @@ struct PagedAttentionParams {
   float* lse;              // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr
   const void* query;       // [num_tokens, num_heads, head_size]
   int64_t query_stride;
-  const void* key_cache;     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
-  int64_t key_block_stride;  // elements between blocks
-  const void* value_cache;   // [num_blocks, num_kv_heads, head_size, block_size]
-  int64_t value_block_stride;
+  CacheLayout layout;
+  const void* key_cache;
+  CacheStrides key_strides;
+  const void* value_cache;
+  CacheStrides value_strides;
   const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]
   int64_t block_table_stride;      // elements between sequences
   int64_t max_seq_len;             // no sequence is longer; at most the slots of a row of block_tables

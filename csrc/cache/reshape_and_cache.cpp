@@ -31,14 +31,16 @@ void check_rows(const Door& door, const char* argument, const Tensor& rows, int6
 
 // The parameters that both ops have, but for the pointers.
 template <typename Params>
-void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
+void set_sizes(const Door& door, Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
   params.key_stride = key.stride(0);
   params.value_stride = value.stride(0);
-  params.key_block_stride = cache.key_block_stride;
-  params.value_block_stride = cache.value_block_stride;
+  door.check(cache.layout == CacheLayout::CHUNKED, "key_cache", "expected 5 dimensions, got 4");
+  params.layout = cache.layout;
+  params.key_strides = cache.key_strides;
+  params.value_strides = cache.value_strides;
 }
 
 }  // namespace
@@ -61,7 +63,7 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache
   door.written_from_1("value_cache", value_cache);
   door.other_memory("value_cache", value_cache, "key_cache", key_cache);
   params.cache_dtype = cache.dtype;
-  set_sizes(params, cache, key, value);
+  set_sizes(door, params, cache, key, value);
   params.key = key.const_data_ptr();
   params.value = value.const_data_ptr();
   params.key_cache = key_cache.mutable_data_ptr();
@@ -90,7 +92,7 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   door.written_from_1("value", value);
   door.other_memory("value", value, "key", key);
   params.dtype = cache.dtype;
-  set_sizes(params, cache, key, value);
+  set_sizes(door, params, cache, key, value);
   params.key = key.mutable_data_ptr();
   params.value = value.mutable_data_ptr();
   params.key_cache = key_cache.const_data_ptr();

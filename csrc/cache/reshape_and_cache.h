@@ -17,10 +17,11 @@ struct ReshapeAndCacheParams {
   int64_t key_stride;  // elements between tokens
   const void* value;   // [num_tokens, num_kv_heads, head_size]
   int64_t value_stride;
-  void* key_cache;           // [num_blocks, num_kv_heads, head_size / x, block_size, x]
-  int64_t key_block_stride;  // elements between blocks
-  void* value_cache;         // [num_blocks, num_kv_heads, head_size, block_size]
-  int64_t value_block_stride;
+  CacheLayout layout;
+  void* key_cache;
+  CacheStrides key_strides;
+  void* value_cache;
+  CacheStrides value_strides;
   float key_scale;  // stored key = key / key_scale; unused if cache_dtype is dtype
   float value_scale;
   const float* key_scale_on_device;  // kernels read the scale here when they run; nullptr: they use key_scale
@@ -38,10 +39,11 @@ struct GatherCachedKvParams {
   int64_t key_stride;  // elements between tokens
   void* value;         // [num_tokens, num_kv_heads, head_size]
   int64_t value_stride;
-  const void* key_cache;     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
-  int64_t key_block_stride;  // elements between blocks
-  const void* value_cache;   // [num_blocks, num_kv_heads, head_size, block_size]
-  int64_t value_block_stride;
+  CacheLayout layout;
+  const void* key_cache;
+  CacheStrides key_strides;
+  const void* value_cache;
+  CacheStrides value_strides;
   const int64_t* slot_mapping;  // [num_tokens]; negative: the row is left as it is
 };
 

@@ -64,7 +64,7 @@ HeadRows<CacheT> rows_for_cache(const T* rows, int64_t stride, const Run& run, i
 template <typename CacheT>
 void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
   constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
-  CacheT* target = static_cast<CacheT*>(p.key_cache) + run.block * p.key_block_stride +
+  CacheT* target = static_cast<CacheT*>(p.key_cache) + run.block * p.key_strides.block +
                    head * p.head_size * p.block_size + run.offset * X;
   for (int64_t i = 0; i < run.length; ++i) {
     for (int64_t d = 0; d < p.head_size; d += X) {
@@ -105,7 +105,7 @@ struct Square {
 
 template <typename CacheT>
 void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
-  CacheT* target = static_cast<CacheT*>(p.value_cache) + run.block * p.value_block_stride +
+  CacheT* target = static_cast<CacheT*>(p.value_cache) + run.block * p.value_strides.block +
                    head * p.head_size * p.block_size + run.offset;
   constexpr int SIZE = Square<CacheT>::SIZE;
   int64_t begin = 0;
@@ -152,8 +152,8 @@ void gather_token(const GatherCachedKvParams& p, int64_t token) {
   constexpr int X = ELEMENTS_PER_CHUNK<T>;
   const int64_t block = p.slot_mapping[token] / p.block_size;
   const int64_t offset = p.slot_mapping[token] % p.block_size;
-  const T* keys = static_cast<const T*>(p.key_cache) + block * p.key_block_stride + offset * X;
-  const T* values = static_cast<const T*>(p.value_cache) + block * p.value_block_stride + offset;
+  const T* keys = static_cast<const T*>(p.key_cache) + block * p.key_strides.block + offset * X;
+  const T* values = static_cast<const T*>(p.value_cache) + block * p.value_strides.block + offset;
   T* key = static_cast<T*>(p.key) + token * p.key_stride;
   T* value = static_cast<T*>(p.value) + token * p.value_stride;
   // Heads follow each other in rows and in blocks, so one loop takes all elements of a token.

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(GROUP_THREADS) reshape_and_cache_kernel(Reshap
   const TokenGroup group = group_of_block(p.num_kv_heads);
   const auto block_size = static_cast<int>(p.block_size);
   const int64_t row_stride = group.is_value ? p.value_stride : p.key_stride;
-  const int64_t block_stride = group.is_value ? p.value_block_stride : p.key_block_stride;
+  const int64_t block_stride = group.is_value ? p.value_strides.block : p.key_strides.block;
   const T* rows = static_cast<const T*>(group.is_value ? p.value : p.key) + group.first_token * row_stride +
                   group.head * p.head_size;
   CacheT* cache =
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(GROUP_THREADS) gather_cached_kv_kernel(GatherC
   const TokenGroup group = group_of_block(p.num_kv_heads);
   const auto block_size = static_cast<int>(p.block_size);
   const int64_t row_stride = group.is_value ? p.value_stride : p.key_stride;
-  const int64_t block_stride = group.is_value ? p.value_block_stride : p.key_block_stride;
+  const int64_t block_stride = group.is_value ? p.value_strides.block : p.key_strides.block;
   T* rows =
       static_cast<T*>(group.is_value ? p.value : p.key) + group.first_token * row_stride + group.head * p.head_size;
   const T* cache =

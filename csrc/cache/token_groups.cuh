@@ -32,7 +32,7 @@ Access make_access(const Params& p, int64_t row_element_size) {
       {p.key, p.value},
       {p.head_size * row_element_size, p.key_stride * row_element_size, p.value_stride * row_element_size});
   access.is_cache_aligned = is_aligned_16({p.key_cache, p.value_cache},
-                                          {p.key_block_stride * CACHE_BYTES, p.value_block_stride * CACHE_BYTES});
+                                          {p.key_strides.block * CACHE_BYTES, p.value_strides.block * CACHE_BYTES});
   access.do_pieces_fit = access.is_cache_aligned && p.block_size % ELEMENTS_PER_CHUNK<CacheT> == 0;
   return access;
 }

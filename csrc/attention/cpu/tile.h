@@ -80,8 +80,8 @@ Tile<T> locate_tile(const PagedAttentionParams& p, int32_t seq, TokenRange visib
     block_idx = block_idx < first_block ? first_block : block_idx > last_block ? last_block : block_idx;
     const int64_t block = block_table[block_idx];
     const int64_t slot = t & (p.block_size - 1);
-    tile.key_offset[i] = block * p.key_block_stride + slot * ELEMENTS_PER_CHUNK<T>;
-    tile.value_offset[i] = block * p.value_block_stride + slot;
+    tile.key_offset[i] = block * p.key_strides.block + slot * ELEMENTS_PER_CHUNK<T>;
+    tile.value_offset[i] = block * p.value_strides.block + slot;
   }
   return tile;
 }

@@ -190,7 +190,7 @@ struct CacheSlice {
     const int key_token = token + thread % SLICE_TOKENS;
     const bool key_visible = key_token >= work.begin && key_token < work.end;
     const CacheT* keys = static_cast<const CacheT*>(a.p.key_cache) +
-                         blocks.of_half(thread % SLICE_TOKENS / HALF) * a.p.key_block_stride + head_offset +
+                         blocks.of_half(thread % SLICE_TOKENS / HALF) * a.p.key_strides.block + head_offset +
                          (key_token & block_mask) * ELEMENTS;
 #pragma unroll(ALIGNED ? UNITS / NUM_THREADS : 1)
     for (int i = 0; i < UNITS / NUM_THREADS; ++i) {
@@ -201,8 +201,8 @@ struct CacheSlice {
     }
 
     const auto values_at = [&](int half) {
-      return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_block_stride + head_offset +
-             ((token + half * HALF) & block_mask);
+      return static_cast<const CacheT*>(a.p.value_cache) + blocks.of_half(half) * a.p.value_strides.block +
+             head_offset + ((token + half * HALF) & block_mask);
     };
     const auto visible = [&](int half, int num_tokens) {
       const int begin = token + half * HALF;

@@ -141,8 +141,8 @@ class BulkStages {
         unsigned char* slice = stages_ + next_stage_ * Slice::BYTES;
         uint64_t* barrier = barriers_ + next_stage_;
         ptx::mbarrier_arrive_expect(barrier, Slice::BYTES);
-        ptx::bulk_copy(slice, keys_ + int64_t{next_block_} * a.p.key_block_stride, Slice::BYTES / 2, barrier);
-        ptx::bulk_copy(slice + Slice::BYTES / 2, values_ + int64_t{next_block_} * a.p.value_block_stride,
+        ptx::bulk_copy(slice, keys_ + int64_t{next_block_} * a.p.key_strides.block, Slice::BYTES / 2, barrier);
+        ptx::bulk_copy(slice + Slice::BYTES / 2, values_ + int64_t{next_block_} * a.p.value_strides.block,
                        Slice::BYTES / 2, barrier);
       });
       __syncwarp();  // ldmatrix and mma come next, and want all lanes together

@@ -143,7 +143,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .prefill_tile_rows = prefill_tile_rows,
       .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
       .aligned = is_aligned_16({p.key_cache, p.value_cache},
-                               {p.key_block_stride * element_bytes, p.value_block_stride * element_bytes}),
+                               {p.key_strides.block * element_bytes, p.value_strides.block * element_bytes}),
       .query_in_pairs =
           reinterpret_cast<uintptr_t>(p.query) % 4 == 0 && p.query_stride * element_size(p.dtype) % 4 == 0,
       .out_aligned = is_aligned_16({p.out}, {p.out_stride * element_size(p.dtype)}),

@@ -112,7 +112,7 @@ class FmaWarp {
   }
 
   __device__ void dot_queries(int token, float (&logits)[FMA_ROWS]) const {
-    const CacheT* key = static_cast<const CacheT*>(a_.p.key_cache) + head_offset(token, a_.p.key_block_stride) +
+    const CacheT* key = static_cast<const CacheT*>(a_.p.key_cache) + head_offset(token, a_.p.key_strides.block) +
                         (token & ((1 << a_.block_shift) - 1)) * ELEMENTS;
     const auto head_size = static_cast<int>(a_.p.head_size);
 #pragma unroll(16 / ELEMENTS)  // so many loads of 16 bytes under way
@@ -158,7 +158,7 @@ class FmaWarp {
         probabilities[row] = *reinterpret_cast<const float4*>(&probabilities_[row][token - first_token]);
       }
       const CacheT* values = static_cast<const CacheT*>(a_.p.value_cache) +
-                             head_offset(max(token, work_.begin), a_.p.value_block_stride) +
+                             head_offset(max(token, work_.begin), a_.p.value_strides.block) +
                              (token & ((1 << a_.block_shift) - 1));
       const auto keep = [&](int i) { return token + i >= work_.begin && token + i < work_.end; };
 #pragma unroll
