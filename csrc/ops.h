@@ -34,7 +34,8 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
-                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                                           bool causal, std::optional<int64_t> right_window);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
                        const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
 

@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, "
       "Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, "
       "SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype=\"auto\", "
-      "Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)");
+      "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
   m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
       "Tensor suffix_output, Tensor suffix_lse) -> ()");

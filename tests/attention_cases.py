@@ -45,6 +45,8 @@ class Case:
     sliding_window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
+    causal: bool = True
+    right_window: int | None = None
     seed: int = 0
 
 
@@ -91,6 +93,8 @@ def make_arguments(case: Case, device: torch.device) -> dict:
         "sliding_window": case.sliding_window,
         "softcap": case.softcap,
         "sinks": sinks if case.sinks else None,
+        "causal": case.causal,
+        "right_window": case.right_window,
         **quantisation,
     }
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in arguments.items()}
@@ -183,6 +187,7 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
     dtype = draw(st.sampled_from(DTYPES))
     cache = draw(st.none() | st.none() | st.sampled_from(FP8_CACHES))
     x = 16 // (dtype if cache is None else cache[1]).itemsize
+    causal = draw(st.booleans()) if options else True
     any_head_size = st.integers(1, 256 // x).map(lambda chunks: chunks * x)
     named_head_size = st.sampled_from([n for n in (64, 80, 96, 112, 120, 128, 192, 256) if n % x == 0])
     return Case(
@@ -200,5 +205,7 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
         sliding_window=draw(st.none() | st.integers(1, 40) | st.integers(1, 1000)) if options else None,
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])) if options else 0.0,
         sinks=draw(st.booleans()) if options else False,
+        causal=causal,
+        right_window=None if causal else draw(st.none() | st.integers(0, 40) | st.integers(0, 1000)),
         seed=draw(st.integers(0, 99)),
     )

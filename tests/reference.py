@@ -122,13 +122,16 @@ def attention(
     sliding_window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
+    right_window: int | None = None,
     dtype: torch.dtype = torch.float64,
     probs_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last num_rows positions of one sequence; returns out and lse [num_rows, num_heads].
+    """Attention of the last num_rows positions of one sequence; returns out and lse [num_rows, num_heads].
 
-    logits[i, j] = cap(scale * q_i . k_j) + slope * (j - p_i),  p_i = seq_len - num_rows + i,  cap(z) = c * tanh(z / c)
-    over max(0, p_i - window + 1) <= j <= p_i;  lse_i = log(sum_j exp(logits[i, j]) + exp(sink));
+    logits[i, j] = cap(scale * q_i . k_j) - slope * |j - p_i|,  p_i = seq_len - num_rows + i,  cap(z) = c * tanh(z / c)
+    over max(0, p_i - window + 1) <= j <= p_i, or j <= p_i + right_window if not causal;
+    lse_i = log(sum_j exp(logits[i, j]) + exp(sink));
     out_i = sum_j exp(logits[i, j] - lse_i) * v_j; zeros where row i sees no token.
     The softmax is taken in fp32 at least, as careful PyTorch code does, and rounded to probs_dtype (None: dtype).
     """
@@ -144,8 +147,10 @@ def attention(
     position = torch.arange(seq_len - num_rows, seq_len, device=query.device)[:, None]  # [num_rows, 1]
     token = torch.arange(seq_len, device=query.device)[None, :]  # [1, seq_len]
     if alibi_slopes is not None:
-        logits = logits + alibi_slopes[:, None, None].to(softmax_dtype) * (token - position)
-    visible = token <= position
+        logits = logits - alibi_slopes[:, None, None].to(softmax_dtype) * (token - position).abs()
+    visible = token <= position if causal else torch.ones_like(token <= position)
+    if right_window is not None:
+        visible &= token <= position + right_window
     if sliding_window is not None:
         visible &= token > position - sliding_window
     logits = logits.masked_fill(~visible, -math.inf)

@@ -81,7 +81,7 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
                                      const Tensor& value_cache, double scale, const Tensor& block_tables,
                                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
                                      int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                                     int64_t sliding_window, const std::string& kv_cache_dtype,
+                                     int64_t sliding_window, int64_t right_window, const std::string& kv_cache_dtype,
                                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
@@ -114,6 +114,7 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.value_scale_on_device = cache.value_scale.on_device;
   params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
   params.sliding_window = sliding_window;
+  params.right_window = right_window;
 
   door.dtype("seq_lens", seq_lens, ScalarType::Int);
   door.rank("seq_lens", seq_lens, 1);
@@ -139,6 +140,15 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
     check_values(door, params, block_tables, seq_lens, query_start_loc, cache.num_blocks, max_seq_len);
   }
   return params;
+}
+
+// The tokens after its own that a row sees.
+int64_t tokens_after(const Door& door, bool causal, std::optional<int64_t> right_window) {
+  if (!right_window.has_value()) return causal ? 0 : NO_RIGHT_WINDOW;
+  door.check(*right_window == 0 || !causal, "right_window", "expected None or 0 (causal is true), got ", *right_window);
+  door.check(*right_window >= 0, "right_window", "expected a number of tokens that is not negative, got ",
+             *right_window);
+  return std::min(*right_window, NO_RIGHT_WINDOW);
 }
 
 // A line of the CPU's caches. In memory that is aligned to lines, no vector lies in two lines, and no two threads write
@@ -225,7 +235,7 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
                                   const std::optional<Tensor>& v_scale) {
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, max_seq_len,
-                      alibi_slopes, NO_SLIDING_WINDOW, kv_cache_dtype, k_scale, v_scale);
+                      alibi_slopes, NO_SLIDING_WINDOW, 0, kv_cache_dtype, k_scale, v_scale);
   door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
@@ -283,7 +293,8 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
-                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+                                           const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                                           bool causal, std::optional<int64_t> right_window) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention", query);
   const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
@@ -292,7 +303,8 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   door.check(float_softcap > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, window, cache_dtype, k_scale, v_scale);
+                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, window,
+                      tokens_after(door, causal, right_window), cache_dtype, k_scale, v_scale);
   params.softcap = float_softcap;
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 

@@ -10,6 +10,7 @@
 namespace pagedattn {
 
 constexpr int64_t NO_SLIDING_WINDOW = INT64_MAX;
+constexpr int64_t NO_RIGHT_WINDOW = INT32_MAX;  // no row and no sequence is longer
 
 struct PagedAttentionParams {
   DType dtype;  // of query and out
@@ -25,7 +26,8 @@ struct PagedAttentionParams {
   const float* key_scale_on_device;  // a factor of logit_scale that kernels read when they run; nullptr: 1
   const float* value_scale_on_device;
   float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
-  int64_t sliding_window;  // a row sees this many tokens, its own included
+  int64_t sliding_window;  // a row sees this many tokens up to its own, which counts
+  int64_t right_window;    // and this many after its own, at most NO_RIGHT_WINDOW; 0: causal
   void* out;               // [num_tokens, num_heads, head_size]
   int64_t out_stride;      // elements between tokens
   float* lse;              // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr
@@ -46,10 +48,18 @@ struct PagedAttentionParams {
 
   constexpr int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
-  // The position of a row's token. The rows are the last tokens of their sequence. Negative: the row sees nothing.
+  // The position of a row's token. The rows are the last tokens of their sequence. If there are more rows than tokens,
+  // the first positions are negative.
   constexpr int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
   constexpr int64_t first_visible(int64_t position) const {
     return position >= sliding_window ? position - sliding_window + 1 : 0;
+  }
+  // The end of the tokens that the window of a row leaves. The sequence may end before.
+  constexpr int64_t end_of_window(int64_t position) const { return position + 1 + right_window; }
+  // The end of the tokens that a row sees; not above 0 if the row sees nothing.
+  constexpr int64_t visible_end(int64_t seq, int64_t position) const {
+    const int64_t end = end_of_window(position);
+    return end < seq_lens[seq] ? end : seq_lens[seq];
   }
 };
 

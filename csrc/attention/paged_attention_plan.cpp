@@ -87,7 +87,8 @@ class Planner {
  private:
   // The partitions with tokens that any of these rows of a sequence sees; empty if there is none.
   PartitionRange visible_partitions(int64_t row_begin, int64_t row_end) const {
-    const int64_t visible_end = plan_.rows[row_end - 1].position + 1;
+    const AttentionRow& last_row = plan_.rows[row_end - 1];
+    const int64_t visible_end = p_.visible_end(last_row.seq, last_row.position);
     if (visible_end <= 0) return {0, 0};
     return {p_.first_visible(plan_.rows[row_begin].position) / PARTITION_TOKENS,
             (visible_end + PARTITION_TOKENS - 1) / PARTITION_TOKENS};
@@ -97,7 +98,7 @@ class Planner {
     const AttentionRow& first_row = plan_.rows[decodes_[decode].row_begin];
     const AttentionRow& last_row = plan_.rows[decodes_[decode].row_end - 1];
     const int64_t begin = std::max(partition * PARTITION_TOKENS, p_.first_visible(first_row.position));
-    const int64_t end = std::min((partition + 1) * PARTITION_TOKENS, last_row.position + 1);
+    const int64_t end = std::min((partition + 1) * PARTITION_TOKENS, p_.visible_end(last_row.seq, last_row.position));
     const int64_t first = begin / p_.block_size;
     return {first, p_.block_tables + first_row.seq * p_.block_table_stride + first,
             (end + p_.block_size - 1) / p_.block_size - first, decode};

@@ -93,13 +93,14 @@ def test_large_groups_of_many_sequences(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 7, 200])
-def test_reference_is_torch_sdpa(dtype, num_tokens):
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_is_torch_sdpa(dtype, num_tokens, causal):
     """The reference itself, without paging: torch's own attention on contiguous K and V."""
     query, key, value = torch.randn(3, num_tokens, 4, 24, dtype=torch.float64).unbind()
     key, value = key[:, :2], value[:, :2]
-    out, _ = reference.attention(query, key, value, scale=0.3)
+    out, _ = reference.attention(query, key, value, scale=0.3, causal=causal)
     heads_first = [tensor.transpose(0, 1) for tensor in (query, key, value)]
-    sdpa = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=0.3, is_causal=True, enable_gqa=True)
+    sdpa = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=0.3, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(out, sdpa.transpose(0, 1))
 
 
@@ -172,10 +173,10 @@ def test_chunked_prefill_is_whole_prefill(device, case, data):
 
     CUDA kernels tile the rows of a chunk, so that bits may differ.
     """
-    case = replace(case, lens=tuple((rows, max(rows, seq_len)) for rows, seq_len in case.lens))
-    arguments = make_arguments(case, device)
+    lens = tuple((rows, max(rows, seq_len)) for rows, seq_len in case.lens)
+    arguments = make_arguments(replace(case, lens=lens, causal=True, right_window=None), device)
     chunks = []  # (sequence, rows, seq_len)
-    for s, (rows, seq_len) in enumerate(case.lens):
+    for s, (rows, seq_len) in enumerate(lens):
         cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=3)) if rows > 1 else [])
         for begin, end in zip([0, *cuts], [*cuts, rows], strict=True):
             chunks.append((s, end - begin, seq_len - rows + end))

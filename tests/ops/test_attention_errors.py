@@ -48,7 +48,7 @@ ERRORS = {
     "query dtype": ("query", TypeError, lambda a: {"query": a["query"].double()}),
     "query not dense in a row": ("query", ValueError, lambda a: columns_first(a, "query")),
     "query head size": ("(query|key_cache)", ValueError, lambda a: {"query": a["query"][:, :, :12].contiguous()}),
-    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(3)}),
+    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(2)}),
     "key_cache dtype": (
         "(query|key_cache|value_cache)",
         TypeError,
@@ -154,6 +154,8 @@ RAGGED_ERRORS = {
     "query_start_loc falls": ("query_start_loc", ValueError, lambda a: starts(0, 3, 2)),
     "no query_start_loc, rows": ("query", ValueError, lambda a: with_query(a, 3, 4, 16) | {"query_start_loc": None}),
     "sliding_window": ("sliding_window", ValueError, lambda a: {"sliding_window": 0}),
+    "right_window though causal": ("right_window", ValueError, lambda a: {"right_window": 1}),
+    "right_window below 0": ("right_window", ValueError, lambda a: {"causal": False, "right_window": -1}),
     "softcap": ("softcap", ValueError, lambda a: {"softcap": -1.0}),
     "softcap NaN": ("softcap", ValueError, lambda a: {"softcap": math.nan}),
     "softcap infinite as float32": ("softcap", ValueError, lambda a: {"softcap": 1e60}),

@@ -69,6 +69,7 @@ OPTIONS = {
     "sliding_window": {"sliding_window": 450},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
+    "not causal": {"alibi": True, "sliding_window": 450, "causal": False, "right_window": 7},
     "all": {"alibi": True, "sliding_window": 900, "softcap": 3.0, "sinks": True},
 }
 

@@ -83,7 +83,8 @@ __attribute__((noinline)) void change_logits(const PagedAttentionParams& p, Vec 
     if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
     if (p.alibi_slopes != nullptr) {
       const IntVec token = (iota() + i) / N;
-      x = fma(slopes, __builtin_convertvector(token + distance, Vec), x);
+      const IntVec to_token = token + distance;
+      x = fma(slopes, __builtin_convertvector(to_token > 0 ? -to_token : to_token, Vec), x);
     }
     store(logits.at + i, x);
   }

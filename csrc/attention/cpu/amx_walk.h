@@ -308,9 +308,10 @@ class AmxWalk {
       group.position[i] = 0;
       const int64_t column = first + i % N;
       if (column >= num_columns_) continue;
-      const int64_t position = rows_[item_.row_begin + column / group_size_].position;
+      const AttentionRow& row = rows_[item_.row_begin + column / group_size_];
+      const int64_t position = row.position;
       group.begin[i] = static_cast<int32_t>(p_.first_visible(position));
-      group.end[i] = static_cast<int32_t>(position + 1);
+      group.end[i] = static_cast<int32_t>(p_.visible_end(row.seq, position));
       group.position[i] = static_cast<int32_t>(position);
       if (p_.alibi_slopes != nullptr) group.slopes[i] = p_.alibi_slopes[kv_head * group_size_ + column % group_size_];
     }

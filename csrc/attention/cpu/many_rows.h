@@ -199,11 +199,11 @@ struct ManyRows {
   bool all_see_all;
 
   template <typename T>
-  ManyRows(const Tile<T>& tile, const Row* rows, int64_t num_rows, int64_t query_stride)
+  ManyRows(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, int64_t num_rows, int64_t query_stride)
       : rows(rows), num_rows(num_rows), query_stride(query_stride), all_see_all(tile.all_visible(0, TILE_TOKENS)) {
     int64_t end = 0;
     for (int64_t r = 0; r < num_rows; ++r) {
-      const int64_t row_end = rows[r].position + 1 - tile.token;
+      const int64_t row_end = p.end_of_window(rows[r].position) - tile.token;
       all_see_all &= row_end >= TILE_TOKENS;
       end = row_end > end ? row_end : end;
       ends[r] = static_cast<int>(end < tile.end ? end : tile.end);
@@ -266,7 +266,7 @@ void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, i
                       const After& after) {
   using Strip = typename Arithmetic::Strip;
   TileLogits logits[MOST_ROWS];
-  const ManyRows many(h.tile, rows, num_rows, query_stride);
+  const ManyRows many(h.params, h.tile, rows, num_rows, query_stride);
   if (!many.all_see_all) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
   compute_many_logits<T, typename Arithmetic::Dot>(h, many, logits, after);
   int64_t first = 0;

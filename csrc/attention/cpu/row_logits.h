@@ -241,7 +241,7 @@ template <typename T>
 PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>& tile, const Row& row, float* logits) {
   // What this row sees of the tile; the other rows of the item may see more.
   const int64_t row_begin = p.first_visible(row.position) - tile.token;
-  const int64_t row_end = row.position + 1 - tile.token;
+  const int64_t row_end = p.end_of_window(row.position) - tile.token;
   const auto begin = static_cast<int32_t>(row_begin > tile.begin ? row_begin : tile.begin);
   const auto end = static_cast<int32_t>(row_end < tile.end ? row_end : tile.end);
   const Vec minus_infinity = broadcast(-__builtin_inff());
@@ -255,8 +255,8 @@ PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>&
     const IntVec token_idx = iota() + token;
     if (p.softcap > 0.0f) x = p.softcap * tanh(x / p.softcap);
     if (row.alibi_slope != 0.0f) {
-      const auto distance = static_cast<int32_t>(tile.token - row.position);
-      x = fma(broadcast(row.alibi_slope), __builtin_convertvector(token_idx + distance, Vec), x);
+      const IntVec distance = token_idx + static_cast<int32_t>(tile.token - row.position);
+      x = fma(broadcast(row.alibi_slope), __builtin_convertvector(distance > 0 ? -distance : distance, Vec), x);
     }
     x = select((token_idx >= begin) & (token_idx < end), x, minus_infinity);
     max_logits = max(max_logits, x);

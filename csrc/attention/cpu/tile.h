@@ -56,7 +56,7 @@ inline TokenRange visible_tokens(const PagedAttentionParams& p, const AttentionR
                                  const AttentionRow& last_row, int64_t partition) {
   const int64_t begin = partition * PARTITION_TOKENS;
   const int64_t visible_begin = p.first_visible(first_row.position);
-  const int64_t visible_end = last_row.position + 1;
+  const int64_t visible_end = p.visible_end(last_row.seq, last_row.position);
   return {visible_begin > begin ? visible_begin : begin,
           visible_end < begin + PARTITION_TOKENS ? visible_end : begin + PARTITION_TOKENS};
 }

@@ -62,6 +62,7 @@ struct AttentionArguments {
   Split prefill;
   int group_size;
   int sliding_window;    // p.sliding_window, or the largest int
+  int right_window;      // p.right_window
   int max_decode_rows;   // a sequence of at most so many rows is decode
   int decode_tile_rows;  // packed rows of a block
   int prefill_tile_rows;
@@ -83,6 +84,7 @@ struct Work {
   int tile_begin;  // packed rows [tile_begin, tile_end) are this block's
   int tile_end;
   int position;  // of the sequence's first row
+  int seq_len;
   int begin;
   int end;
   bool is_prefill;
@@ -97,6 +99,13 @@ __device__ inline int row_position(const AttentionArguments& a, const Work& work
 __device__ inline int first_visible(const AttentionArguments& a, int position) {
   return position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
 }
+
+// Whether a token that is not after the end of the sequence is within the right window of a row.
+__device__ inline bool is_before_end(const AttentionArguments& a, int position, int token) {
+  return token - position <= a.right_window;
+}
+
+__device__ inline float alibi_distance(int position, int token) { return -fabsf(static_cast<float>(token - position)); }
 
 __device__ inline int head_of(const AttentionArguments& a, const Work& work, int packed) {
   return work.kv_head * a.group_size + packed % a.group_size;
@@ -122,7 +131,8 @@ __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& 
   work.first_row = static_cast<int>(a.p.row_begin(seq));
   const auto num_rows = static_cast<int>(a.p.row_end(seq) - work.first_row);
   work.num_packed = num_rows * a.group_size;
-  work.position = a.p.seq_lens[seq] - num_rows;
+  work.seq_len = a.p.seq_lens[seq];
+  work.position = work.seq_len - num_rows;
   work.is_prefill = num_rows > a.max_decode_rows;
 }
 
@@ -133,7 +143,9 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
   work.tile_begin = static_cast<int>(tile) * tile_rows;
   work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
   work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
-  work.end = row_position(a, work, work.tile_end - 1) + 1;
+  const int last_position = row_position(a, work, work.tile_end - 1);
+  const bool sees_end = is_before_end(a, last_position, work.seq_len - 1);
+  work.end = sees_end ? work.seq_len : last_position + 1 + a.right_window;
   return true;
 }
 

@@ -138,6 +138,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .prefill = make_split(p, std::clamp<int64_t>(ENOUGH_BLOCKS / prefill_blocks, 1, MAX_PARTITIONS)),
       .group_size = group_size,
       .sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, INT32_MAX)),
+      .right_window = static_cast<int>(p.right_window),
       .max_decode_rows = max_decode_rows,
       .decode_tile_rows = on_tensor_cores ? mma_decode_rows : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,

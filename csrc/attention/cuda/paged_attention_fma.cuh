@@ -81,9 +81,9 @@ class FmaWarp {
       float logit = logits[row] * scale_;
       if (a_.p.softcap > 0.0f) logit = cap_logit(a_, logit);
       if (a_.p.alibi_slopes != nullptr) {
-        logit = fmaf(a_.p.alibi_slopes[head_of(a_, work_, packed)], static_cast<float>(token - position), logit);
+        logit = fmaf(a_.p.alibi_slopes[head_of(a_, work_, packed)], alibi_distance(position, token), logit);
       }
-      const bool visible = in_range && token <= position && token >= first_visible(a_, position);
+      const bool visible = in_range && is_before_end(a_, position, token) && token >= first_visible(a_, position);
       add_logit(row, visible ? logit : -INFINITY);
     }
     __syncwarp();

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
     __syncthreads();  // the tile is there for all threads, and all are done with the tile before it
     load_next();
-    if (!rows.is_before(work, token)) {
+    if (!rows.is_before(a, work, token)) {
       rows.template attend<Shape::NUM_SLICES>(a, work, shared_memory + stage * Shape::STAGE_BYTES, token);
     }
     stage = stage + 1 == Shape::NUM_STAGES ? 0 : stage + 1;

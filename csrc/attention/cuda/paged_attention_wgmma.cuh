@@ -84,8 +84,8 @@ class WarpgroupRows : public WarpRows<T, T, HEAD_SIZE> {
   __device__ void wait_for_values() { ptx::wgmma_wait<0>(this->values_, probabilities_); }
 
   // The logits of the tile at `token` become probabilities.
-  __device__ void exponentiate(const AttentionArguments& a, int token) {
-    this->finish_logits(a, logits_, token);
+  __device__ void exponentiate(const AttentionArguments& a, const Work& work, int token) {
+    this->finish_logits(a, work, logits_, token);
     is_raised_ = this->raise_max(logits_, weight_);
     WarpRows<T, T, HEAD_SIZE>::exponentiate(logits_);
   }
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(WgmmaPrefill<HEAD_SIZE>::NUM_THREADS)
     load_ahead();
     rows.template wait_for_logits<0>();
     for (;;) {
-      rows.exponentiate(a, token);
+      rows.exponentiate(a, work, token);
       token += Tile::TOKENS;
       if (token >= work.end) break;  // here: without a branch, ptxas would put the wait before the exponentials
       rows.wait_for_values();

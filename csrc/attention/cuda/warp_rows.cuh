@@ -66,7 +66,7 @@ class WarpRows {
       }
     }
 
-    finish_logits(a, logits, token);
+    finish_logits(a, work, logits, token);
     float weight[2] = {};
     if (raise_max(logits, weight)) scale_values(weight);
     exponentiate(logits);
@@ -122,8 +122,9 @@ class WarpRows {
   }
 
   // Whether no row of this warp sees a token from `token` on. The warp may have no row at all.
-  __device__ bool is_before(const Work& work, int token) const {
-    return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, position_[0] >= token || position_[1] >= token);
+  __device__ bool is_before(const AttentionArguments& a, const Work& work, int token) const {
+    const bool sees = is_before_end(a, position_[0], token) || is_before_end(a, position_[1], token);
+    return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, sees);
   }
 
  protected:
@@ -147,7 +148,8 @@ class WarpRows {
   // Turns products of query and keys into logits: scaled unless scales_last_, capped and biased. Minus infinity for a
   // token that the row does not see.
   template <int NUM_TILES>
-  __device__ void finish_logits(const AttentionArguments& a, float (&logits)[NUM_TILES][4], int token) const {
+  __device__ void finish_logits(const AttentionArguments& a, const Work& work, float (&logits)[NUM_TILES][4],
+                                int token) const {
     if (!scales_last_) {
       for_each(logits, token, [&](float& logit, int i, int) { logit *= scale_of(i); });
       if (a.p.softcap > 0.0f) {
@@ -155,24 +157,25 @@ class WarpRows {
       }
       if (a.p.alibi_slopes != nullptr) {
         for_each(logits, token, [&](float& logit, int i, int key_token) {
-          logit = fmaf(slope_[i], static_cast<float>(key_token - position_[i]), logit);
+          logit = fmaf(slope_[i], alibi_distance(position_[i], key_token), logit);
         });
       }
     }
-    if (!sees_all(a, token, NUM_TILES * 8)) {
+    if (!sees_all(a, work, token, NUM_TILES * 8)) {
       for_each(logits, token, [&](float& logit, int i, int key_token) {
-        const bool visible = key_token >= first_visible(a, position_[i]) && key_token <= position_[i];
+        const bool visible = key_token >= first_visible(a, position_[i]) && is_before_end(a, position_[i], key_token) &&
+                             key_token < work.end;
         logit = visible ? logit : -INFINITY;
       });
     }
   }
 
   // Whether all rows of the warp see all of the tokens.
-  __device__ bool sees_all(const AttentionArguments& a, int token, int num_tokens) const {
-    bool all = true;
+  __device__ bool sees_all(const AttentionArguments& a, const Work& work, int token, int num_tokens) const {
+    bool all = token + num_tokens <= work.end;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      all = all && first_visible(a, position_[i]) <= token && token + num_tokens - 1 <= position_[i];
+      all = all && first_visible(a, position_[i]) <= token && is_before_end(a, position_[i], token + num_tokens - 1);
     }
     return __all_sync(ALL_LANES, all);
   }

@@ -121,6 +121,12 @@ def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
         raise ValueError(f"{op}: {name}: expected {rank} dimensions, got {tensor.dim()} (shape {list(tensor.shape)})")
 
 
+def check_bool(op: str, name: str, value: object) -> None:
+    """Torch would take None as False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name}: expected a bool, got {type(value).__name__}")
+
+
 def to_int(op: str, name: str, value: Any) -> int:
     """For functions that compute with an argument. Takes what torch would take as an int, and nothing else."""
     if isinstance(value, (int, torch.SymInt)):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, call, check_one_device, check_rank, check_tensors, to_int
+from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, to_int
 
 
 def paged_attention_v1(
@@ -158,15 +158,18 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    causal: bool = True,
+    right_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
+    """Attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
 
     The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s. Their keys and values
     are already in the cache. Row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
-    p - sliding_window < t <= p. Its logits are scale * query . key, then softcap * tanh(logit / softcap) if softcap is
-    not 0, then + alibi_slopes[h] * (t - p). A row that sees nothing gives zeros and an lse of -inf. The result of a row
-    depends on its own sequence alone, bit for bit, however the batch is put together and however a prompt is cut into
-    chunks (on CUDA, cutting a prompt in another way may change the last bits).
+    p - sliding_window < t <= p; if causal is false, up to p + right_window. Its logits are scale * query . key, then
+    softcap * tanh(logit / softcap) if softcap is not 0, then - alibi_slopes[h] * |t - p|. A row that sees nothing gives
+    zeros and an lse of -inf. The result of a row depends on its own sequence alone, bit for bit, however the batch is
+    put together and, if causal, however a prompt is cut into chunks (on CUDA, cutting a prompt in another way may
+    change the last bits).
 
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
@@ -177,10 +180,13 @@ def paged_attention(
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
             than sequences are long, CUDA kernels choose their way by it.
         alibi_slopes: fp32 [num_heads].
-        sliding_window: tokens that a row sees, its own included; default all.
+        sliding_window: tokens that a row sees up to its own, which counts; default all.
         softcap: default 0, none.
         sinks: fp32 [num_heads], a logit more in the softmax's denominator, without a value (counted in lse).
         kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
+        causal: whether a row sees no token after its own.
+        right_window: tokens that a row sees after its own if causal is false; default all. If causal is true, 0 or
+            None.
 
     Returns:
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
@@ -190,6 +196,7 @@ def paged_attention(
         check_tensors("paged_attention", query=query)
         check_rank("paged_attention", "query", query, 3)
         scale = _default_scale(query)
+    check_bool("paged_attention", "causal", causal)
     if max_seq_len is not None:
         check_tensors("paged_attention", value_cache=value_cache, block_tables=block_tables)
         check_rank("paged_attention", "value_cache", value_cache, 4)
@@ -200,7 +207,7 @@ def paged_attention(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes,
         sliding_window=sliding_window, softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype,
-        k_scale=k_scale, v_scale=v_scale,
+        k_scale=k_scale, v_scale=v_scale, causal=causal, right_window=right_window,
     )  # fmt: skip
 
 

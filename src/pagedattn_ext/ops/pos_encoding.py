@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ._call import call
+from ._call import call, check_bool
 
 
 def rotary_embedding(
@@ -29,8 +29,7 @@ def rotary_embedding(
     Returns:
         (query, key).
     """
-    if not isinstance(is_neox, bool):  # torch would take None as False
-        raise TypeError(f"rotary_embedding: is_neox: expected a bool, got {type(is_neox).__name__}")
+    check_bool("rotary_embedding", "is_neox", is_neox)
     call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key
 
