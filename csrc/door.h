@@ -20,6 +20,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "types.h"
 
@@ -188,6 +190,15 @@ class Door {
     check(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
   }
 
+  // The elements of a tensor of int32 or int64, which may be on another device.
+  Indices indices(const char* argument, const Tensor& tensor) const {
+    defined(argument, tensor);
+    if (tensor.scalar_type() == ScalarType::Int) return {nullptr, tensor.const_data_ptr<int32_t>()};
+    check(tensor.scalar_type() == ScalarType::Long, argument, "expected dtype int32 or int64, got ",
+          tensor.scalar_type());
+    return {tensor.const_data_ptr<int64_t>(), nullptr};
+  }
+
   void rank(const char* argument, const Tensor& tensor, int64_t expected) const {
     check(tensor.dim() == expected, argument, "expected ", expected, " dimensions, got ", tensor.dim(), " (shape ",
           tensor.sizes(), ")");
@@ -262,6 +273,22 @@ class Door {
     check(tensor.numel() == 0 || tensor.size(0) == 1 || tensor.stride(0) >= tensor.numel() / tensor.size(0), argument,
           "expected parts along dimension 0 that do not overlap, got shape ", tensor.sizes(), " with strides ",
           tensor.strides());
+  }
+
+  // Any strides that keep all elements apart: the elements along the dimensions of smaller strides lie within a stride.
+  void written_elements(const char* argument, const Tensor& tensor) const {
+    if (tensor.numel() == 0) return;
+    std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (tensor.size(dim) > 1) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t extent = 1;
+    for (const auto& [stride, size] : dims) {
+      check(stride >= extent, argument, "expected elements that do not overlap, got shape ", tensor.sizes(),
+            " with strides ", tensor.strides());
+      extent += (size - 1) * stride;
+    }
   }
 
   // Two tensors that are written must not share memory. Only tensors that begin at the same place are found: more would

@@ -43,6 +43,9 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                        const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                        const std::optional<Tensor>& v_scale);
+void reshape_and_cache_flash(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                             const Tensor& slot_mapping, StringHandle kv_cache_dtype,
+                             const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                       const Tensor& slot_mapping);
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,

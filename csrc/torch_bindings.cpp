@@ -34,6 +34,9 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
       "str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(
+      "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+  m.def(
       "gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) "
       "-> ()");
   m.def("copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
@@ -91,6 +94,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
   m.impl("merge_attn_states", TORCH_BOX(&pagedattn::merge_attn_states));
   m.impl("reshape_and_cache", TORCH_BOX(&pagedattn::reshape_and_cache));
+  m.impl("reshape_and_cache_flash", TORCH_BOX(&pagedattn::reshape_and_cache_flash));
   m.impl("gather_cached_kv", TORCH_BOX(&pagedattn::gather_cached_kv));
   m.impl("copy_blocks", TORCH_BOX(&pagedattn::copy_blocks));
   m.impl("swap_blocks", TORCH_BOX(&pagedattn::swap_blocks));

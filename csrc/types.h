@@ -39,6 +39,14 @@ struct CacheStrides {
   int64_t kv_head;
 };
 
+// Indices as a tensor of int64 or of int32 holds them. One of the two pointers is nullptr.
+struct Indices {
+  const int64_t* as_int64;
+  const int32_t* as_int32;
+
+  constexpr int64_t operator[](int64_t i) const { return as_int64 != nullptr ? as_int64[i] : as_int32[i]; }
+};
+
 constexpr int64_t MAX_HEAD_SIZE = 256;
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.

@@ -15,6 +15,7 @@ paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, T
 paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)
 merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
 reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
+reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
 copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
 swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
@@ -52,6 +53,7 @@ FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
     *SCHEMA_OF,
     *FP8_CALLS,
+    "gather_cached_kv of nhd",
     "rotary_embedding without key",
     "rotary_embedding of a batch",
     "apply_token_bitmask of every row",
@@ -121,6 +123,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     }
     one_cache = {name: paged[name] for name in ("key_cache", "value_cache")}
     one_cache["slot_mapping"] = torch.tensor([7, -1, *range(90, 90 - n + 2, -1)])
+    nhd = {name: normal(num_blocks, 16, 2, 16) for name in ("key_cache", "value_cache")}
     gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
     plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
     arguments = {
@@ -137,6 +140,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "suffix_lse": normal(n, 4),
         },
         "reshape_and_cache": key_value | one_cache,
+        "reshape_and_cache_flash": key_value | one_cache | nhd,
         "gather_cached_kv": key_value | one_cache,
         "copy_blocks": caches | {"block_mapping": mapping},
         "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},
@@ -198,7 +202,13 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     }[op_of(call)]
     batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}
     every_row = {"logits": normal(n, 70), "indices": None}
-    changes = {"fp8": fp8, "without key": {"key": None}, "of a batch": batch, "of every row": every_row}
+    changes = {
+        "fp8": fp8,
+        "of nhd": nhd,
+        "without key": {"key": None},
+        "of a batch": batch,
+        "of every row": every_row,
+    }
     return arguments | changes.get(call.partition(" ")[2], {})
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 # x = 16 / element_size
 # key_cache   [num_blocks, num_kv_heads, head_size / x, block_size, x]
 # value_cache [num_blocks, num_kv_heads, head_size, block_size]
+# or both 4-D [num_blocks, block_size, num_kv_heads, head_size]
 # An fp8 cache (x = 16) is a tensor of its torch dtype or of uint8; it stores element / scale and is read as
 # stored * scale.
 FP8_OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -48,10 +49,16 @@ def slots_of(block_table: Tensor, seq_len: int, block_size: int) -> Tensor:
     return block_table.long()[token // block_size] * block_size + token % block_size
 
 
+def block_and_offset(slots: Tensor, key_cache: Tensor) -> tuple[Tensor, Tensor]:
+    block_size = key_cache.shape[1 if key_cache.dim() == 4 else 3]
+    return slots.long() // block_size, slots.long() % block_size
+
+
 def gather(key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of reshape_and_cache: the key and value [num_tokens, num_kv_heads, head_size] at these slots."""
-    block_size = value_cache.shape[3]
-    block, offset = slots // block_size, slots % block_size
+    block, offset = block_and_offset(slots, key_cache)
+    if key_cache.dim() == 4:
+        return key_cache[block, offset], value_cache[block, offset]
     return key_cache[block, :, :, offset].flatten(2), value_cache[block, :, :, offset]
 
 
@@ -76,18 +83,21 @@ def reshape_and_cache(
 ) -> tuple[Tensor, Tensor]:
     """key_cache[block, head, d // x, offset, d % x] = key[token, head, d], and
     value_cache[block, head, d, offset] = value[token, head, d], both `quantise`d for an fp8 cache;
+    a 4-D cache[block, offset, head, d] takes key or value[token, head, d];
     block, offset = divmod(slot_mapping[token], block_size); tokens with a negative slot are skipped.
     """
     dtype = element_dtype(key_cache, kv_cache_dtype)
     if dtype.itemsize == 1:
         key = quantise(key, dtype, k_scale).view(key_cache.dtype)
         value = quantise(value, dtype, v_scale).view(value_cache.dtype)
-    block_size, x = key_cache.shape[3:]
     kept = slot_mapping >= 0
-    block, offset = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
+    block, offset = block_and_offset(slot_mapping[kept], key_cache)
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
-    key_cache[block, :, :, offset] = key[kept].unflatten(2, (-1, x))
-    value_cache[block, :, :, offset] = value[kept]
+    if key_cache.dim() == 4:
+        key_cache[block, offset], value_cache[block, offset] = key[kept], value[kept]
+    else:
+        key_cache[block, :, :, offset] = key[kept].unflatten(2, (-1, key_cache.shape[4]))
+        value_cache[block, :, :, offset] = value[kept]
     return key_cache, value_cache
 
 

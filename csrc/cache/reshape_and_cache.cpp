@@ -7,20 +7,21 @@
 namespace pagedattn {
 namespace {
 
-const int64_t* check_slots(const Door& door, const Tensor& slot_mapping, const PagedCache& cache) {
-  door.dtype("slot_mapping", slot_mapping, ScalarType::Long);
+Indices check_slots(const Door& door, const Tensor& slot_mapping, const PagedCache& cache) {
+  door.present("slot_mapping", slot_mapping);
+  const Indices result = door.indices("slot_mapping", slot_mapping);
   door.rank("slot_mapping", slot_mapping, 1);
   door.contiguous("slot_mapping", slot_mapping);
   if (door.checks_values()) {
     const Tensor host_slots = on_host(slot_mapping);
-    const int64_t* slots = host_slots.const_data_ptr<int64_t>();
+    const Indices slots = door.indices("slot_mapping", host_slots);
     const int64_t num_slots = cache.num_blocks * cache.block_size;
     for (int64_t token = 0; token < slot_mapping.size(0); ++token) {
       door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
                  " at token ", token);
     }
   }
-  return slot_mapping.const_data_ptr<int64_t>();
+  return result;
 }
 
 void check_rows(const Door& door, const char* argument, const Tensor& rows, int64_t num_tokens,
@@ -31,39 +32,44 @@ void check_rows(const Door& door, const char* argument, const Tensor& rows, int6
 
 // The parameters that both ops have, but for the pointers.
 template <typename Params>
-void set_sizes(const Door& door, Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
+void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
   params.key_stride = key.stride(0);
   params.value_stride = value.stride(0);
-  door.check(cache.layout == CacheLayout::CHUNKED, "key_cache", "expected 5 dimensions, got 4");
   params.layout = cache.layout;
   params.key_strides = cache.key_strides;
   params.value_strides = cache.value_strides;
 }
 
-}  // namespace
+void check_written_cache(const Door& door, const char* argument, const Tensor& tensor, CacheLayout layout) {
+  if (layout == CacheLayout::CHUNKED) {
+    door.written_from_1(argument, tensor);
+  } else {
+    door.written_elements(argument, tensor);
+  }
+}
 
-void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
-                       const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                       const std::optional<Tensor>& v_scale) {
-  const std::string cache_dtype = take_string(kv_cache_dtype);
-  const Door door("reshape_and_cache", key_cache);
-  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, cache_dtype, k_scale, v_scale);
-
+// With `takes_padding`, key and value may have more tokens than slot_mapping. The tokens at the end are left out.
+void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                  const Tensor& slot_mapping, const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                  const std::optional<Tensor>& v_scale, bool takes_padding) {
+  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   ReshapeAndCacheParams params{};
   params.slot_mapping = check_slots(door, slot_mapping, cache);
   params.num_tokens = slot_mapping.size(0);
   params.dtype = check_meets_cache(door, "key", key, cache, key_cache);
-  check_rows(door, "key", key, params.num_tokens, cache);
+  const bool is_padded = takes_padding && key.dim() > 0 && key.size(0) > params.num_tokens;
+  const int64_t num_tokens = is_padded ? key.size(0) : params.num_tokens;
+  check_rows(door, "key", key, num_tokens, cache);
   door.dtype("value", value, key.scalar_type());
-  check_rows(door, "value", value, params.num_tokens, cache);
-  door.written_from_1("key_cache", key_cache);
-  door.written_from_1("value_cache", value_cache);
+  check_rows(door, "value", value, num_tokens, cache);
+  check_written_cache(door, "key_cache", key_cache, cache.layout);
+  check_written_cache(door, "value_cache", value_cache, cache.layout);
   door.other_memory("value_cache", value_cache, "key_cache", key_cache);
   params.cache_dtype = cache.dtype;
-  set_sizes(door, params, cache, key, value);
+  set_sizes(params, cache, key, value);
   params.key = key.const_data_ptr();
   params.value = value.const_data_ptr();
   params.key_cache = key_cache.mutable_data_ptr();
@@ -74,6 +80,27 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache
   params.value_scale_on_device = cache.value_scale.on_device;
   run_rows(door, PAGEDATTN_ROW_KERNELS(reshape_and_cache), params, params.num_tokens,
            2 * cache.num_kv_heads * cache.head_size);
+}
+
+}  // namespace
+
+void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                       const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
+  write_tokens(Door("reshape_and_cache", key_cache), key, value, key_cache, value_cache, slot_mapping, cache_dtype,
+               k_scale, v_scale, /*takes_padding=*/false);
+}
+
+void reshape_and_cache_flash(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                             const Tensor& slot_mapping, StringHandle kv_cache_dtype,
+                             const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
+  const Door door("reshape_and_cache_flash", key_cache);
+  door.defined("key_cache", key_cache);
+  door.rank("key_cache", key_cache, 4);
+  write_tokens(door, key, value, key_cache, value_cache, slot_mapping, cache_dtype, k_scale, v_scale,
+               /*takes_padding=*/true);
 }
 
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
@@ -92,7 +119,7 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   door.written_from_1("value", value);
   door.other_memory("value", value, "key", key);
   params.dtype = cache.dtype;
-  set_sizes(door, params, cache, key, value);
+  set_sizes(params, cache, key, value);
   params.key = key.mutable_data_ptr();
   params.value = value.mutable_data_ptr();
   params.key_cache = key_cache.const_data_ptr();

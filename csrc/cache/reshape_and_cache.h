@@ -26,7 +26,7 @@ struct ReshapeAndCacheParams {
   float value_scale;
   const float* key_scale_on_device;  // kernels read the scale here when they run; nullptr: they use key_scale
   const float* value_scale_on_device;
-  const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
+  Indices slot_mapping;  // [num_tokens], block * block_size + offset; negative: skipped
 };
 
 struct GatherCachedKvParams {
@@ -44,7 +44,7 @@ struct GatherCachedKvParams {
   CacheStrides key_strides;
   const void* value_cache;
   CacheStrides value_strides;
-  const int64_t* slot_mapping;  // [num_tokens]; negative: the row is left as it is
+  Indices slot_mapping;  // [num_tokens]; negative: the row is left as it is
 };
 
 // Tokens [begin, end).

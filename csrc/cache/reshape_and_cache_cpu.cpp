@@ -2,6 +2,8 @@
 // the cache in 16-byte chunks. Values are transposed, as the cache has element d of adjacent tokens side by side: as
 // many tokens as 16 bytes have elements are transposed in registers at a time. For an fp8 cache, a run's rows of one
 // head are converted first.
+//
+// In an NHD cache a token's elements lie as in its row, so a token is moved at a time.
 #include "cache/reshape_and_cache.h"
 
 #include <type_traits>
@@ -124,13 +126,15 @@ void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, c
   }
 }
 
+float scale_of(float on_host, const float* on_device) { return on_device == nullptr ? on_host : *on_device; }
+
 template <typename T, typename CacheT>
 void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
   CacheT buffer[sizeof(CacheT) == 1 ? MAX_RUN_LENGTH * MAX_HEAD_SIZE : 1];
   const T* keys = static_cast<const T*>(p.key);
   const T* values = static_cast<const T*>(p.value);
-  const float key_scale = p.key_scale_on_device == nullptr ? p.key_scale : *p.key_scale_on_device;
-  const float value_scale = p.value_scale_on_device == nullptr ? p.value_scale : *p.value_scale_on_device;
+  const float key_scale = scale_of(p.key_scale, p.key_scale_on_device);
+  const float value_scale = scale_of(p.value_scale, p.value_scale_on_device);
   for (int64_t token = begin; token < end;) {
     if (p.slot_mapping[token] < 0) {
       ++token;
@@ -145,6 +149,73 @@ void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
     }
     token += run.length;
   }
+}
+
+// Calls body(of_row, of_cache, size) for the elements of a token that are adjacent both in its row and in an NHD cache:
+// where they begin in the two, and how many they are.
+template <typename Params, typename Body>
+PAGEDATTN_INLINE void for_each_piece(const Params& p, const CacheStrides& strides, Body&& body) {
+  if (strides.kv_head == p.head_size) return body(0, 0, p.num_kv_heads * p.head_size);
+  for (int64_t head = 0; head < p.num_kv_heads; ++head) body(head * p.head_size, head * strides.kv_head, p.head_size);
+}
+
+// `size` is a multiple of 16 bytes.
+template <typename T>
+PAGEDATTN_INLINE void copy_elements(T* target, const T* source, int64_t size) {
+  for (int64_t i = 0; i < size; i += ELEMENTS_PER_CHUNK<T>) __builtin_memcpy(target + i, source + i, 16);
+}
+
+template <typename T, typename CacheT>
+void store_elements(CacheT* target, const T* source, int64_t size, [[maybe_unused]] float scale) {
+  if constexpr (sizeof(CacheT) == 1) {
+    for_each_vector(size, [&](int64_t i, auto load, auto store) { store(target + i, load(source + i) / scale); });
+  } else {
+    copy_elements(target, source, size);
+  }
+}
+
+template <typename T, typename CacheT>
+void store_tokens(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
+  const float key_scale = scale_of(p.key_scale, p.key_scale_on_device);
+  const float value_scale = scale_of(p.value_scale, p.value_scale_on_device);
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t slot = p.slot_mapping[token];
+    if (slot < 0) continue;
+    const int64_t block = slot / p.block_size, offset = slot % p.block_size;
+    const auto store = [&](const void* rows, int64_t row_stride, void* cache, const CacheStrides& strides,
+                           float scale) {
+      const T* source = static_cast<const T*>(rows) + token * row_stride;
+      CacheT* target = static_cast<CacheT*>(cache) + block * strides.block + offset * strides.token;
+      for_each_piece(p, strides, [&](int64_t of_row, int64_t of_cache, int64_t size) {
+        store_elements(target + of_cache, source + of_row, size, scale);
+      });
+    };
+    store(p.key, p.key_stride, p.key_cache, p.key_strides, key_scale);
+    store(p.value, p.value_stride, p.value_cache, p.value_strides, value_scale);
+  }
+}
+
+template <typename T, typename CacheT>
+void store_in_layout(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
+  if (p.layout == CacheLayout::NHD) {
+    store_tokens<T, CacheT>(p, begin, end);
+  } else {
+    store_runs<T, CacheT>(p, begin, end);
+  }
+}
+
+template <typename T>
+void gather_nhd_token(const GatherCachedKvParams& p, int64_t token) {
+  const int64_t block = p.slot_mapping[token] / p.block_size, offset = p.slot_mapping[token] % p.block_size;
+  const auto gather = [&](const void* cache, const CacheStrides& strides, void* rows, int64_t row_stride) {
+    const T* source = static_cast<const T*>(cache) + block * strides.block + offset * strides.token;
+    T* target = static_cast<T*>(rows) + token * row_stride;
+    for_each_piece(p, strides, [&](int64_t of_row, int64_t of_cache, int64_t size) {
+      copy_elements(target + of_row, source + of_cache, size);
+    });
+  };
+  gather(p.key_cache, p.key_strides, p.key, p.key_stride);
+  gather(p.value_cache, p.value_strides, p.value, p.value_stride);
 }
 
 template <typename T>
@@ -167,11 +238,11 @@ void gather_token(const GatherCachedKvParams& p, int64_t token) {
 void reshape_and_cache(const ReshapeAndCacheParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
     if (params.cache_dtype == DType::FLOAT8_E4M3) {
-      store_runs<T, float8_e4m3>(params, begin, end);
+      store_in_layout<T, float8_e4m3>(params, begin, end);
     } else if (params.cache_dtype == DType::FLOAT8_E5M2) {
-      store_runs<T, float8_e5m2>(params, begin, end);
+      store_in_layout<T, float8_e5m2>(params, begin, end);
     } else {
-      store_runs<T, T>(params, begin, end);
+      store_in_layout<T, T>(params, begin, end);
     }
   });
 }
@@ -179,7 +250,12 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, int64_t begin, int64
 void gather_cached_kv(const GatherCachedKvParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t token = begin; token < end; ++token) {
-      if (params.slot_mapping[token] >= 0) gather_token<T>(params, token);
+      if (params.slot_mapping[token] < 0) continue;
+      if (params.layout == CacheLayout::NHD) {
+        gather_nhd_token<T>(params, token);
+      } else {
+        gather_token<T>(params, token);
+      }
     }
   });
 }

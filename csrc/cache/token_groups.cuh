@@ -1,6 +1,6 @@
-// How reshape_and_cache and gather_cached_kv share out their work on a GPU. A thread block has a token group: a warp's
-// number of consecutive tokens, and the keys or the values of one KV head. Its threads move whole pieces of the value
-// cache where the tokens fill them, and chunks of single tokens elsewhere.
+// How reshape_and_cache and gather_cached_kv share out their work on a GPU, for a CHUNKED cache. A thread block has a
+// token group: a warp's number of consecutive tokens, and the keys or the values of one KV head. Its threads move whole
+// pieces of the value cache where the tokens fill them, and chunks of single tokens elsewhere.
 #pragma once
 
 #include <bit>
@@ -23,14 +23,18 @@ struct Access {
   bool do_pieces_fit;     // 16 aligned bytes of the value cache are tokens of one block
 };
 
+template <typename Params>
+bool are_rows_aligned(const Params& p, int64_t row_element_size) {
+  return is_aligned_16({p.key, p.value}, {p.head_size * row_element_size, p.key_stride * row_element_size,
+                                          p.value_stride * row_element_size});
+}
+
 template <typename CacheT, typename Params>
 Access make_access(const Params& p, int64_t row_element_size) {
   constexpr int64_t CACHE_BYTES = sizeof(CacheT);
   Access access{};
   access.block_size_log2 = std::countr_zero(static_cast<uint64_t>(p.block_size));
-  access.are_rows_aligned = is_aligned_16(
-      {p.key, p.value},
-      {p.head_size * row_element_size, p.key_stride * row_element_size, p.value_stride * row_element_size});
+  access.are_rows_aligned = are_rows_aligned(p, row_element_size);
   access.is_cache_aligned = is_aligned_16({p.key_cache, p.value_cache},
                                           {p.key_strides.block * CACHE_BYTES, p.value_strides.block * CACHE_BYTES});
   access.do_pieces_fit = access.is_cache_aligned && p.block_size % ELEMENTS_PER_CHUNK<CacheT> == 0;
@@ -60,7 +64,7 @@ __device__ inline TokenGroup group_of_block(int64_t num_kv_heads) {
 }
 
 // The slot of a token. Negative for padding and past the last token.
-__device__ inline int64_t slot_of(const int64_t* slot_mapping, int64_t num_tokens, int64_t token) {
+__device__ inline int64_t slot_of(const Indices& slot_mapping, int64_t num_tokens, int64_t token) {
   return token < num_tokens ? slot_mapping[token] : -1;
 }
 
@@ -79,11 +83,11 @@ __device__ inline ThreadChunks thread_chunks() {
 
 static_assert(GROUP_WARPS * 8 == GROUP_TOKENS);
 
-// Calls write(chunk, read(chunk)) for a thread's chunks below `end`, with several reads under way.
-template <typename Read, typename Write>
+// Calls write(chunk, read(chunk)) for every STEP-th chunk from `first` to `end`, with several reads under way.
+template <int STEP, typename Read, typename Write>
 __device__ void move_chunks(int first, int end, Read read, Write write) {
   using Loaded = decltype(read(0));
-  constexpr int NUM_LOADS = BYTES_UNDER_WAY / sizeof(Loaded), STEP = ThreadChunks::STEP;
+  constexpr int NUM_LOADS = BYTES_UNDER_WAY / sizeof(Loaded);
   for (; first < end; first += NUM_LOADS * STEP) {
     Loaded loaded[NUM_LOADS];
 #pragma unroll

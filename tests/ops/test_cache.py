@@ -5,6 +5,7 @@ left alone. fp8 caches, into which reshape_and_cache rounds, have test_fp8_cache
 import pytest
 import reference
 import torch
+from cache_layouts import LAYOUTS, NHD_LAYOUTS, make_cache_pair
 from checks import (
     DTYPES,
     assert_raises_and_writes_nothing,
@@ -23,36 +24,67 @@ from pagedattn_ext import ops
 BLOCK_DTYPES = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]  # of blocks that are only moved
 
 
-def make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device):
-    """A key and a value cache of any bits."""
-    x = 16 // dtype.itemsize
-    key_cache = random_bits(num_blocks, num_kv_heads, head_size // x, block_size, x, dtype=dtype, generator=generator)
-    value_cache = random_bits(num_blocks, num_kv_heads, head_size, block_size, dtype=dtype, generator=generator)
-    return key_cache.to(device), value_cache.to(device)
+def make_caches(
+    num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device, layout="chunked", block_gap=0
+):
+    """A key and a value cache of any bits. `block_gap` elements follow each block of the memory."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return with_row_gap(random_bits(*shape, dtype=dtype, generator=generator).to(device), block_gap)
+
+    return make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make)
+
+
+def draw_block_size(draw: st.DrawFn, layout: str) -> int:
+    return draw(st.sampled_from([8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300))
+
+
+def draw_slot_dtype(draw: st.DrawFn, slots: list[int]) -> torch.dtype:
+    return draw(st.sampled_from([torch.int64, torch.int32])) if min(slots, default=0) >= -(2**31) else torch.int64
 
 
 def make_reshape_arguments(
-    device, dtype, slots, num_kv_heads=2, head_size=16, block_size=8, num_blocks=6, gaps=(0, 0), block_gap=0, seed=0
+    device,
+    dtype,
+    slots,
+    num_kv_heads=2,
+    head_size=16,
+    block_size=8,
+    num_blocks=6,
+    gaps=(0, 0),
+    block_gap=0,
+    seed=0,
+    layout="chunked",
+    slot_dtype=torch.int64,
 ) -> dict:
     """`gaps` follow the rows of key and of value, `block_gap` the blocks of the caches."""
     generator = torch.Generator().manual_seed(seed)
     key, value = random_bits(2, len(slots), num_kv_heads, head_size, dtype=dtype, generator=generator).unbind()
-    caches = make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device)
+    sizes = num_blocks, num_kv_heads, head_size, block_size
+    key_cache, value_cache = make_caches(*sizes, dtype, generator, device, layout, block_gap)
     return {
         "key": with_row_gap(key.to(device), gaps[0]),
         "value": with_row_gap(value.to(device), gaps[1]),
-        "key_cache": with_row_gap(caches[0], block_gap),
-        "value_cache": with_row_gap(caches[1], block_gap),
-        "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": torch.tensor(slots, dtype=slot_dtype, device=device),
     }
 
 
-def assert_reshape_and_cache(arguments: dict) -> None:
+def assert_block_gaps_untouched(arguments: dict) -> None:
+    caches = arguments["key_cache"], arguments["value_cache"]
+    if caches[0].untyped_storage().data_ptr() == caches[1].untyped_storage().data_ptr():
+        caches = (caches[0]._base,)  # the two lie in each other's gaps
+    for cache in caches:
+        assert_row_gap_untouched(cache)
+
+
+def assert_reshape_and_cache(arguments: dict, op: str = "reshape_and_cache") -> None:
     expected = reference.reshape_and_cache(**arguments)
-    OPS.reshape_and_cache(**arguments)
+    getattr(OPS, op)(**arguments)
     for i, cache in enumerate(("key_cache", "value_cache")):
         assert_same_bits(arguments[cache], expected[i])
-        assert_row_gap_untouched(arguments[cache])
+    assert_block_gaps_untouched(arguments)
 
 
 # ---- reshape_and_cache ---------------------------------------------------------------------------------------------
@@ -62,14 +94,14 @@ def assert_reshape_and_cache(arguments: dict) -> None:
 def test_reshape_and_cache(device, data):
     """Runs of slots, lone slots and padding in any order."""
     draw = data.draw
-    dtype = draw(st.sampled_from(DTYPES))
-    block_size, num_blocks = draw(st.sampled_from([8, 16, 32, 64, 256])), draw(st.integers(1, 6))
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
+    block_size, num_blocks = draw_block_size(draw, layout), draw(st.integers(1, 6))
     all_slots = range(block_size * num_blocks)
     slots = draw(st.permutations(all_slots)) if draw(st.booleans()) else list(all_slots)
     begin, end = sorted((draw(st.integers(0, len(slots))), draw(st.integers(0, len(slots)))))
     slots = slots[begin:end]
     for token in draw(st.lists(st.integers(0, len(slots) - 1), max_size=5)) if slots else []:
-        slots[token] = draw(st.sampled_from([-1, -7, -(2**40)]))
+        slots[token] = draw(st.sampled_from([-1, -7, -(2**31), -(2**40)]))
     arguments = make_reshape_arguments(
         device,
         dtype,
@@ -81,6 +113,8 @@ def test_reshape_and_cache(device, data):
         gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
         block_gap=draw(st.sampled_from([0, 3, 512])),
         seed=draw(st.integers(0, 99)),
+        layout=layout,
+        slot_dtype=draw_slot_dtype(draw, slots),
     )
     assert_reshape_and_cache(arguments)
 
@@ -110,12 +144,27 @@ def test_reshape_and_cache_edges(device, slots):
     assert_reshape_and_cache(make_reshape_arguments(device, torch.bfloat16, slots))
 
 
-def test_reshape_and_cache_many_tokens(device, several_threads):
+@pytest.mark.parametrize("layout", ["chunked", "interleaved"])
+def test_reshape_and_cache_many_tokens(device, several_threads, layout):
     """Large enough to run in parallel, from a fused qkv."""
-    arguments = make_reshape_arguments(
-        device, torch.bfloat16, list(range(100, 1100)), 8, 128, 16, num_blocks=80, gaps=(3072, 3072)
+    slots, gaps = list(range(100, 1100)), (3072, 3072)
+    assert_reshape_and_cache(
+        make_reshape_arguments(device, torch.bfloat16, slots, 8, 128, 16, num_blocks=80, gaps=gaps, layout=layout)
     )
-    assert_reshape_and_cache(arguments)
+
+
+@pytest.mark.parametrize("layout", NHD_LAYOUTS)
+def test_reshape_and_cache_flash(device, layout):
+    """The same for 4-D caches alone, and with tokens at the end that have no slot."""
+    arguments = make_reshape_arguments(device, torch.bfloat16, [17, -1, 0], block_size=3, layout=layout)
+    assert_reshape_and_cache(arguments, "reshape_and_cache_flash")
+    padded = make_reshape_arguments(device, torch.bfloat16, [4, 9, 0], block_size=3, layout=layout, seed=1)
+    padded["slot_mapping"] = padded["slot_mapping"][:2]
+    without_padding = padded | {name: padded[name][:2] for name in ("key", "value")}
+    expected = reference.reshape_and_cache(**without_padding)
+    ops.reshape_and_cache_flash(*padded.values())
+    assert_same_bits(padded["key_cache"], expected[0])
+    assert_same_bits(padded["value_cache"], expected[1])
 
 
 def test_wrapper_of_reshape_and_cache(device):
@@ -132,15 +181,16 @@ def test_wrapper_of_reshape_and_cache(device):
 @st.composite
 def gathered(draw: st.DrawFn, device: torch.device) -> dict:
     """The arguments of gather_cached_kv: any slots, some of them twice, and padding."""
-    dtype = draw(st.sampled_from(DTYPES))
-    block_size, num_blocks = draw(st.sampled_from([8, 16, 32, 64, 256])), draw(st.integers(1, 6))
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
+    block_size, num_blocks = draw_block_size(draw, layout), draw(st.integers(1, 6))
     last_slot = block_size * num_blocks - 1
     begin, end = sorted((draw(st.integers(0, last_slot)), draw(st.integers(0, last_slot))))
     slot = st.integers(0, last_slot) | st.sampled_from([-1, -(2**40)])
+    slots = [*range(begin, end), *draw(st.lists(slot, max_size=40))]
     return make_reshape_arguments(
         device,
         dtype,
-        [*range(begin, end), *draw(st.lists(slot, max_size=40))],
+        slots,
         num_kv_heads=draw(st.integers(1, 4)),
         head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 32 if dtype.itemsize == 2 else 64)),
         block_size=block_size,
@@ -148,6 +198,8 @@ def gathered(draw: st.DrawFn, device: torch.device) -> dict:
         gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
         block_gap=draw(st.sampled_from([0, 3, 512])),
         seed=draw(st.integers(0, 99)),
+        layout=layout,
+        slot_dtype=draw_slot_dtype(draw, slots),
     )
 
 
@@ -174,9 +226,10 @@ def test_gather_after_reshape_is_the_input(device, several_threads, dtype):
     assert_same_bits(value, arguments["value"])
 
 
+@pytest.mark.parametrize("layout", ["chunked", "hnd"])
 @pytest.mark.parametrize("slots", [[], [-1, -1], [0], [47], [7, 8], [5, -1, 5]], ids=str)
-def test_wrapper_of_gather_gives_zeros_for_padding(device, slots):
-    arguments = make_reshape_arguments(device, torch.bfloat16, slots)
+def test_wrapper_of_gather_gives_zeros_for_padding(device, slots, layout):
+    arguments = make_reshape_arguments(device, torch.bfloat16, slots, layout=layout)
     arguments["key"][:], arguments["value"][:] = 0, 0
     expected = reference.gather_cached_kv(**arguments)
     result = ops.gather_cached_kv(*(arguments[name] for name in ("key_cache", "value_cache", "slot_mapping")))
@@ -336,7 +389,8 @@ RESHAPE_ERRORS = {
     "value shape": ("value", ValueError, lambda a: {"value": a["value"][:2]}),
     "value dtype": ("value", TypeError, lambda a: {"value": a["value"].half()}),
     "value not dense in a row": ("value", ValueError, lambda a: {"value": a["value"].mT.contiguous().mT}),
-    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(3)}),
+    "key_cache rank": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(2)}),
+    "layouts differ": ("value_cache", ValueError, lambda a: {"key_cache": a["key_cache"].flatten(3)}),
     "key_cache dtype": (
         "(key|key_cache|value_cache)",
         TypeError,
@@ -369,7 +423,7 @@ RESHAPE_ERRORS = {
         },
     ),
     "blocks overlap": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"][:1].expand_as(a["key_cache"])}),
-    "slot_mapping dtype": ("slot_mapping", TypeError, lambda a: {"slot_mapping": a["slot_mapping"].int()}),
+    "slot_mapping dtype": ("slot_mapping", TypeError, lambda a: {"slot_mapping": a["slot_mapping"].short()}),
     "slot_mapping shape": ("(slot_mapping|key)", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][:3]}),
     "slot_mapping rank": ("slot_mapping", ValueError, lambda a: {"slot_mapping": a["slot_mapping"][None]}),
     "slot past the cache": ("slot_mapping", ValueError, lambda a: {"slot_mapping": torch.tensor([0, 1, 2, 48])}),
@@ -380,6 +434,52 @@ RESHAPE_ERRORS = {
         lambda a: {"value_cache": a["key_cache"].view(a["value_cache"].shape)},
     ),
 }
+
+
+NHD_ERRORS = {
+    **{what: RESHAPE_ERRORS[what] for what in ("key rank", "key heads", "value shape", "slot past the cache")},
+    "last dimension not contiguous": (
+        "key_cache",
+        ValueError,
+        lambda a: {"key_cache": a["key_cache"].mT.contiguous().mT},
+    ),
+    "value_cache shape": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"][:, :7]}),
+    "block size 0": (
+        "key_cache",
+        ValueError,
+        lambda a: {name: a[name][:, :0] for name in ("key_cache", "value_cache")},
+    ),
+    "head size": (
+        "(key|key_cache)",
+        ValueError,
+        lambda a: {name: a[name][..., :6] for name in ("key", "value", "key_cache", "value_cache")},
+    ),
+    "blocks overlap": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"][:1].expand_as(a["key_cache"])}),
+    "heads overlap": (
+        "value_cache",
+        ValueError,
+        lambda a: {"value_cache": a["value_cache"][:, :, :1].expand_as(a["value_cache"])},
+    ),
+    "tokens overlap": (
+        "value_cache",
+        ValueError,
+        lambda a: {"value_cache": a["value_cache"].as_strided((6, 8, 2, 16), (256, 16, 64, 1))},
+    ),
+    "one memory for both caches": ("value_cache", ValueError, lambda a: {"value_cache": a["key_cache"]}),
+}
+
+
+@pytest.mark.parametrize("op", ["reshape_and_cache", "reshape_and_cache_flash"])
+@pytest.mark.parametrize("what", NHD_ERRORS)
+def test_reshape_and_cache_into_nhd_rejects(device, op, what):
+    argument, error, change = NHD_ERRORS[what]
+    arguments = make_reshape_arguments(device, torch.float32, [0, 1, 2, 3], layout="nhd")
+    assert_rejected(op, arguments | change(arguments), argument, error)
+
+
+def test_reshape_and_cache_flash_rejects_5_dimensions(device):
+    arguments = make_reshape_arguments(device, torch.float32, [0, 1, 2, 3])
+    assert_rejected("reshape_and_cache_flash", arguments, "key_cache", ValueError)
 
 
 @pytest.mark.parametrize("what", RESHAPE_ERRORS)

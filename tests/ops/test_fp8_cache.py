@@ -19,6 +19,7 @@ from attention_cases import (
     run_v1,
     run_v2,
 )
+from cache_layouts import make_cache_pair
 from checks import (
     DTYPES,
     NOISE,
@@ -93,18 +94,21 @@ def test_reference_rounds_to_the_nearest_and_on_ties_to_the_even_byte(dtype):
 
 
 def make_reshape_arguments(
-    device, key, value, slots, cache, scales=None, block_size=8, num_blocks=6, block_gap=0
+    device, key, value, slots, cache, scales=None, block_size=8, num_blocks=6, block_gap=0, layout="chunked"
 ) -> dict:
     """The caches hold NaN."""
     kv_cache_dtype, dtype = cache
     (_, num_kv_heads, head_size), (k_scale, v_scale) = key.shape, scales or (None, None)
-    key_cache = filled_with_nan(num_blocks, num_kv_heads, head_size // 16, block_size, 16, dtype=dtype)
-    value_cache = filled_with_nan(num_blocks, num_kv_heads, head_size, block_size, dtype=dtype)
+
+    def make(*shape: int) -> torch.Tensor:
+        return with_row_gap(filled_with_nan(*shape, dtype=dtype).to(device), block_gap)
+
+    key_cache, value_cache = make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make)
     return {
         "key": key.to(device),
         "value": value.to(device),
-        "key_cache": with_row_gap(key_cache.to(device), block_gap),
-        "value_cache": with_row_gap(value_cache.to(device), block_gap),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
         "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
         "kv_cache_dtype": kv_cache_dtype,
         "k_scale": None if k_scale is None else torch.tensor(k_scale, device=device),
@@ -124,7 +128,9 @@ def test_reshape_and_cache(device, data):
     """Any slots and scales; elements of any bits, or of the magnitudes where rounding is dense."""
     draw = data.draw
     dtype, cache = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(FP8_CACHES))
-    block_size, num_blocks = draw(st.sampled_from([8, 16, 32, 64, 256])), draw(st.integers(1, 6))
+    layout = draw(st.sampled_from(["chunked", "nhd", "hnd"]))
+    block_sizes = st.sampled_from([8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300)
+    block_size, num_blocks = draw(block_sizes), draw(st.integers(1, 6))
     all_slots = range(block_size * num_blocks)
     slots = draw(st.permutations(all_slots)) if draw(st.booleans()) else list(all_slots)
     begin, end = sorted((draw(st.integers(0, len(slots))), draw(st.integers(0, len(slots)))))
@@ -149,6 +155,7 @@ def test_reshape_and_cache(device, data):
         block_size=block_size,
         num_blocks=num_blocks,
         block_gap=draw(st.sampled_from([0, 3, 512])),
+        layout=layout,
     )
     assert_reshape_and_cache(arguments)
     assert_row_gap_untouched(arguments["key_cache"])

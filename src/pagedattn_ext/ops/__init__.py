@@ -13,6 +13,9 @@ Token t of a sequence is in block `block_table[t // block_size]` at offset `t % 
 data tensors of a call have the same dtype. block_size is a power of two from 8 to 256, head_size a multiple of x up to
 256.
 
+`reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads, head_size], both
+4-D, with any block_size, the last dimension contiguous and any other strides.
+
 An fp8 cache (x = 16) holds value / scale, rounded to nearest and saturating, and meets tensors of any of the three
 dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m3fn and torch.float8_e5m2 included),
 "fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too). k_scale and v_scale are fp32 tensors of one element;
@@ -36,7 +39,7 @@ RuntimeError with the same text.
 from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
-from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, swap_blocks
+from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, reshape_and_cache_flash, swap_blocks
 from .collectives import all_gather_shared, all_reduce_shared
 from .layernorm import fused_add_rms_norm, rms_norm
 from .linear import (
@@ -78,6 +81,7 @@ __all__ = [
     "quantize_weight_int4",
     "quantize_weight_int8",
     "reshape_and_cache",
+    "reshape_and_cache_flash",
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_neox",

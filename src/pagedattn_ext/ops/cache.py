@@ -22,10 +22,27 @@ def reshape_and_cache(
     Args:
         key, value: [num_tokens, num_kv_heads, head_size], any stride in dimension 0.
         key_cache, value_cache: see the module; updated.
-        slot_mapping: int64 [num_tokens], block * block_size + offset; a token with a negative slot is skipped.
+        slot_mapping: int64 or int32 [num_tokens], block * block_size + offset; a token with a negative slot is skipped.
         kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
     """
     call("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """`reshape_and_cache` for caches of [num_blocks, block_size, num_kv_heads, head_size] alone, as vLLM calls it.
+
+    key and value may have more tokens than slot_mapping, as padded batches do: the tokens at the end are left out.
+    """
+    call("reshape_and_cache_flash", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
 def gather_cached_kv(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,13 +50,15 @@ def gather_cached_kv(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tenso
 
     Args:
         key_cache, value_cache: see the module; not fp8.
-        slot_mapping: int64 [num_tokens]. The rows of negative slots are zeros (the raw op leaves them as they are).
+        slot_mapping: int64 or int32 [num_tokens]. The rows of negative slots are zeros (the raw op leaves them as they
+            are).
 
     Returns:
         (key, value), [num_tokens, num_kv_heads, head_size] each.
     """
-    check_tensors("gather_cached_kv", value_cache=value_cache, slot_mapping=slot_mapping)
-    key = value_cache.new_zeros((*slot_mapping.shape, *value_cache.shape[1:3]))
+    check_tensors("gather_cached_kv", key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    heads = value_cache.shape[2:4] if key_cache.dim() == 4 else value_cache.shape[1:3]
+    key = value_cache.new_zeros((*slot_mapping.shape, *heads))
     value = torch.zeros_like(key)  # not halves of one tensor: torch.compile may lose where the second half begins
     call("gather_cached_kv", key, value, key_cache, value_cache, slot_mapping)
     return key, value
