@@ -1,0 +1,63 @@
+"""What the modules with the functions of other libraries share: refusals, and their terms in ours."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
+    """Refuses arguments that ask for what is not offered: all but the defaults in the signature of `function`.
+
+    None, 0 and False ask for nothing, and pass.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) and not value:
+            continue
+        default = inspect.signature(function).parameters[name].default
+        if isinstance(value, Tensor) or value != default:
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
+
+
+def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
+    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
+    """The scale of a cache as the ops take it, fp32 of one element. A tensor may be one element expanded to any shape
+    (a scale for each sequence and head, all the same)."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return torch.tensor([scale], dtype=torch.float32)
+    if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
+        raise ValueError(
+            f"{function.__qualname__}: {name}: expected a scale for the whole cache (a float, or a tensor of one "
+            f"element, expanded or not), got shape {list(scale.shape)}"
+        )
+    return scale[(0,) * scale.dim()].float().reshape(1)
+
+
+def window_of(left: int | None) -> int | None:
+    """The sliding_window of an inclusive window of `left` tokens before a row's own; None or less than 0 is no window.
+    A sliding window counts the row's own token."""
+    return None if left is None or left < 0 else left + 1
+
+
+def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
+
+    starts: [num_seqs + 1], from 0 to num_rows.
+    """
+    sequences = torch.arange(starts.shape[0] - 1, device=starts.device)
+    sequence = sequences.repeat_interleave(starts.diff().long(), output_size=num_rows)
+    return sequence, torch.arange(num_rows, device=starts.device) - starts[sequence]

@@ -1,0 +1,274 @@
+"""pagedattn_ext.vllm_ops: vLLM's names, order and forms of the ops, whose own tests are in tests/ops."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import reference
+import torch
+from brute_force import HEAD_SIZE, attend
+from checks import assert_close_to_reference, assert_same_bits
+from torch import Tensor
+
+from pagedattn_ext import vllm_ops
+
+NUM_SEQS, HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 3, 6, 3, 8, 8
+SCALE = HEAD_SIZE**-0.5
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(35)
+        yield
+
+
+def caches(layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values [num_blocks, block_size, num_kv_heads, head_size], and both in this layout of the ops."""
+    key, value = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+    if layout == "NHD":
+        return key, value, key.clone(), value.clone()
+    chunked = key.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).contiguous()
+    return key, value, chunked, value.permute(0, 2, 3, 1).contiguous()
+
+
+class Decodes:
+    """A batch of new tokens over such caches."""
+
+    def __init__(self, layout: str) -> None:
+        self.key, self.value, *self.caches = caches(layout)
+        self.query = torch.randn(NUM_SEQS, HEADS, HEAD_SIZE)
+        self.block_tables = torch.randperm(NUM_BLOCKS)[:6].view(NUM_SEQS, 2).int()
+        self.seq_lens = torch.tensor([11, 1, 8], dtype=torch.int32)
+
+    def expected(self, kv_heads: list[int], slopes: Tensor | None = None) -> Tensor:
+        """By brute force, each head with the keys of its KV head."""
+        out = torch.zeros(NUM_SEQS, HEADS, HEAD_SIZE, dtype=torch.float64)
+        for s, (length, table) in enumerate(zip(self.seq_lens.tolist(), self.block_tables.long(), strict=True)):
+            keys, values = (cache[table].flatten(0, 1)[:length] for cache in (self.key, self.value))
+            for h, kv_head in enumerate(kv_heads):
+                only = slice(kv_head, kv_head + 1)
+                options: dict[str, Any] = {"slopes": None if slopes is None else slopes[h : h + 1]}
+                out[s, h] = attend(self.query[s, None, h, None], keys[:, only], values[:, only], **options)[0][0, 0]
+        return out
+
+
+LAYOUTS = ["chunked"]
+REGULAR = [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_paged_attention(layout: str) -> None:
+    """v1 and v2 by position, as vLLM calls them."""
+    batch = Decodes(layout)
+    slopes = torch.rand(HEADS)
+    arguments = batch.query, *batch.caches, KV_HEADS, SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11, slopes
+    out = torch.empty_like(batch.query)
+    vllm_ops.paged_attention_v1(out, *arguments, "auto", 1.0, torch.ones(1), tp_rank=0)
+    assert_close_to_reference(out, batch.expected(REGULAR, slopes))
+    exp_sum, max_logits = torch.empty(2, NUM_SEQS, HEADS, 1)
+    out2 = torch.empty_like(out)
+    vllm_ops.paged_attention_v2(
+        out2, exp_sum, max_logits, torch.empty(NUM_SEQS, HEADS, 1, HEAD_SIZE), *arguments, "auto", 1.0, 1.0
+    )
+    assert_same_bits(out2, out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "head_mapping",
+    [REGULAR, [[0, 0], [1, 1], [2, 2]], [2, 0, 1, 2, 0, 1], [1, 1, 1, 1, 0, 1], [2] * 6],
+    ids=["regular", "2-D", "interleaved", "uneven", "one"],
+)
+def test_head_mapping(layout: str, head_mapping: Any) -> None:
+    """The KV head of each head, in any map; the slopes are those of the heads."""
+    batch, slopes = Decodes(layout), torch.rand(HEADS)
+    out = torch.empty_like(batch.query)
+    mapping = torch.tensor(head_mapping, dtype=torch.int32)
+    vllm_ops.single_query_cached_kv_attention(
+        out,
+        batch.query,
+        *batch.caches,
+        head_mapping=mapping,
+        scale=SCALE,
+        block_tables=batch.block_tables,
+        context_lens=batch.seq_lens,
+        block_size=BLOCK_SIZE,
+        max_context_len=batch.seq_lens.max(),
+        alibi_slopes=slopes,
+    )
+    assert_close_to_reference(out, batch.expected(mapping.flatten().tolist(), slopes))
+
+
+@pytest.mark.parametrize("head_mapping", [[0, 1], [0, 0, 1, 1, 2, 3], [0, 0, 1, 1, 2, -1]])
+def test_wrong_head_mapping(head_mapping: list[int]) -> None:
+    batch = Decodes("chunked")
+    arguments = SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11
+    with pytest.raises(ValueError, match=r"^single_query_.*: head_mapping: expected 6 elements from 0 to 2, got \[0,"):
+        vllm_ops.single_query_cached_kv_attention(
+            batch.query.clone(), batch.query, *batch.caches, torch.tensor(head_mapping), *arguments
+        )
+
+
+@pytest.mark.parametrize("layout", ["chunked", "NHD"])
+def test_reshape_and_cache(layout: str) -> None:
+    """And back, by gather_cached_kv; a slot of -1 is skipped."""
+    key, value, *paged = caches(layout)
+    new_key, new_value = torch.randn(2, 4, KV_HEADS, HEAD_SIZE)
+    slots = torch.tensor([9, -1, 0, 63])
+    name = "reshape_and_cache_flash" if layout == "NHD" else "reshape_and_cache"
+    getattr(vllm_ops, name)(new_key, new_value, *paged, slots, "auto", 1.0, torch.tensor(1.0))
+    gathered = torch.empty(2, NUM_BLOCKS * BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+    vllm_ops.gather_cached_kv(*gathered, *paged, torch.arange(NUM_BLOCKS * BLOCK_SIZE))
+    for tensor, new, old in zip(gathered, (new_key, new_value), (key, value), strict=True):
+        expected = old.flatten(0, 1)
+        expected[slots[slots >= 0]] = new[slots >= 0]
+        assert_same_bits(tensor, expected)
+
+
+def test_fp8_scales() -> None:
+    """A float, as in older vLLM, divides what is stored."""
+    cache = torch.zeros(2, NUM_BLOCKS, KV_HEADS, 1, BLOCK_SIZE, 16, dtype=torch.uint8)
+    key_cache, value_cache = cache[0], cache[1].view(NUM_BLOCKS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
+    key, value = torch.randn(2, 1, KV_HEADS, HEAD_SIZE)
+    vllm_ops.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([0]), "fp8", 0.5, 0.25)
+    assert_same_bits(key_cache[0, :, 0, 0].view(torch.float8_e4m3fn), (key[0] / 0.5).to(torch.float8_e4m3fn))
+    assert_same_bits(value_cache[0, ..., 0].view(torch.float8_e4m3fn), (value[0] / 0.25).to(torch.float8_e4m3fn))
+
+
+PAIRS = torch.tensor([[0, 3], [0, 5], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    "mapping", [{0: [3, 5], 1: [2]}, {0: (3, 5), 1: 2}, PAIRS, PAIRS.tolist()], ids=["lists", "ints", "tensor", "pairs"]
+)
+def test_block_mappings(mapping: Any) -> None:
+    """Of a copy with two targets of one source, and of a swap."""
+    before = torch.randn(2, NUM_BLOCKS, 3)
+    after = before.clone()
+    vllm_ops.copy_blocks([after[0]], [after[1]], mapping)
+    expected = before.clone()
+    expected[:, PAIRS[:, 1]] = before[:, PAIRS[:, 0]]
+    assert_same_bits(after, expected)
+    pool = torch.zeros(NUM_BLOCKS, 3)
+    vllm_ops.swap_blocks(before[0], pool, mapping)
+    assert_same_bits(pool[PAIRS[:, 1]], before[0, PAIRS[:, 0]])
+    assert not pool[[0, 1, 4, 6, 7]].any()
+
+
+def test_empty_mapping() -> None:
+    cache = torch.randn(NUM_BLOCKS, 3)
+    before = cache.clone()
+    vllm_ops.copy_blocks([cache], [cache.clone()], {})
+    assert_same_bits(cache, before)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_convert_fp8(kv_dtype: str, as_bytes: bool) -> None:
+    """There, saturating, and back."""
+    fp8 = torch.float8_e5m2 if kv_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+    x = torch.cat([torch.randn(6), torch.tensor([1e6, -1e6, 0.0])]).view(3, 3)
+    stored = torch.empty(3, 3, dtype=torch.uint8 if as_bytes else fp8)
+    vllm_ops.convert_fp8(stored, x, 0.5, kv_dtype)
+    largest = torch.finfo(fp8).max
+    assert_same_bits(stored.view(fp8), (x / 0.5).clamp(-largest, largest).to(fp8))
+    back = torch.empty(3, 3, dtype=torch.bfloat16)
+    vllm_ops.convert_fp8(back, stored, 0.5, kv_dtype)
+    assert_close_to_reference(back, stored.view(fp8).double() * 0.5)
+
+
+def test_merge_attn_states() -> None:
+    """lse is [num_heads, num_tokens] in vLLM."""
+    prefix, suffix = torch.randn(2, 4, HEADS, HEAD_SIZE)
+    prefix_lse, suffix_lse = torch.randn(2, HEADS, 4)
+    output, output_lse = torch.empty_like(prefix), torch.empty(HEADS, 4)
+    vllm_ops.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse)
+    lse = torch.logaddexp(prefix_lse.double(), suffix_lse.double())
+    weights = [(part.double() - lse).exp().T[..., None] for part in (prefix_lse, suffix_lse)]
+    assert_close_to_reference(output_lse, lse)
+    assert_close_to_reference(output, weights[0] * prefix + weights[1] * suffix)
+    without_lse = torch.empty_like(prefix)
+    vllm_ops.merge_attn_states(without_lse, prefix, prefix_lse, suffix, suffix_lse)
+    assert_same_bits(without_lse, output)
+
+
+def test_norms_and_rope() -> None:
+    x, residual, weight, out = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), torch.empty(3, 24)
+    vllm_ops.rms_norm(out, x, weight, 1e-5)
+    assert_close_to_reference(out, reference.rms_norm(x, weight, 1e-5))
+    expected = reference.fused_add_rms_norm(x, residual, weight, 1e-5)
+    vllm_ops.fused_add_rms_norm(x, residual, weight, 1e-5)
+    assert_close_to_reference(x, expected[0])
+    for function, extra in ((vllm_ops.rotary_embedding, (True,)), (vllm_ops.rotary_embedding_neox, ())):
+        positions, cache = torch.tensor([5, 0, 2]), torch.randn(8, 8)
+        q, k = torch.randn(3, HEADS * HEAD_SIZE), torch.randn(3, KV_HEADS * HEAD_SIZE)
+        rotated = reference.rotary_embedding(positions, q, k, HEAD_SIZE, cache, True)
+        function(positions, q, k, HEAD_SIZE, cache, *extra)
+        assert_close_to_reference(q, rotated[0])
+        assert_close_to_reference(k, rotated[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_new", "gelu_fast", "gelu_quick"]
+)
+def test_activations(name: str) -> None:
+    x = torch.randn(3, 16)
+    expected = getattr(reference, name)(x)
+    out = torch.empty(expected.shape)
+    assert getattr(vllm_ops, name)(out, x) is None
+    assert_close_to_reference(out, expected)
+
+
+# vLLM's _custom_ops and, of the last ones, the first vLLM; "?" has a default there or here.
+DECODE = (
+    "num_kv_heads scale block_tables seq_lens block_size max_seq_len alibi_slopes kv_cache_dtype? k_scale? v_scale?"
+)
+SPARSE = "tp_rank? blocksparse_local_blocks? blocksparse_vert_stride? blocksparse_block_size?"
+SPARSE += " blocksparse_head_sliding_step?"
+CACHE = "key value key_cache value_cache slot_mapping"
+SIGNATURES = {
+    "paged_attention_v1": f"out query key_cache value_cache {DECODE} {SPARSE}",
+    "paged_attention_v2": f"out exp_sum max_logits tmp_out query key_cache value_cache {DECODE} {SPARSE}",
+    "merge_attn_states": "output prefix_output prefix_lse suffix_output suffix_lse output_lse?"
+    " prefill_tokens_with_context? output_scale?",
+    "reshape_and_cache": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
+    "reshape_and_cache_flash": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
+    "copy_blocks": "key_caches value_caches block_mapping",
+    "swap_blocks": "src dst block_mapping",
+    "convert_fp8": "output input scale? kv_dtype?",
+    "rms_norm": "out input weight epsilon",
+    "fused_add_rms_norm": "input residual weight epsilon",
+    "rotary_embedding": "positions query key head_size cos_sin_cache is_neox",
+    "single_query_cached_kv_attention": "output query key_cache value_cache head_mapping scale block_tables"
+    " context_lens block_size max_context_len alibi_slopes?",
+    "gather_cached_kv": CACHE,
+    "rotary_embedding_neox": "positions query key head_size cos_sin_cache",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    parameters = inspect.signature(getattr(vllm_ops, name)).parameters.values()
+    assert " ".join(p.name + "?" * (p.default is not p.empty) for p in parameters) == SIGNATURES[name]
+
+
+def test_refused() -> None:
+    batch = Decodes("chunked")
+    arguments = KV_HEADS, SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11, None
+    out = torch.full_like(batch.query, math.nan)
+    with pytest.raises(ValueError, match=r"^paged_attention_v1: blocksparse_vert_stride: expected 0, got 8$"):
+        vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, blocksparse_vert_stride=8)
+    with pytest.raises(ValueError, match=r"^paged_attention_v1: k_scale: expected a scale for the whole cache"):
+        vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, "auto", torch.ones(3))
+    with pytest.raises(ValueError, match=r"^paged_attention_v1: block_size: expected"):
+        vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments[:4], 16, *arguments[5:])
+    assert out.isnan().all()
+    with pytest.raises(ValueError, match=r"^convert_fp8: kv_dtype: expected one of auto, .*, got 'int8'$"):
+        vllm_ops.convert_fp8(out.byte(), out, 1.0, "int8")
+    with pytest.raises(TypeError, match=r"^convert_fp8: output: expected fp8 or uint8 of torch.float32 input, got tor"):
+        vllm_ops.convert_fp8(out, out)
+    with pytest.raises(ValueError, match=r"^merge_attn_states: output_scale: expected None, got a tensor$"):
+        vllm_ops.merge_attn_states(out, out, out, out, out, output_scale=torch.ones(1))
