@@ -7,6 +7,14 @@
 
 #include "types.h"
 
+namespace pagedattn::ptx {
+
+// Which elements of a matrix b of wgmma are adjacent in shared memory: those of a column (along k), or those of a row
+// (along n). The numbers are those of the instruction.
+enum class Major { K = 0, N = 1 };
+
+}  // namespace pagedattn::ptx
+
 #if defined(PAGEDATTN_SIMT)
 #include "simt/ptx.h"
 #else
@@ -24,6 +32,15 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 // it.
 __device__ inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// As ldmatrix_x4, with each matrix transposed: matrices[i] becomes element (2 * (lane % 4), lane / 4) of matrix i and
+// the element below it.
+__device__ inline void ldmatrix_x4_trans(uint32_t (&matrices)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                : "r"(shared_address(row))
                : "memory");
@@ -84,24 +101,26 @@ __device__ inline void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_S
   asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE   \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
                "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                          \
-               "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"                                                           \
+               "{%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                                                         \
                : PAGEDATTN_TILES(0), PAGEDATTN_TILES(4)                                                            \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),            \
+                 "n"(static_cast<int>(MAJOR_B)))
 #define PAGEDATTN_WGMMA_128(TYPE)                                                                                  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE  \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
                "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
                "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
                "%59, %60, %61, %62, %63}, "                                                                        \
-               "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                                                           \
+               "{%64, %65, %66, %67}, %68, p, 1, 1, %70;}"                                                         \
                : PAGEDATTN_TILES(0), PAGEDATTN_TILES(4), PAGEDATTN_TILES(8), PAGEDATTN_TILES(12)                   \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),            \
+                 "n"(static_cast<int>(MAJOR_B)))
 
 // d = a * b, plus d if `accumulate`. a is 64 x 16, and each warp has 16 of its rows, as in mma_m16n8k16. b is 16 x 64
 // or 16 x 128, in shared memory (wgmma_descriptor). Both are of T. d[i] is columns [8 * i, 8 * i + 8), as in
 // mma_m16n8k16. All 128 threads take part, with the same b. Asynchronous: d, a and b are in use until wgmma_wait, but
 // several calls in a row may accumulate in the same d.
-template <typename T, int NUM_TILES>
+template <typename T, Major MAJOR_B, int NUM_TILES>
 __device__ inline void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(NUM_TILES == 8 || NUM_TILES == 16);
   constexpr bool IS_FLOAT16 = std::is_same_v<T, float16>;
@@ -371,9 +390,10 @@ __device__ inline uint32_t e4m3x2_to_f16x2(uint32_t x) {
 namespace pagedattn::ptx {
 
 // The descriptor of a matrix b of wgmma in shared memory, not swizzled. The matrix is in pieces of 8 columns (n) x 8
-// elements of a column (k): 128 adjacent bytes, 16 for each column. `leading_bytes` is the distance from a piece to the
-// next 8 of k, `stride_bytes` to the next 8 of n. The address and both distances are multiples of 16. A number of bytes
-// divided by 16 may be added to a descriptor: it then describes the matrix that begins there.
+// elements of a column (k): 128 adjacent bytes, 16 for each column (Major::K) or for each row (Major::N).
+// `leading_bytes` is the distance from a piece to the next 8 of k, `stride_bytes` to the next 8 of n. The address and
+// both distances are multiples of 16. A number of bytes divided by 16 may be added to a descriptor: it then describes
+// the matrix that begins there.
 __device__ inline uint64_t wgmma_descriptor(const void* matrix, uint32_t leading_bytes, uint32_t stride_bytes) {
   const auto encode = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
   return encode(shared_address(matrix)) | encode(leading_bytes) << 16 | encode(stride_bytes) << 32;

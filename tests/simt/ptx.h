@@ -123,6 +123,29 @@ inline void ldmatrix_x4(uint32_t (&matrices)[4], const void* row, simt::Site sit
   simt::warp_operation<ldmatrix_warp>("ldmatrix", ~0u, mine, site);
 }
 
+// ".trans": lane l gets element l / 4 of row 2 * (l % 4), and of the row after it.
+inline void ldmatrix_trans_warp(LdmatrixLane* const* lanes, unsigned, simt::Site site) {
+  for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) {
+    simt::check_shared("ldmatrix", lanes[lane]->row, 16, site);
+  }
+  for (unsigned lane = 0; lane < simt::WARP_SIZE; ++lane) {
+    for (unsigned i = 0; i < 4; ++i) {
+      const unsigned first_row = 8 * i + 2 * (lane % 4);
+      uint16_t pair[2];
+      for (unsigned r = 0; r < 2; ++r) {
+        const auto* row = static_cast<const unsigned char*>(lanes[first_row + r]->row);
+        std::memcpy(&pair[r], row + 2 * (lane / 4), 2);
+      }
+      lanes[lane]->matrices[i] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+    }
+  }
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&matrices)[4], const void* row, simt::Site site = simt::Site::current()) {
+  LdmatrixLane mine{matrices, row};
+  simt::warp_operation<ldmatrix_trans_warp>("ldmatrix", ~0u, mine, site);
+}
+
 struct MmaLane {
   float (&d)[4];
   const uint32_t (&a)[4];
@@ -220,11 +243,11 @@ void wgmma_fence(float (&d)[NUM_TILES][4], uint32_t (&a)[NUM_STEPS][4], simt::Si
   simt::warp_operation<simt::wgmma_fence_warp>("wgmma_fence", ~0u, mine, site);
 }
 
-template <typename T, int NUM_TILES>
+template <typename T, Major MAJOR_B, int NUM_TILES>
 void wgmma_m64k16(float (&d)[NUM_TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                   simt::Site site = simt::Site::current()) {
   static_assert(NUM_TILES == 8 || NUM_TILES == 16);
-  simt::WgmmaLane mine{d[0], NUM_TILES, a, b, accumulate, std::is_same_v<T, float16>};
+  simt::WgmmaLane mine{d[0], NUM_TILES, a, b, MAJOR_B == Major::N, accumulate, std::is_same_v<T, float16>};
   simt::warp_operation<simt::wgmma_warp>("wgmma_m64k16", ~0u, mine, site);
 }
 

@@ -164,7 +164,7 @@ struct WgmmaLane {
   unsigned num_tiles;  // of 8 columns, 4 registers each
   const uint32_t* a;   // 4 registers
   uint64_t b;
-  bool accumulate, is_float16;
+  bool is_b_n_major, accumulate, is_float16;
 };
 void wgmma_warp(WgmmaLane* const* lanes, unsigned mask, Site site);
 

@@ -155,7 +155,7 @@ struct WgmmaArguments {
 };
 
 // Two warpgroups multiply the same, and each adds the product to 64 rows of d. Nothing is stored but on sm_90a.
-template <typename T, int COLUMNS>
+template <typename T, ptx::Major MAJOR_B, int COLUMNS>
 __global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(PAGEDATTN_SIMT)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, group = lane / 4, pair = lane % 4 * 2;
@@ -163,7 +163,7 @@ __global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
   for (int i = thread; i < WGMMA_STEPS * COLUMNS * 16; i += 256) {
     const int k = i % 16, n = i / 16 % COLUMNS, step = i / 16 / COLUMNS;
     unsigned char* piece = shared_memory + step * w.step_bytes + k / 8 * w.leading_bytes + n / 8 * w.stride_bytes;
-    reinterpret_cast<T*>(piece)[n % 8 * 8 + k % 8] = b[i];
+    reinterpret_cast<T*>(piece)[MAJOR_B == ptx::Major::K ? n % 8 * 8 + k % 8 : k % 8 * 8 + n % 8] = b[i];
   }
   ptx::fence_proxy_async();
   __syncthreads();
@@ -187,7 +187,7 @@ __global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
   const uint64_t descriptor = ptx::wgmma_descriptor(shared_memory, w.leading_bytes, w.stride_bytes);
   ptx::wgmma_fence(d, a);
   for (int step = 0; step < WGMMA_STEPS; ++step) {
-    ptx::wgmma_m64k16<T>(d, a[step], descriptor + step * w.step_bytes / 16, w.accumulate || step > 0);
+    ptx::wgmma_m64k16<T, MAJOR_B>(d, a[step], descriptor + step * w.step_bytes / 16, w.accumulate || step > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>(d, a);
@@ -198,7 +198,7 @@ __global__ void wgmma_kernel([[maybe_unused]] WgmmaArguments w) {
 #endif
 }
 
-template <typename T, int COLUMNS>
+template <typename T, ptx::Major MAJOR_B, int COLUMNS>
 void check_wgmma(const char* name) {
   struct Layout {
     uint32_t leading_bytes, stride_bytes, step_bytes;
@@ -227,7 +227,7 @@ void check_wgmma(const char* name) {
         }
       }
     }
-    run_kernel(wgmma_kernel<T, COLUMNS>, dim3(1), dim3(256), SHARED_BYTES,
+    run_kernel(wgmma_kernel<T, MAJOR_B, COLUMNS>, dim3(1), dim3(256), SHARED_BYTES,
                WgmmaArguments{a.data(), b.data(), d.data(), layout.leading_bytes, layout.stride_bytes,
                               layout.step_bytes, accumulate, was_run.data()});
     if (!expect_run(was_run[0], name)) return;
@@ -236,12 +236,14 @@ void check_wgmma(const char* name) {
 }
 
 // One warp. Lane l's row address is row permutation[l] of 32 rows of 16 bytes.
+template <bool TRANSPOSED>
 __global__ void ldmatrix_kernel(const uint32_t* in, const int* permutation, uint32_t* out) {
   auto* rows = reinterpret_cast<uint32_t*>(shared_memory);
   for (int i = threadIdx.x; i < 32 * 4; i += WARP_SIZE) rows[i] = in[i];
   __syncwarp();
   uint32_t matrices[4];
-  ptx::ldmatrix_x4(matrices, rows + permutation[threadIdx.x] * 4);
+  const uint32_t* row = rows + permutation[threadIdx.x] * 4;
+  TRANSPOSED ? ptx::ldmatrix_x4_trans(matrices, row) : ptx::ldmatrix_x4(matrices, row);
   for (int i = 0; i < 4; ++i) out[i * WARP_SIZE + threadIdx.x] = matrices[i];
 }
 
@@ -251,14 +253,24 @@ void check_ldmatrix() {
   Buffer<int> permutation(WARP_SIZE);
   for (size_t i = 0; i < in.size(); ++i) in[i] = random();
   for (int lane = 0; lane < WARP_SIZE; ++lane) permutation[lane] = lane * 13 % WARP_SIZE;
-  run_kernel(ldmatrix_kernel, dim3(1), dim3(WARP_SIZE), 512, static_cast<const uint32_t*>(in.data()),
-             static_cast<const int*>(permutation.data()), out.data());
-  for (int i = 0; i < 4; ++i) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane) {
-      const uint32_t expected = in[permutation[8 * i + lane / 4] * 4 + lane % 4];
-      expect(out[i * WARP_SIZE + lane] == expected, "ldmatrix", lane, expected, out[i * WARP_SIZE + lane]);
+  const auto run = [&](auto kernel, const char* name, const auto& expected_of) {
+    run_kernel(kernel, dim3(1), dim3(WARP_SIZE), 512, static_cast<const uint32_t*>(in.data()),
+               static_cast<const int*>(permutation.data()), out.data());
+    for (int i = 0; i < 4; ++i) {
+      for (int lane = 0; lane < WARP_SIZE; ++lane) {
+        const uint32_t expected = expected_of(i, lane);
+        expect(out[i * WARP_SIZE + lane] == expected, name, lane, expected, out[i * WARP_SIZE + lane]);
+      }
     }
-  }
+  };
+  run(ldmatrix_kernel<false>, "ldmatrix",
+      [&](int i, int lane) { return in[permutation[8 * i + lane / 4] * 4 + lane % 4]; });
+  const auto element = [&](int i, int row, int column) {
+    return in[permutation[8 * i + row] * 4 + column / 2] >> 16 * (column % 2) & 0xffff;
+  };
+  run(ldmatrix_kernel<true>, "ldmatrix, transposed", [&](int i, int lane) {
+    return element(i, 2 * (lane % 4), lane / 4) | element(i, 2 * (lane % 4) + 1, lane / 4) << 16;
+  });
 }
 
 // ---- barriers
@@ -657,10 +669,14 @@ int main() {
   try {
     cuda::check_mma<float16>("mma of float16");
     cuda::check_mma<bfloat16>("mma of bfloat16");
-    cuda::check_wgmma<float16, 64>("wgmma of float16, 64 columns");
-    cuda::check_wgmma<float16, 128>("wgmma of float16, 128 columns");
-    cuda::check_wgmma<bfloat16, 64>("wgmma of bfloat16, 64 columns");
-    cuda::check_wgmma<bfloat16, 128>("wgmma of bfloat16, 128 columns");
+    cuda::check_wgmma<float16, ptx::Major::K, 64>("wgmma of float16, 64 columns");
+    cuda::check_wgmma<float16, ptx::Major::K, 128>("wgmma of float16, 128 columns");
+    cuda::check_wgmma<bfloat16, ptx::Major::K, 64>("wgmma of bfloat16, 64 columns");
+    cuda::check_wgmma<bfloat16, ptx::Major::K, 128>("wgmma of bfloat16, 128 columns");
+    cuda::check_wgmma<float16, ptx::Major::N, 64>("wgmma of float16, 64 columns, n-major");
+    cuda::check_wgmma<float16, ptx::Major::N, 128>("wgmma of float16, 128 columns, n-major");
+    cuda::check_wgmma<bfloat16, ptx::Major::N, 64>("wgmma of bfloat16, 64 columns, n-major");
+    cuda::check_wgmma<bfloat16, ptx::Major::N, 128>("wgmma of bfloat16, 128 columns, n-major");
     cuda::check_ldmatrix();
     cuda::check_barriers();
     cuda::check_clusters();

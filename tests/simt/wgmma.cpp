@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ptx.h"
+#include "ptx.cuh"
 
 namespace pagedattn::simt {
 namespace {
@@ -25,6 +25,7 @@ struct Multiplication {
   unsigned group;
   bool is_last;  // no later multiplication under way has its accumulators
   uint64_t descriptor;
+  bool is_b_n_major;
   unsigned num_columns;
   MatrixB b;
   struct Lane {
@@ -82,20 +83,25 @@ void check_call(const Call& call) {
 
 // ---- operands
 
-// "Matrix Descriptor Format", and the layout without swizzling where k is the major dimension.
-// read(address): where the 16 bytes of a piece are.
+// "Matrix Descriptor Format", and the layouts without swizzling. A piece has a line of 16 bytes for each column if k is
+// the major dimension, and for each k if n is. read(address): where a line is.
 template <typename Read>
-void read_b(uint64_t descriptor, unsigned num_columns, MatrixB& b, Site site, const Read& read) {
+void read_b(uint64_t descriptor, bool is_n_major, unsigned num_columns, MatrixB& b, Site site, const Read& read) {
   const auto field = [&](int begin) { return static_cast<uint32_t>(descriptor >> begin & 0x3fff) << 4; };
   const uint32_t start = field(0), leading_bytes = field(16), stride_bytes = field(32);
   if (descriptor >> 62 != 0 || (descriptor >> 49 & 7) != 0) {
     fail("wgmma: only matrices that are not swizzled, without a base offset, are emulated", site);
   }
-  for (unsigned column = 0; column < num_columns; ++column) {
-    for (unsigned half = 0; half < STEPS / PIECE; ++half) {
-      const uint32_t address =
-          start + half * leading_bytes + column / PIECE * stride_bytes + column % PIECE * PIECE * sizeof(uint16_t);
-      std::memcpy(b[column] + half * PIECE, read(address), PIECE * sizeof(uint16_t));
+  for (unsigned first_column = 0; first_column < num_columns; first_column += PIECE) {
+    for (unsigned first_k = 0; first_k < STEPS; first_k += PIECE) {
+      const uint32_t piece = start + first_k / PIECE * leading_bytes + first_column / PIECE * stride_bytes;
+      for (unsigned line = 0; line < PIECE; ++line) {
+        uint16_t elements[PIECE];
+        std::memcpy(elements, read(piece + line * sizeof(elements)), sizeof(elements));
+        for (unsigned i = 0; i < PIECE; ++i) {
+          b[first_column + (is_n_major ? i : line)][first_k + (is_n_major ? line : i)] = elements[i];
+        }
+      }
     }
   }
 }
@@ -166,7 +172,7 @@ PAGEDATTN_SIMT_UNCHECKED void multiply(WgmmaLane* const* lanes, Multiplication& 
 
 void check_unchanged(const Multiplication& m, Site site) {
   MatrixB b;
-  read_b(m.descriptor, m.num_columns, b, site, shared_at);  // as it is now, whoever has written there
+  read_b(m.descriptor, m.is_b_n_major, m.num_columns, b, site, shared_at);  // as it is now, whoever has written there
   if (std::memcmp(b, m.b, m.num_columns * sizeof(b[0]))) {
     fail("wgmma: shared memory was written while a multiplication that reads it was under way", site);
   }
@@ -209,8 +215,9 @@ void wgmma_warp(WgmmaLane* const* lanes, unsigned, Site site) {
   m.group = warp.open_group;
   m.is_last = true;
   m.descriptor = first.b;
+  m.is_b_n_major = first.is_b_n_major;
   m.num_columns = first.num_tiles * 8;
-  read_b(m.descriptor, m.num_columns, m.b, site,
+  read_b(m.descriptor, m.is_b_n_major, m.num_columns, m.b, site,
          [&](uint32_t address) { return read_as_async_proxy("wgmma", address, PIECE * sizeof(uint16_t), site); });
   for (unsigned lane = 0; lane < WARP_SIZE; ++lane) {
     Multiplication::Lane& mine = m.lanes[lane];
