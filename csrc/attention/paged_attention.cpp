@@ -90,8 +90,8 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
-  door.check(cache.layout == CacheLayout::CHUNKED, "key_cache", "expected 5 dimensions, got 4 (shape ",
-             key_cache.sizes(), ")");
+  door.check(cache.layout == CacheLayout::CHUNKED || door.runs_on_cuda(), "key_cache",
+             "expected 5 dimensions, got 4 (shape ", key_cache.sizes(), ")");
   params.layout = cache.layout;
   params.key_cache = key_cache.const_data_ptr();
   params.key_strides = cache.key_strides;

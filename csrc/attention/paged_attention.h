@@ -38,8 +38,9 @@ struct PagedAttentionParams {
   CacheStrides key_strides;
   const void* value_cache;
   CacheStrides value_strides;
-  const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]
+  const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]; nullptr, in the NHD layout: key_start_loc
   int64_t block_table_stride;      // elements between sequences
+  const int32_t* key_start_loc;    // [num_seqs], in block 0: the token offset of a sequence's first key and value
   int64_t max_seq_len;             // no sequence is longer; at most the slots of a row of block_tables
   const int32_t* seq_lens;         // [num_seqs], tokens in cache, including the tokens of this batch
   const int32_t* query_start_loc;  // [num_seqs + 1]; nullptr: one row a sequence

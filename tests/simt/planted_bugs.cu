@@ -375,7 +375,8 @@ __global__ void wgmma_kernel(Arguments a) {
   const uint32_t leading_bytes = BUG == WgmmaBug::DESCRIPTOR && is_first_warp ? STRIDE_BYTES : LEADING_BYTES;
   const uint64_t descriptor = ptx::wgmma_descriptor(shared_memory, is_swapped ? STRIDE_BYTES : leading_bytes,
                                                     is_swapped ? LEADING_BYTES : STRIDE_BYTES);
-  if (BUG != WgmmaBug::LEFT_OUT || !is_first_warp) ptx::wgmma_m64k16<float16, ptx::Major::K>(d, operand[0], descriptor, true);
+  if (BUG != WgmmaBug::LEFT_OUT || !is_first_warp)
+    ptx::wgmma_m64k16<float16, ptx::Major::K>(d, operand[0], descriptor, true);
   ptx::wgmma_commit();
   if (BUG == WgmmaBug::SHARED_WRITE && thread == 0) shared_memory[0] = 1;
   if (BUG == WgmmaBug::A_WRITE) operand[0][0] = 0;

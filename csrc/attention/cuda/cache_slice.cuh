@@ -1,7 +1,7 @@
-// A slice of the cache: 16 tokens of one KV head in shared memory, loaded by cp.async and read as operands of
-// mma.m16n8k16.
+// A slice of a cache in the CHUNKED layout: 16 tokens of one KV head in shared memory, loaded by cp.async and read as
+// operands of mma.m16n8k16. nhd_slice.cuh has the other layout.
 //
-// The cache's layout is made for slices. 8 consecutive elements of a 16-bit key are 16 bytes. The same elements of 8
+// This layout is made for slices. 8 consecutive elements of a 16-bit key are 16 bytes. The same elements of 8
 // consecutive tokens are 128 adjacent bytes: the 8 x 8 matrix that ldmatrix wants. A row of values holds consecutive
 // tokens, as the operand of P.V does. Keys and values are copied 16 bytes at a time; a warp copies 512 adjacent bytes
 // where a block has 16 tokens or more:
@@ -22,6 +22,7 @@
 #pragma once
 
 #include "attention/cuda/paged_attention.cuh"
+#include "cuda_vec.cuh"
 
 namespace pagedattn::cuda {
 
@@ -83,6 +84,7 @@ struct CacheSlice {
   static constexpr int UNITS = HEAD_SIZE * sizeof(CacheT);  // of keys, and of values
   static constexpr int BYTES = 2 * UNITS * 16;
   static constexpr bool IS_FLOAT8 = sizeof(CacheT) == 1;
+  static constexpr bool MAY_HOLD_UNSEEN = true;  // a unit of values may hold tokens that no row of the work sees
   static constexpr int HALF = SLICE_TOKENS / 2;
 
   static __device__ int key_unit(int chunk, int token) {
@@ -99,6 +101,13 @@ struct CacheSlice {
       return slice + (UNITS + (IS_FLOAT8 ? d : value_unit(d, half))) * 16;
     }
   };
+
+  template <int NUM_THREADS>
+  using Blocks = SliceBlocks;
+  template <int NUM_THREADS>
+  static __device__ SliceBlocks find(const AttentionArguments& a, const Work& work, int token, int) {
+    return find_blocks(a, work, token);
+  }
 
   // Thread `thread` of NUM_THREADS copies its share of the slice at `token`. Units that no row of the work sees become
   // zeros and cost no memory traffic. So do the elements from head_size to HEAD_SIZE.
@@ -129,6 +138,12 @@ struct CacheSlice {
   // The first of the two tokens of a lane's logits in tile `tile` of 8 tokens, counted from the slice's first token.
   static __device__ int token_of(int lane, int tile) {
     return IS_FLOAT8 ? lane % 4 * 4 + tile * 2 : lane % 4 * 2 + tile * 8;
+  }
+
+  // The `tile`-th pair of neighbouring elements that a lane has of a row of accumulators, and the first of the two.
+  static __device__ int first_of_pair(int lane, int tile) { return tile * 8 + lane % 4 * 2; }
+  static __device__ Floats<2> pair(const float (&values)[HEAD_SIZE / 8][4], int tile, int row) {
+    return {values[tile][2 * row], values[tile][2 * row + 1]};
   }
 
   // ---- operands

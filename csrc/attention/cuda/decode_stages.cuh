@@ -2,11 +2,11 @@
 // of 16 rows. It works on one slice at a time and loads NUM_STAGES - 1 slices ahead:
 //   AsyncStages  by cp.async, 16 bytes for each thread and instruction: any cache, any GPU
 //   BulkStages   by two bulk copies for each slice, which one lane starts: from sm_90 on, where a block's slice of
-//                a head is adjacent in memory
+//                a head is adjacent in memory, in the CHUNKED layout
 // Both bring the same numbers to the same operands: results are the same to the last bit.
 #pragma once
 
-#include "attention/cuda/cache_slice.cuh"
+#include "attention/cuda/nhd_slice.cuh"
 #include "attention/cuda/row_results.cuh"
 
 namespace pagedattn::cuda {
@@ -56,17 +56,17 @@ struct Decode {
   static __device__ int stage_after(int stage) { return stage + 1 == NUM_STAGES ? 0 : stage + 1; }
 };
 
-template <typename CacheT, int HEAD_SIZE, int NUM_TILES>
+template <typename CacheT, int HEAD_SIZE, int NUM_TILES, CacheLayout LAYOUT>
 class AsyncStages {
  public:
-  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+  using Slice = SliceOf<CacheT, HEAD_SIZE, LAYOUT>;
 
   __device__ AsyncStages() : stages_(shared_memory + Shape::team() * Shape::TEAM_BYTES) {}
 
   // Begins a work.
   __device__ void begin(const AttentionArguments& a, const Work& work) {
     next_token_ = Shape::first_token(work);
-    next_blocks_ = find_blocks(a, work, next_token_);
+    look_up(a, work);
     stage_ = next_stage_ = 0;
   }
 
@@ -74,10 +74,9 @@ class AsyncStages {
   __device__ void load_next(const AttentionArguments& a, const Work& work) {
     if (next_token_ < work.end) {
       const typename Slice::Places places{stages_ + next_stage_ * Slice::BYTES};
-      Slice::template load<Shape::TEAM_THREADS>(a, work, next_token_, next_blocks_, places,
-                                                threadIdx.x % Shape::TEAM_THREADS);
+      Slice::template load<Shape::TEAM_THREADS>(a, work, next_token_, next_blocks_, places, thread());
       next_token_ += Shape::STEP;
-      next_blocks_ = find_blocks(a, work, next_token_);
+      look_up(a, work);
     }
     ptx::cp_async_commit();
     next_stage_ = Shape::stage_after(next_stage_);
@@ -97,9 +96,15 @@ class AsyncStages {
 
  private:
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
+
+  static __device__ int thread() { return threadIdx.x % Shape::TEAM_THREADS; }
+  __device__ void look_up(const AttentionArguments& a, const Work& work) {
+    next_blocks_ = Slice::template find<Shape::TEAM_THREADS>(a, work, next_token_, thread());
+  }
+
   unsigned char* stages_;
   int next_token_;  // of the next slice to load, whose blocks are looked up one step ahead
-  SliceBlocks next_blocks_;
+  typename Slice::template Blocks<Shape::TEAM_THREADS> next_blocks_;
   int stage_, next_stage_;
 };
 

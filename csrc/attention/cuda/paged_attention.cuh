@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "attention/paged_attention.h"
 #include "cuda_utils.cuh"
@@ -55,6 +56,22 @@ struct Mechanisms {
   bool pdl = true;      // programmatic dependent launch: the kernel that merges begins early
 };
 
+// Divides numbers from 0 to 2^31 - 1 by one number, with a multiplication and a shift.
+class Divisor {
+ public:
+  explicit Divisor(int number)
+      : shift_(31 + std::bit_width(static_cast<uint32_t>(number - 1))),
+        factor_(static_cast<uint32_t>(((uint64_t{1} << shift_) + number - 1) / number)) {}
+
+  __device__ int divide(int x) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(x)) * factor_ >> shift_);
+  }
+
+ private:
+  int shift_;
+  uint32_t factor_;  // 2^shift / number, rounded up: so little too large that no quotient is
+};
+
 struct AttentionArguments {
   PagedAttentionParams p;
   Mechanisms may_use;
@@ -66,8 +83,10 @@ struct AttentionArguments {
   int max_decode_rows;   // a sequence of at most so many rows is decode
   int decode_tile_rows;  // packed rows of a block
   int prefill_tile_rows;
-  int block_shift;             // log2 of block_size
-  bool aligned;                // every block of both caches begins at a multiple of 16 bytes
+  int block_shift;             // log2 of block_size; CHUNKED
+  int block_size;              // p.block_size, or the largest int; NHD
+  Divisor block_divisor;       // of block_size; NHD
+  bool aligned;                // every block of both caches begins at a multiple of 16 bytes; NHD: every row of a token
   bool query_in_pairs;         // every row of query begins at a multiple of 4 bytes
   bool out_aligned;            // every row of out begins at a multiple of 16 bytes
   bool decode_slots_are_rows;  // a row's slot in decode.softmax is its own index; otherwise seq * max_decode_rows + its
@@ -147,6 +166,28 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
   const bool sees_end = is_before_end(a, last_position, work.seq_len - 1);
   work.end = sees_end ? work.seq_len : last_position + 1 + a.right_window;
   return true;
+}
+
+// Where a token's keys and values lie in the NHD layout.
+struct TokenPlace {
+  int32_t block;
+  int32_t offset;  // in tokens
+};
+
+// For a token that no row of the work sees the place is 0, as its table entry may be anything.
+__device__ inline TokenPlace find_token(const AttentionArguments& a, const Work& work, int token) {
+  if (token < work.begin || token >= work.end) return {0, 0};
+  if (a.p.block_tables == nullptr) return {0, a.p.key_start_loc[work.seq] + token};
+  const int index = a.block_divisor.divide(token);
+  return {a.p.block_tables[work.seq * a.p.block_table_stride + index], token - index * a.block_size};
+}
+
+// The work's head of a token, in a cache in the NHD layout.
+template <typename CacheT>
+__device__ inline const CacheT* row_of_token(const void* cache, const CacheStrides& strides, const Work& work,
+                                             const TokenPlace& place) {
+  return static_cast<const CacheT*>(cache) + place.block * strides.block + place.offset * strides.token +
+         work.kv_head * strides.kv_head;
 }
 
 struct Partitions {
@@ -297,18 +338,19 @@ constexpr int head_size_of_kernel(int64_t head_size) { return head_size <= 64 ? 
 
 // Whether bulk copies can load the slices: all keys of a slice lie side by side in memory, and so do all its values.
 constexpr bool has_bulk_slices(const AttentionArguments& a, int kernel_head_size) {
-  return a.may_use.bulk && a.aligned && 1 << a.block_shift == SLICE_TOKENS && a.p.head_size == kernel_head_size;
+  return a.p.layout == CacheLayout::CHUNKED && a.may_use.bulk && a.aligned && 1 << a.block_shift == SLICE_TOKENS &&
+         a.p.head_size == kernel_head_size;
 }
 
 // Each instantiation has a file of its own. Runs decode and, where there may be any, prefill.
-template <typename T, typename CacheT>
+template <typename T, typename CacheT, CacheLayout LAYOUT>
 void attend_mma(const AttentionArguments& a, cudaStream_t stream);
-template <typename CacheT>
+template <typename CacheT, CacheLayout LAYOUT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream);
 
 // Runs prefill alone, on GPUs of compute capability 9.0, over a cache of T and heads of at most 128. Only a build with
 // PAGEDATTN_SM90A has it.
-template <typename T>
+template <typename T, CacheLayout LAYOUT>
 void prefill_wgmma(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda

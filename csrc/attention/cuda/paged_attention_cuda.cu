@@ -65,20 +65,22 @@ void launch_merge(const AttentionArguments& a, bool prefill, const Memory& parti
   });
 }
 
+template <CacheLayout LAYOUT>
 void attend(const AttentionArguments& a, cudaStream_t stream) {
+  const bool on_tensor_cores = a.p.dtype != DType::FLOAT32;
   switch (a.p.cache_dtype) {
     case DType::FLOAT32:
-      return attend_fma<float>(a, stream);
+      return attend_fma<float, LAYOUT>(a, stream);
     case DType::FLOAT16:
-      return attend_mma<float16, float16>(a, stream);
+      return attend_mma<float16, float16, LAYOUT>(a, stream);
     case DType::BFLOAT16:
-      return attend_mma<bfloat16, bfloat16>(a, stream);
+      return attend_mma<bfloat16, bfloat16, LAYOUT>(a, stream);
     case DType::FLOAT8_E4M3:
-      return a.p.dtype == DType::FLOAT32 ? attend_fma<float8_e4m3>(a, stream)
-                                         : attend_mma<float16, float8_e4m3>(a, stream);
+      return on_tensor_cores ? attend_mma<float16, float8_e4m3, LAYOUT>(a, stream)
+                             : attend_fma<float8_e4m3, LAYOUT>(a, stream);
     case DType::FLOAT8_E5M2:
-      return a.p.dtype == DType::FLOAT32 ? attend_fma<float8_e5m2>(a, stream)
-                                         : attend_mma<float16, float8_e5m2>(a, stream);
+      return on_tensor_cores ? attend_mma<float16, float8_e5m2, LAYOUT>(a, stream)
+                             : attend_fma<float8_e5m2, LAYOUT>(a, stream);
   }
 }
 
@@ -107,6 +109,17 @@ Mechanisms allowed_mechanisms() {
   }
 }
 
+// Whether all that is read of both caches at a time begins at a multiple of 16 bytes.
+bool caches_are_aligned(const PagedAttentionParams& p) {
+  const int64_t element_bytes = element_size(p.cache_dtype);
+  const auto aligned = [&](const void* cache, const CacheStrides& strides) {
+    const int64_t of_token = p.layout == CacheLayout::NHD ? strides.token : 0;  // CHUNKED: no token is read alone
+    return is_aligned_16({cache},
+                         {strides.block * element_bytes, of_token * element_bytes, strides.kv_head * element_bytes});
+  };
+  return aligned(p.key_cache, p.key_strides) && aligned(p.value_cache, p.value_strides);
+}
+
 // A split without its place in the scratch.
 Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
   const int64_t needed = ceil_div<int64_t>(p.max_seq_len, MIN_PARTITION_TOKENS);
@@ -131,6 +144,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
   const int64_t element_bytes = element_size(p.cache_dtype);
   const bool has_wide_decode_tiles = group_size > MMA_ROWS && has_wide_tiles(p.head_size, element_bytes);
   const int mma_decode_rows = has_wide_decode_tiles ? WIDE_TILES * MMA_ROWS : MMA_ROWS;
+  const auto block_size = static_cast<int>(std::min<int64_t>(p.block_size, INT32_MAX));
   AttentionArguments a{
       .p = p,
       .may_use = allowed_mechanisms(),
@@ -143,8 +157,9 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .decode_tile_rows = on_tensor_cores ? mma_decode_rows : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,
       .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
-      .aligned = is_aligned_16({p.key_cache, p.value_cache},
-                               {p.key_strides.block * element_bytes, p.value_strides.block * element_bytes}),
+      .block_size = block_size,
+      .block_divisor = Divisor(block_size),
+      .aligned = caches_are_aligned(p),
       .query_in_pairs =
           reinterpret_cast<uintptr_t>(p.query) % 4 == 0 && p.query_stride * element_size(p.dtype) % 4 == 0,
       .out_aligned = is_aligned_16({p.out}, {p.out_stride * element_size(p.dtype)}),
@@ -183,7 +198,7 @@ void paged_attention(const PagedAttentionParams& p, void* scratch, cudaStream_t 
   AttentionArguments a = make_arguments(p);
   auto* const begin = static_cast<char*>(scratch);
   const Memory partials{begin, static_cast<size_t>(place_splits(a, begin) - begin)};
-  attend(a, stream);
+  a.p.layout == CacheLayout::NHD ? attend<CacheLayout::NHD>(a, stream) : attend<CacheLayout::CHUNKED>(a, stream);
   if (a.decode.num_partitions > 1 && !a.decode_in_clusters) launch_merge(a, false, partials, stream);
   if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, partials, stream);
 }

@@ -2,9 +2,10 @@
 // The cache may be fp32 or 8 bit.
 //
 // A block has a tile of 8 packed rows. Its warps share out the tokens, 32 at a time. For query . key, a lane has a
-// token, and neighbouring lanes read neighbouring 16 bytes of the key cache. For probability . value, a lane has
-// elements of the head. It reads a row of values for each, and all that is fetched is used. K and V are read from
-// device memory once for each tile.
+// token, and reads 16 bytes at a time of its key; in the CHUNKED layout neighbouring lanes read neighbours. For
+// probability . value, a lane has elements of the head. In the CHUNKED layout it reads several tokens of an element at
+// a time, and all that is fetched is used. In the NHD layout neighbouring lanes read neighbouring elements of a token.
+// K and V are read from device memory once for each tile.
 #pragma once
 
 #include <cstring>
@@ -48,7 +49,7 @@ struct FmaShared {
 };
 
 // The work of a warp, 32 tokens at a time. HEAD_SIZE is the largest head that a lane's registers hold.
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 class FmaWarp {
  public:
   __device__ FmaWarp(const AttentionArguments& a, const Work& work, FmaShared<HEAD_SIZE>& shared)
@@ -57,8 +58,7 @@ class FmaWarp {
         shared_(shared),
         probabilities_(shared.probabilities[threadIdx.x / WARP_SIZE]),
         lane_(threadIdx.x % WARP_SIZE),
-        scale_(logit_scale(a)),
-        table_(a.p.block_tables + work.seq * a.p.block_table_stride) {
+        scale_(logit_scale(a)) {
 #pragma unroll
     for (int row = 0; row < FMA_ROWS; ++row) {
       max_[row] = -INFINITY;
@@ -106,19 +106,28 @@ class FmaWarp {
  private:
   static constexpr int ELEMENTS = 16 / sizeof(CacheT);
 
-  // Where the KV head's part of a token's block begins.
+  // CHUNKED: where the KV head's part of a token's block begins.
   __device__ int64_t head_offset(int token, int64_t block_stride) const {
-    return table_[token >> a_.block_shift] * block_stride + (work_.kv_head * a_.p.head_size << a_.block_shift);
+    const int32_t* table = a_.p.block_tables + work_.seq * a_.p.block_table_stride;
+    return table[token >> a_.block_shift] * block_stride + (work_.kv_head * a_.p.head_size << a_.block_shift);
+  }
+
+  __device__ const CacheT* key_of(int token) const {
+    if constexpr (LAYOUT == CacheLayout::NHD) {
+      return row_of_token<CacheT>(a_.p.key_cache, a_.p.key_strides, work_, find_token(a_, work_, token));
+    }
+    return static_cast<const CacheT*>(a_.p.key_cache) + head_offset(token, a_.p.key_strides.block) +
+           (token & ((1 << a_.block_shift) - 1)) * ELEMENTS;
   }
 
   __device__ void dot_queries(int token, float (&logits)[FMA_ROWS]) const {
-    const CacheT* key = static_cast<const CacheT*>(a_.p.key_cache) + head_offset(token, a_.p.key_strides.block) +
-                        (token & ((1 << a_.block_shift) - 1)) * ELEMENTS;
+    const CacheT* key = key_of(token);
+    const int chunk_shift = LAYOUT == CacheLayout::NHD ? 0 : a_.block_shift;
     const auto head_size = static_cast<int>(a_.p.head_size);
 #pragma unroll(16 / ELEMENTS)  // so many loads of 16 bytes under way
     for (int d = 0; d < head_size; d += ELEMENTS) {
       float elements[ELEMENTS];
-      load_elements(a_, key + (d << a_.block_shift), elements);
+      load_elements(a_, key + (d << chunk_shift), elements);
 #pragma unroll
       for (int row = 0; row < FMA_ROWS; ++row) {
 #pragma unroll
@@ -145,9 +154,47 @@ class FmaWarp {
     probabilities_[row][lane_] = probability;
   }
 
-  // values += probabilities * V, 4 tokens at a time. A slot that no row sees may hold anything.
+  // The values of STEP tokens. A slot that no row sees may hold anything, and is 0 here.
+  class Values {
+   public:
+    static constexpr int STEP = 4;
+
+    __device__ Values(const FmaWarp& warp, int token) : warp_(warp), token_(token) {
+      const AttentionArguments& a = warp.a_;
+      if constexpr (LAYOUT == CacheLayout::NHD) {
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) {
+          const TokenPlace place = find_token(a, warp.work_, token + i);
+          rows_[i] = row_of_token<CacheT>(a.p.value_cache, a.p.value_strides, warp.work_, place);
+        }
+      } else {
+        rows_[0] = static_cast<const CacheT*>(a.p.value_cache) +
+                   warp.head_offset(max(token, warp.work_.begin), a.p.value_strides.block) +
+                   (token & ((1 << a.block_shift) - 1));
+      }
+    }
+
+    __device__ void load(int d, float (&values)[STEP]) const {
+      const auto seen = [&](int i) { return token_ + i >= warp_.work_.begin && token_ + i < warp_.work_.end; };
+      if constexpr (LAYOUT == CacheLayout::NHD) {
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) values[i] = seen(i) ? to_float(rows_[i][d]) : 0.0f;
+      } else {
+        load_elements(warp_.a_, rows_[0] + (d << warp_.a_.block_shift), values);
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) values[i] = seen(i) ? values[i] : 0.0f;
+      }
+    }
+
+   private:
+    const FmaWarp& warp_;
+    int token_;
+    const CacheT* rows_[LAYOUT == CacheLayout::NHD ? STEP : 1];
+  };
+
+  // values += probabilities * V, some tokens at a time.
   __device__ void add_values(int first_token) {
-    constexpr int STEP = 4;
+    constexpr int STEP = Values::STEP;
     const auto head_size = static_cast<int>(a_.p.head_size);
     const int begin = max(first_token, work_.begin / STEP * STEP);
     const int end = min(first_token + WARP_SIZE, work_.end);
@@ -157,18 +204,13 @@ class FmaWarp {
       for (int row = 0; row < FMA_ROWS; ++row) {
         probabilities[row] = *reinterpret_cast<const float4*>(&probabilities_[row][token - first_token]);
       }
-      const CacheT* values = static_cast<const CacheT*>(a_.p.value_cache) +
-                             head_offset(max(token, work_.begin), a_.p.value_strides.block) +
-                             (token & ((1 << a_.block_shift) - 1));
-      const auto keep = [&](int i) { return token + i >= work_.begin && token + i < work_.end; };
+      const Values values(*this, token);
 #pragma unroll
       for (int i = 0; i < HEAD_SIZE / WARP_SIZE; ++i) {
         const int d = lane_ + i * WARP_SIZE;
         if (d >= head_size) break;
         float v[STEP];
-        load_elements(a_, values + (d << a_.block_shift), v);
-#pragma unroll
-        for (int j = 0; j < STEP; ++j) v[j] = keep(j) ? v[j] : 0.0f;
+        values.load(d, v);
 #pragma unroll
         for (int row = 0; row < FMA_ROWS; ++row) {
           float& value = values_[row][i];
@@ -187,13 +229,12 @@ class FmaWarp {
   float (&probabilities_)[FMA_ROWS][WARP_SIZE];
   int lane_;
   float scale_;
-  const int32_t* table_;
   float max_[FMA_ROWS];
   float sum_[FMA_ROWS];
   float values_[FMA_ROWS][HEAD_SIZE / WARP_SIZE];  // elements lane, lane + 32, ... of the head
 };
 
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   auto& shared = *reinterpret_cast<FmaShared<HEAD_SIZE>*>(shared_memory);
   const auto head_size = static_cast<int>(a.p.head_size);
@@ -209,7 +250,7 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   }
   __syncthreads();
 
-  FmaWarp<CacheT, HEAD_SIZE> warp(a, work, shared);
+  FmaWarp<CacheT, HEAD_SIZE, LAYOUT> warp(a, work, shared);
   const int first_token = work.begin / WARP_SIZE * WARP_SIZE + static_cast<int>(threadIdx.x) / WARP_SIZE * WARP_SIZE;
   for (int token = first_token; token < work.end; token += FMA_THREADS) warp.attend(token);
   warp.write();
@@ -218,37 +259,37 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
 }
 
 // Grid: decode_grid.
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 __global__ void __launch_bounds__(FMA_THREADS, 2)
     fma_decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
   ptx::griddepcontrol_launch_dependents();  // merge_kernel may begin: its blocks that wait take no place of ours
-  for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE>(a, work); });
+  for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE, LAYOUT>(a, work); });
 }
 
 // Grid: prefill_grid.
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 __global__ void __launch_bounds__(FMA_THREADS, 2) fma_prefill_kernel(const __grid_constant__ AttentionArguments a) {
   Work work;
-  if (find_prefill_work(a, work)) attend_with_fma<CacheT, HEAD_SIZE>(a, work);
+  if (find_prefill_work(a, work)) attend_with_fma<CacheT, HEAD_SIZE, LAYOUT>(a, work);
 }
 
-template <typename CacheT, int HEAD_SIZE>
+template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 void launch_fma(const AttentionArguments& a, cudaStream_t stream) {
   constexpr size_t SHARED_BYTES = sizeof(FmaShared<HEAD_SIZE>);
-  launch(fma_decode_kernel<CacheT, HEAD_SIZE>, decode_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a,
+  launch(fma_decode_kernel<CacheT, HEAD_SIZE, LAYOUT>, decode_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a,
          num_decode_works(a));
   if (!may_have_prefill(a)) return;
-  launch(fma_prefill_kernel<CacheT, HEAD_SIZE>, prefill_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
+  launch(fma_prefill_kernel<CacheT, HEAD_SIZE, LAYOUT>, prefill_grid(a), dim3(FMA_THREADS), SHARED_BYTES, stream, a);
 }
 
 }  // namespace
 
-template <typename CacheT>
+template <typename CacheT, CacheLayout LAYOUT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream) {
   if (a.p.head_size <= 128) {
-    launch_fma<CacheT, 128>(a, stream);
+    launch_fma<CacheT, 128, LAYOUT>(a, stream);
   } else {
-    launch_fma<CacheT, 256>(a, stream);
+    launch_fma<CacheT, 256, LAYOUT>(a, stream);
   }
 }
 

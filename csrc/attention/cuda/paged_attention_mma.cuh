@@ -1,5 +1,5 @@
 // Attention on tensor cores, for queries of 16 bits: mma.m16n8k16 with fp32 accumulation, online softmax (Dao et al.,
-// "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh).
+// "FlashAttention-2", 2023), K and V from the paged cache through shared memory (cache_slice.cuh, nhd_slice.cuh).
 //
 // A warp holds 16 packed rows (warp_rows.cuh).
 //   decode   The warps of a block have the same rows and share out the tokens. Warp w takes slices w, w + 4, ...
@@ -72,18 +72,17 @@ __device__ void attend_decode_works(const AttentionArguments& a, int64_t num_wor
 }
 
 // Grid: decode_grid, or num_decode_works where IS_LOOP is false.
-template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, CacheLayout LAYOUT>
 __global__ void __launch_bounds__(Decode<CacheT, HEAD_SIZE, NUM_TILES>::NUM_WARPS* WARP_SIZE,
                                   Decode<CacheT, HEAD_SIZE, NUM_TILES>::MIN_BLOCKS)
     decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
-  using Bulk = BulkStages<CacheT, HEAD_SIZE, NUM_TILES>;
-  using Async = AsyncStages<CacheT, HEAD_SIZE, NUM_TILES>;
+  using Async = AsyncStages<CacheT, HEAD_SIZE, NUM_TILES, LAYOUT>;
   ptx::griddepcontrol_launch_dependents();  // merge_kernel may begin: its blocks that wait take no place of ours
-  if (Bulk::fits(a)) {
-    attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Bulk>(a, num_works);
-  } else {
-    attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Async>(a, num_works);
+  if constexpr (LAYOUT == CacheLayout::CHUNKED) {
+    using Bulk = BulkStages<CacheT, HEAD_SIZE, NUM_TILES>;
+    if (Bulk::fits(a)) return attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Bulk>(a, num_works);
   }
+  attend_decode_works<T, CacheT, HEAD_SIZE, NUM_TILES, Async>(a, num_works);
 }
 
 // For decode_in_clusters, by bulk copies. Grid: (works of a partition, partitions), a cluster along y.
@@ -130,11 +129,11 @@ struct Prefill {
 };
 
 // Grid: prefill_grid.
-template <typename T, typename CacheT, int HEAD_SIZE>
+template <typename T, typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SIZE,
                                   Prefill<CacheT, HEAD_SIZE>::MIN_BLOCKS)
     prefill_kernel(const __grid_constant__ AttentionArguments a) {
-  using Slice = CacheSlice<CacheT, HEAD_SIZE>;
+  using Slice = SliceOf<CacheT, HEAD_SIZE, LAYOUT>;
   using Shape = Prefill<CacheT, HEAD_SIZE>;
   constexpr int STEP = Shape::NUM_SLICES * SLICE_TOKENS;
   Work work;
@@ -142,24 +141,28 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
 
   const int warp = threadIdx.x / WARP_SIZE;
   const int slice = threadIdx.x / Shape::THREADS_PER_SLICE;  // that this thread loads
-  int token = work.begin / STEP * STEP;                      // so that no tile lies in two partitions
+  const int thread = threadIdx.x % Shape::THREADS_PER_SLICE;
+  const auto find = [&](int first) {
+    return Slice::template find<Shape::THREADS_PER_SLICE>(a, work, first + slice * SLICE_TOKENS, thread);
+  };
+  int token = work.begin / STEP * STEP;  // so that no tile lies in two partitions
   int next_token = token;
-  SliceBlocks next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
+  auto next_blocks = find(next_token);
   int next_stage = 0;
   const auto load_next = [&] {
     if (next_token < work.end) {
       const typename Slice::Places places{shared_memory + next_stage * Shape::STAGE_BYTES + slice * Slice::BYTES};
       Slice::template load<Shape::THREADS_PER_SLICE>(a, work, next_token + slice * SLICE_TOKENS, next_blocks, places,
-                                                     threadIdx.x % Shape::THREADS_PER_SLICE);
+                                                     thread);
       next_token += STEP;
-      next_blocks = find_blocks(a, work, next_token + slice * SLICE_TOKENS);
+      next_blocks = find(next_token);
     }
     ptx::cp_async_commit();
     next_stage = next_stage + 1 == Shape::NUM_STAGES ? 0 : next_stage + 1;
   };
   for (int i = 0; i < Shape::NUM_STAGES - 1; ++i) load_next();
 
-  WarpRows<T, CacheT, HEAD_SIZE> rows(a, work, work.tile_begin + warp * MMA_ROWS);
+  WarpRows<T, CacheT, HEAD_SIZE, Slice> rows(a, work, work.tile_begin + warp * MMA_ROWS);
   for (int stage = 0; token < work.end; token += STEP) {
     ptx::cp_async_wait<Shape::NUM_STAGES - 2>();
     __syncthreads();  // the tile is there for all threads, and all are done with the tile before it
@@ -173,49 +176,53 @@ __global__ void __launch_bounds__(Prefill<CacheT, HEAD_SIZE>::NUM_WARPS* WARP_SI
   with_out_type<T, CacheT>(a, [&]<typename Out>() { rows.template store<Out>(a, work); });
 }
 
-template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES>
+template <typename T, typename CacheT, int HEAD_SIZE, int NUM_TILES, CacheLayout LAYOUT>
 void launch_decode(const AttentionArguments& a, cudaStream_t stream) {
   using Shape = Decode<CacheT, HEAD_SIZE, NUM_TILES>;
+  constexpr dim3 BLOCK(Shape::NUM_WARPS * WARP_SIZE);
   const int64_t num_works = num_decode_works(a);
-  if (a.decode_in_clusters) {
-    const auto num_partitions = static_cast<unsigned>(a.decode.num_partitions);
-    const dim3 grid(grid_size(num_works) / num_partitions, num_partitions);
-    return launch_in_clusters(decode_cluster_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, grid, dim3(1, num_partitions),
-                              dim3(Shape::NUM_WARPS * WARP_SIZE), Shape::SHARED_BYTES, stream, a);
+  if constexpr (LAYOUT == CacheLayout::CHUNKED) {
+    if (a.decode_in_clusters) {
+      const auto num_partitions = static_cast<unsigned>(a.decode.num_partitions);
+      const dim3 grid(grid_size(num_works) / num_partitions, num_partitions);
+      return launch_in_clusters(decode_cluster_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, grid, dim3(1, num_partitions),
+                                BLOCK, Shape::SHARED_BYTES, stream, a);
+    }
   }
-  launch(decode_kernel<T, CacheT, HEAD_SIZE, NUM_TILES>, Shape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)),
-         dim3(Shape::NUM_WARPS * WARP_SIZE), Shape::SHARED_BYTES, stream, a, num_works);
+  launch(decode_kernel<T, CacheT, HEAD_SIZE, NUM_TILES, LAYOUT>,
+         Shape::IS_LOOP ? decode_grid(a) : dim3(grid_size(num_works)), BLOCK, Shape::SHARED_BYTES, stream, a,
+         num_works);
 }
 
-template <typename T, typename CacheT, int HEAD_SIZE>
+template <typename T, typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 void launch_mma(const AttentionArguments& a, cudaStream_t stream) {
   if (a.decode_tile_rows == MMA_ROWS) {
-    launch_decode<T, CacheT, HEAD_SIZE, 1>(a, stream);
+    launch_decode<T, CacheT, HEAD_SIZE, 1, LAYOUT>(a, stream);
   } else if constexpr (has_wide_tiles(HEAD_SIZE, sizeof(CacheT))) {
-    launch_decode<T, CacheT, HEAD_SIZE, WIDE_TILES>(a, stream);
+    launch_decode<T, CacheT, HEAD_SIZE, WIDE_TILES, LAYOUT>(a, stream);
   }
   if (!may_have_prefill(a)) return;
 #if defined(PAGEDATTN_SM90A)
   if constexpr (sizeof(CacheT) == 2 && HEAD_SIZE <= 128) {
-    if (a.may_use.wgmma && compute_capability() == 90) return prefill_wgmma<T>(a, stream);
+    if (a.may_use.wgmma && compute_capability() == 90) return prefill_wgmma<T, LAYOUT>(a, stream);
   }
 #endif
   using PrefillShape = Prefill<CacheT, HEAD_SIZE>;
-  launch(prefill_kernel<T, CacheT, HEAD_SIZE>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),
+  launch(prefill_kernel<T, CacheT, HEAD_SIZE, LAYOUT>, prefill_grid(a), dim3(PrefillShape::NUM_WARPS * WARP_SIZE),
          PrefillShape::SHARED_BYTES, stream, a);
 }
 
 }  // namespace
 
-template <typename T, typename CacheT>
+template <typename T, typename CacheT, CacheLayout LAYOUT>
 void attend_mma(const AttentionArguments& a, cudaStream_t stream) {
   switch (head_size_of_kernel(a.p.head_size)) {
     case 64:
-      return launch_mma<T, CacheT, 64>(a, stream);
+      return launch_mma<T, CacheT, 64, LAYOUT>(a, stream);
     case 128:
-      return launch_mma<T, CacheT, 128>(a, stream);
+      return launch_mma<T, CacheT, 128, LAYOUT>(a, stream);
     case 256:
-      return launch_mma<T, CacheT, 256>(a, stream);
+      return launch_mma<T, CacheT, 256, LAYOUT>(a, stream);
   }
 }
 

@@ -2,7 +2,7 @@
 // weighted values as accumulators, and an online softmax between the two.
 #pragma once
 
-#include "attention/cuda/cache_slice.cuh"
+#include "attention/cuda/nhd_slice.cuh"
 #include "attention/cuda/row_results.cuh"
 
 namespace pagedattn::cuda {
@@ -70,7 +70,7 @@ class WarpRows {
     float weight[2] = {};
     if (raise_max(logits, weight)) scale_values(weight);
     exponentiate(logits);
-    if (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end) {
+    if (!Slice::MAY_HOLD_UNSEEN || (work.begin <= token && token + NUM_SLICES * SLICE_TOKENS <= work.end)) {
       add_values<false>(work, slices, logits, token);
     } else {
       add_values<true>(work, slices, logits, token);
@@ -90,16 +90,16 @@ class WarpRows {
   // Writes the rows to the `index`-th results of the block.
   template <typename Results>
   __device__ void write(const Work& work, Results& results, int index) const {
-    const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!has_row(work, i)) continue;
       const int row = first_packed_ - work.tile_begin + lane_ / 4 + i * 8;
-      if (pair == 0) results.softmax[index][row] = make_float2(max_[i], sum_[i]);
+      if (lane_ % 4 == 0) results.softmax[index][row] = make_float2(max_[i], sum_[i]);
 #pragma unroll
       for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
-        *reinterpret_cast<float2*>(&results.values[index][row][tile * 8 + pair]) =
-            make_float2(values_[tile][2 * i], values_[tile][2 * i + 1]);
+        const Floats<2> pair = Slice::pair(values_, tile, i);
+        *reinterpret_cast<float2*>(&results.values[index][row][Slice::first_of_pair(lane_, tile)]) =
+            make_float2(pair[0], pair[1]);
       }
     }
   }
@@ -107,16 +107,15 @@ class WarpRows {
   // Writes the rows' results as they are to an out of type Out: no other warp has worked on these rows.
   template <typename Out>
   __device__ void store(const AttentionArguments& a, const Work& work) const {
-    const int pair = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!has_row(work, i)) continue;
-      const RowTarget target = begin_row(a, work, packed_row(work, i), max_[i], sum_[i], pair == 0);
+      const RowTarget target = begin_row(a, work, packed_row(work, i), max_[i], sum_[i], lane_ % 4 == 0);
 #pragma unroll
       for (int tile = 0; tile < HEAD_SIZE / 8; ++tile) {
-        const int d = tile * 8 + pair;
+        const int d = Slice::first_of_pair(lane_, tile);
         if (d >= a.p.head_size) continue;
-        target.template store<Out>(a, work, d, Floats<2>{values_[tile][2 * i], values_[tile][2 * i + 1]});
+        target.template store<Out>(a, work, d, Slice::pair(values_, tile, i));
       }
     }
   }

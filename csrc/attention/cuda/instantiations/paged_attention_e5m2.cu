@@ -3,6 +3,6 @@
 
 namespace pagedattn::cuda {
 
-template void attend_mma<float16, float8_e5m2>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_mma<float16, float8_e5m2, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda

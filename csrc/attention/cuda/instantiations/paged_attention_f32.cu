@@ -3,8 +3,8 @@
 
 namespace pagedattn::cuda {
 
-template void attend_fma<float>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e4m3>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e5m2>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<float, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<float8_e4m3, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<float8_e5m2, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda

@@ -3,6 +3,6 @@
 
 namespace pagedattn::cuda {
 
-template void prefill_wgmma<float16>(const AttentionArguments& a, cudaStream_t stream);
+template void prefill_wgmma<float16, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda
