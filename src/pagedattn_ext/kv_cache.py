@@ -1,6 +1,7 @@
 """Allocation of paged caches."""
 
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from .huge_pages import empty_huge_pages
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+LAYOUTS = ("chunked", "nhd")
 
 
 def allocate_kv_cache(
@@ -23,6 +25,7 @@ def allocate_kv_cache(
     *,
     num_layers: int = 1,
     pin_memory: bool = False,
+    layout: Literal["chunked", "nhd"] = "chunked",
 ) -> list[tuple[Tensor, Tensor]]:
     """The (key_cache, value_cache) pair of each layer, not initialised; the layout is described in `pagedattn_ext.ops`.
 
@@ -33,29 +36,41 @@ def allocate_kv_cache(
         num_blocks: blocks of each layer.
         num_kv_heads: KV heads.
         head_size: elements of a head, a multiple of 16 / element size up to 256.
-        block_size: tokens of a block, a power of two from 8 to 256.
+        block_size: tokens of a block, a power of two from 8 to 256; in the layout "nhd" any number from 1 on.
         dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         device: where the caches lie.
         num_layers: pairs to allocate.
         pin_memory: in page-locked memory, for asynchronous copies to and from a CUDA device (CPU only; needs CUDA).
+        layout: "chunked" is a 5-D key cache and a 4-D value cache. "nhd" is two caches of [num_blocks, block_size,
+            num_kv_heads, head_size].
 
     Raises TypeError for a wrong type and ValueError for a wrong size, before anything is allocated.
     """
     if dtype not in CACHE_DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in CACHE_DTYPES)
         raise TypeError(f"allocate_kv_cache: dtype: expected one of {expected}, got {dtype}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"allocate_kv_cache: layout: expected one of {', '.join(LAYOUTS)}, got {layout}")
     x = 16 // dtype.itemsize
     _check_size("num_blocks", num_blocks, 0)
     _check_size("num_kv_heads", num_kv_heads, 1)
     _check_size("head_size", head_size, x, MAX_HEAD_SIZE)
-    _check_size("block_size", block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    if layout == "nhd":
+        _check_size("block_size", block_size, 1)
+    else:
+        _check_size("block_size", block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
     _check_size("num_layers", num_layers, 0)
     if head_size != padded_head_size(head_size, dtype):
         raise ValueError(f"allocate_kv_cache: head_size: expected a multiple of {x} for {dtype}, got {head_size}")
-    if block_size & (block_size - 1):
-        raise ValueError(f"allocate_kv_cache: block_size: expected a power of two, got {block_size}")
-    key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
-    value_shape = (num_blocks, num_kv_heads, head_size, block_size)
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    if layout == "nhd":
+        key_shape = value_shape = (num_blocks, block_size, num_kv_heads, head_size)
+    else:
+        if block_size & (block_size - 1):
+            raise ValueError(f"allocate_kv_cache: block_size: expected a power of two, got {block_size}")
+        key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+        value_shape = (num_blocks, num_kv_heads, head_size, block_size)
 
     if pin_memory:  # in one piece, because torch rounds each piece up to a power of two
         pool = torch.empty((num_layers, 2, prod(key_shape)), dtype=dtype, device=device, pin_memory=True)

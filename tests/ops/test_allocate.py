@@ -30,6 +30,9 @@ def test_shapes(device, dtype):
             assert cache.dtype == dtype and cache.device.type == device.type and cache.is_contiguous()
     addresses = [cache.data_ptr() for pair in caches for cache in pair]
     assert len(set(addresses)) == 6
+    for cache in pagedattn_ext.allocate_kv_cache(5, 2, 48, 3, dtype, device, layout="nhd")[0]:
+        assert cache.shape == (5, 3, 2, 48) and cache.dtype == dtype and cache.device.type == device.type
+        assert cache.is_contiguous()
 
 
 def test_defaults():
@@ -43,8 +46,9 @@ def test_no_blocks_or_layers():
     assert pagedattn_ext.allocate_kv_cache(5, 2, 64, num_layers=0) == []
 
 
-def test_the_ops_take_it(device):
-    ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(4, 2, 64, device=device)
+@pytest.mark.parametrize(("layout", "block_size"), [("chunked", 16), ("nhd", 300)])
+def test_the_ops_take_it(device, layout, block_size):
+    ((key_cache, value_cache),) = pagedattn_ext.allocate_kv_cache(4, 2, 64, block_size, device=device, layout=layout)
     key, value = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(0)).to(device)
     slots = torch.arange(20, 29, device=device)
     ops.reshape_and_cache(key, value, key_cache, value_cache, slots)
@@ -119,9 +123,16 @@ ERRORS = [
     ("dtype", torch.float64, TypeError),
     ("dtype", torch.int32, TypeError),
     ("dtype", "float32", TypeError),
+    ("layout", "hnd", ValueError),
+    ("layout", None, ValueError),
     ("num_layers", -1, ValueError),
     ("num_layers", 1.0, TypeError),
 ]
+
+
+def test_rejects_a_block_without_tokens():
+    with pytest.raises(ValueError, match="^allocate_kv_cache: block_size: expected at least 1, got 0"):
+        pagedattn_ext.allocate_kv_cache(5, 2, 64, 0, layout="nhd")
 
 
 @pytest.mark.parametrize(("argument", "wrong", "error"), ERRORS)
