@@ -20,6 +20,7 @@ struct RotaryEmbeddingParams {
   void* key;  // [num_tokens, num_kv_heads, head_size], updated; nullptr if num_kv_heads is 0
   int64_t key_stride;
   int64_t key_head_stride;
+  DType cos_sin_dtype;        // `dtype` or FLOAT32
   const void* cos_sin_cache;  // [max_position, rot_dim], the cosines, then the sines
 };
 

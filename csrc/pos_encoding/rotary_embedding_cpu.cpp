@@ -17,25 +17,44 @@ PAGEDATTN_INLINE Pair rotate(Pair p, Vec cos, Vec sin) {
 }
 
 // Pairs lie half a head apart.
-template <typename T>
-void rotate_neox(T* head, const T* cos, int64_t half) {
+template <typename T, typename C>
+void rotate_neox(T* head, const C* cos, int64_t half) {
   T* second = head + half;
-  write_vectors<false>(half, {head, second}, [&](int64_t i, auto load) {
-    const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
-    return Vecs<2>{{rotated.x, rotated.y}};
-  });
+  if constexpr (std::is_same_v<T, C>) {
+    write_vectors<false>(half, {head, second}, [&](int64_t i, auto load) {
+      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
+      return Vecs<2>{{rotated.x, rotated.y}};
+    });
+  } else {
+    for_each_vector(half, [&](int64_t i, auto load, auto store) {
+      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
+      store(head + i, rotated.x);
+      store(second + i, rotated.y);
+    });
+  }
+}
+
+// Two vectors of cosines or sines, for the elements that load_two takes from a head of T.
+template <typename T, typename C>
+PAGEDATTN_INLINE Vecs<2> load_two_for(const C* source) {
+  if constexpr (EVEN_AND_ODD<T> && !EVEN_AND_ODD<C>) {
+    const Vec a = load(source), b = load(source + VEC_SIZE);
+    return {{shuffle(a, b, [](int e) { return 2 * e; }), shuffle(a, b, [](int e) { return 2 * e + 1; })}};
+  } else {
+    return load_two(source);
+  }
 }
 
 // The same for all heads of a token, with halves of HALF elements: cos and sin are converted once, and stay in
 // registers if there are enough registers.
-template <int HALF, typename T>
-void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const T* cos_sin) {
+template <int HALF, typename T, typename C>
+void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const C* cos_sin) {
   constexpr int NUM_STEPS = HALF / (2 * VEC_SIZE);
   Vecs<2> cos[NUM_STEPS], sin[NUM_STEPS];
   PAGEDATTN_UNROLL
   for (int k = 0; k < NUM_STEPS; ++k) {
-    cos[k] = load_two(cos_sin + k * 2 * VEC_SIZE);
-    sin[k] = load_two(cos_sin + HALF + k * 2 * VEC_SIZE);
+    cos[k] = load_two_for<T>(cos_sin + k * 2 * VEC_SIZE);
+    sin[k] = load_two_for<T>(cos_sin + HALF + k * 2 * VEC_SIZE);
   }
   for (int64_t head = 0; head < num_heads; ++head) {
     PAGEDATTN_UNROLL
@@ -52,8 +71,8 @@ void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const T
 }
 
 // Pairs are neighbours: two vectors are taken apart into their even and odd elements, and put together again.
-template <typename T>
-void rotate_neighbours(T* head, const T* cos, int64_t half) {
+template <typename T, typename C>
+void rotate_neighbours(T* head, const C* cos, int64_t half) {
   for (int64_t i = 0; i < half; i += VEC_SIZE) {
     const int64_t num_pairs = half - i < VEC_SIZE ? half - i : VEC_SIZE;
     const int64_t num_low = 2 * num_pairs < VEC_SIZE ? 2 * num_pairs : VEC_SIZE;
@@ -71,8 +90,8 @@ void rotate_neighbours(T* head, const T* cos, int64_t half) {
   }
 }
 
-template <typename T>
-void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const T* cos) {
+template <typename T, typename C>
+void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const C* cos) {
   const int64_t half = p.rot_dim / 2;
   if (p.is_neox && half == 64) return rotate_neox_heads<64>(heads, num_heads, head_stride, cos);
   if (p.is_neox && half == 32) return rotate_neox_heads<32>(heads, num_heads, head_stride, cos);
@@ -85,18 +104,26 @@ void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, i
   }
 }
 
+template <typename T, typename C>
+void rotate_tokens(const RotaryEmbeddingParams& p, int64_t begin, int64_t end) {
+  T* query = static_cast<T*>(p.query);
+  T* key = static_cast<T*>(p.key);
+  for (int64_t token = begin; token < end; ++token) {
+    const C* cos = static_cast<const C*>(p.cos_sin_cache) + p.positions[token] * p.rot_dim;
+    rotate_heads(p, query + token * p.query_stride, p.num_heads, p.query_head_stride, cos);
+    if (key == nullptr) continue;
+    rotate_heads(p, key + token * p.key_stride, p.num_kv_heads, p.key_head_stride, cos);
+  }
+}
+
 }  // namespace
 
 void rotary_embedding(const RotaryEmbeddingParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    T* query = static_cast<T*>(params.query);
-    T* key = static_cast<T*>(params.key);
-    for (int64_t token = begin; token < end; ++token) {
-      const T* cos = static_cast<const T*>(params.cos_sin_cache) + params.positions[token] * params.rot_dim;
-      T* query_heads = query + token * params.query_stride;
-      rotate_heads(params, query_heads, params.num_heads, params.query_head_stride, cos);
-      if (key == nullptr) continue;
-      rotate_heads(params, key + token * params.key_stride, params.num_kv_heads, params.key_head_stride, cos);
+    if (params.cos_sin_dtype == params.dtype) {
+      rotate_tokens<T, T>(params, begin, end);
+    } else {
+      rotate_tokens<T, float>(params, begin, end);
     }
   });
 }

@@ -56,9 +56,22 @@ struct PackedPairs {
   }
 };
 
+// N cosines or sines of C.
+template <int N, typename C>
+__device__ Floats<N> load_floats(const C* source) {
+  constexpr int PER_LOAD = N < ELEMENTS_PER_CHUNK<C> ? N : ELEMENTS_PER_CHUNK<C>;
+  Packed<C, PER_LOAD> packed[N / PER_LOAD];
+#pragma unroll
+  for (int i = 0; i < N / PER_LOAD; ++i) packed[i] = load<PER_LOAD>(source + i * PER_LOAD);
+  Floats<N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) result[i] = to_floats(packed[i / PER_LOAD])[i % PER_LOAD];
+  return result;
+}
+
 // Grid: num_tokens blocks of num_columns * heads_per_pass threads. A column is PAIRS pairs of a head. The heads of key
 // follow the heads of query.
-template <typename T, int PAIRS, bool IS_NEOX>
+template <typename T, typename C, int PAIRS, bool IS_NEOX>
 __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
   const int64_t token = blockIdx.x;
   const int64_t half = p.rot_dim / 2;
@@ -86,10 +99,9 @@ __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmb
     int64_t first_head = head_of_pass;
     load_pairs(first_head);
     // After the first loads, which need not wait for the position.
-    const T* cos_row = static_cast<const T*>(p.cos_sin_cache) + p.positions[token] * p.rot_dim;
-    const Packed<T, PAIRS> packed_cos = load<PAIRS>(cos_row + first_pair);
-    const Packed<T, PAIRS> packed_sin = load<PAIRS>(cos_row + half + first_pair);
-    const Floats<PAIRS> cos = to_floats(packed_cos), sin = to_floats(packed_sin);
+    const C* cos_row = static_cast<const C*>(p.cos_sin_cache) + p.positions[token] * p.rot_dim;
+    const Floats<PAIRS> cos = load_floats<PAIRS>(cos_row + first_pair);
+    const Floats<PAIRS> sin = load_floats<PAIRS>(cos_row + half + first_pair);
     while (first_head < num_heads) {
 #pragma unroll
       for (int h = 0; h < HEADS_PER_THREAD; ++h) {
@@ -102,16 +114,25 @@ __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmb
   }
 }
 
-template <typename T, int PAIRS, bool IS_NEOX>
-void launch_rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream) {
+template <typename T, typename C, int PAIRS, bool IS_NEOX>
+void launch_columns(const RotaryEmbeddingParams& params, cudaStream_t stream) {
   const int64_t num_columns = params.rot_dim / 2 / PAIRS;
   const int64_t num_heads = params.num_heads + params.num_kv_heads;
   const int64_t num_threads_of_head = std::min<int64_t>(num_columns, MAX_THREADS);
   const int64_t heads_per_pass =
       std::min<int64_t>(ceil_div<int64_t>(num_heads, HEADS_PER_THREAD), MAX_THREADS / num_threads_of_head);
-  launch(rotary_embedding_kernel<T, PAIRS, IS_NEOX>, dim3(grid_size(params.num_tokens)),
+  launch(rotary_embedding_kernel<T, C, PAIRS, IS_NEOX>, dim3(grid_size(params.num_tokens)),
          dim3(static_cast<unsigned>(num_threads_of_head * heads_per_pass)), 0, stream, params,
          static_cast<int>(heads_per_pass));
+}
+
+template <typename T, int PAIRS, bool IS_NEOX>
+void launch_rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream) {
+  if (params.cos_sin_dtype == params.dtype) {
+    launch_columns<T, T, PAIRS, IS_NEOX>(params, stream);
+  } else {
+    launch_columns<T, float, PAIRS, IS_NEOX>(params, stream);
+  }
 }
 
 }  // namespace

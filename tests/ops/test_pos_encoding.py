@@ -34,6 +34,7 @@ def make_arguments(
     flat: bool = False,
     is_neox: bool = True,
     seed: int = 0,
+    cos_sin_dtype: torch.dtype | None = None,
 ) -> dict:
     """The arguments of rotary_embedding; `gaps` follow the rows of query and key, and `flat` makes them
     [num_tokens, num_heads * head_size].
@@ -51,7 +52,7 @@ def make_arguments(
         "query": query,
         "key": key,
         "head_size": head_size,
-        "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], dim=1).to(dtype).to(device),
+        "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], dim=1).to(cos_sin_dtype or dtype).to(device),
         "is_neox": is_neox,
     }
 
@@ -93,6 +94,7 @@ def test_rotary_embedding(device, data):
         flat=draw(st.booleans()),
         is_neox=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        cos_sin_dtype=draw(st.sampled_from([None, torch.float32])),
     )
     if draw(st.sampled_from([False, False, True])):
         arguments["key"] = None

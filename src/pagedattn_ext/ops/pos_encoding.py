@@ -24,7 +24,8 @@ def rotary_embedding(
         query: the dimensions of positions, then [num_heads, head_size] or [num_heads * head_size]. Tokens are evenly
             spaced with any stride, and so are heads.
         key: likewise, with num_kv_heads; or None.
-        cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size.
+        cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size. fp32, or
+            of query's dtype.
 
     Returns:
         (query, key).
