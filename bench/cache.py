@@ -87,6 +87,15 @@ def bench_tokens(pool: Pool, measure: Measure) -> list[Row]:
         pool.key_slots.index_put_(tokens.index, tokens.key.view(-1, *pool.key_slots.shape[2:]))
         pool.value_slots.index_put_(tokens.index, tokens.value)
 
+    nhd = [cache.view(-1, BLOCK_SIZE, pool.num_kv_heads, HEAD_SIZE) for cache in (pool.key_cache, pool.value_cache)]
+
+    def write_nhd(tokens: Tokens) -> None:
+        ops.reshape_and_cache(tokens.key, tokens.value, *nhd, tokens.slot_mapping)
+
+    def index_put_nhd(tokens: Tokens) -> None:
+        for cache, rows in zip(nhd, (tokens.key, tokens.value), strict=True):
+            cache.index_put_(tokens.index, rows)
+
     def gather_cached_kv(tokens: Tokens) -> tuple[Tensor, Tensor]:
         return ops.gather_cached_kv(pool.key_cache, pool.value_cache, tokens.slot_mapping)
 
@@ -95,10 +104,12 @@ def bench_tokens(pool: Pool, measure: Measure) -> list[Row]:
 
     token_bytes = 4 * pool.num_kv_heads * HEAD_SIZE * pool.dtype.itemsize  # key and value, read and written
     writing, reading = {"ours": reshape_and_cache, "torch": index_put}, {"ours": gather_cached_kv, "torch": index}
+    writing_nhd = {"ours": write_nhd, "torch": index_put_nhd}
     return [
         measure(f"{name}, {n} tokens", n * token_bytes, lambda n=n: Tokens.make(pool, n), functions, written)
         for name, functions, written in (
             ("reshape_and_cache", writing, [pool.key_cache, pool.value_cache]),
+            ("reshape_and_cache nhd", writing_nhd, nhd),
             ("gather_cached_kv", reading, []),
         )
         for n in NUM_TOKENS[pool.device]
