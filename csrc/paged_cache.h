@@ -7,7 +7,8 @@
 
 namespace pagedattn {
 
-constexpr int64_t MIN_BLOCK_SIZE = 8;
+constexpr int64_t MIN_BLOCK_SIZE =
+    8;  // of attention over a CHUNKED cache; the cache ops take blocks of any power of two
 constexpr int64_t MAX_BLOCK_SIZE = 256;
 
 // The factor is on_host times *on_device, and one of the two is always 1 (nullptr stands for 1). The scale of a cache
@@ -97,10 +98,10 @@ inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const
   cache.num_kv_heads = key_cache.size(1);
   cache.head_size = key_cache.size(2) * x;
   cache.block_size = key_cache.size(3);
-  door.check(cache.block_size >= MIN_BLOCK_SIZE && cache.block_size <= MAX_BLOCK_SIZE &&
-                 (cache.block_size & (cache.block_size - 1)) == 0,
-             "key_cache", "expected a block size that is a power of two from ", MIN_BLOCK_SIZE, " to ", MAX_BLOCK_SIZE,
-             ", got ", cache.block_size, " (shape ", key_cache.sizes(), ")");
+  door.check(
+      cache.block_size >= 1 && cache.block_size <= MAX_BLOCK_SIZE && (cache.block_size & (cache.block_size - 1)) == 0,
+      "key_cache", "expected a block size that is a power of two from 1 to ", MAX_BLOCK_SIZE, ", got ",
+      cache.block_size, " (shape ", key_cache.sizes(), ")");
   door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});
   door.contiguous_from("value_cache", value_cache, 1);
   const int64_t head_elements = cache.head_size * cache.block_size;
@@ -125,9 +126,9 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   }
   door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
   const int64_t x = 16 / element_size(cache.dtype);
-  door.check(cache.head_size > 0 && cache.head_size <= MAX_HEAD_SIZE && cache.head_size % x == 0, "key_cache",
-             "expected a head size of ", x, " to ", MAX_HEAD_SIZE, ", a multiple of ", x, ", got ", cache.head_size,
-             " (shape ", key_cache.sizes(), ")");
+  door.check(cache.head_size > 0 && cache.head_size <= MAX_CACHE_HEAD_SIZE && cache.head_size % x == 0, "key_cache",
+             "expected a head size of ", x, " to ", MAX_CACHE_HEAD_SIZE, ", a multiple of ", x, ", got ",
+             cache.head_size, " (shape ", key_cache.sizes(), ")");
   cache.key_scale = cache_scale(door, "k_scale", k_scale, cache.dtype);
   cache.value_scale = cache_scale(door, "v_scale", v_scale, cache.dtype);
   return cache;

@@ -47,7 +47,8 @@ struct Indices {
   constexpr int64_t operator[](int64_t i) const { return as_int64 != nullptr ? as_int64[i] : as_int32[i]; }
 };
 
-constexpr int64_t MAX_HEAD_SIZE = 256;
+constexpr int64_t MAX_HEAD_SIZE = 256;        // of attention
+constexpr int64_t MAX_CACHE_HEAD_SIZE = 512;  // of the cache ops
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.
 template <typename T>

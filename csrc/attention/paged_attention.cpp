@@ -90,6 +90,10 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
+  door.check(cache.head_size <= MAX_HEAD_SIZE, "key_cache", "expected a head size of at most ", MAX_HEAD_SIZE, ", got ",
+             cache.head_size);
+  door.check(cache.layout == CacheLayout::NHD || cache.block_size >= MIN_BLOCK_SIZE, "key_cache",
+             "expected a block size of at least ", MIN_BLOCK_SIZE, ", got ", cache.block_size);
   door.check(cache.layout == CacheLayout::CHUNKED || door.runs_on_cuda(), "key_cache",
              "expected 5 dimensions, got 4 (shape ", key_cache.sizes(), ")");
   params.layout = cache.layout;

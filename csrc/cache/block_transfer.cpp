@@ -48,16 +48,68 @@ void check_disjoint(const Door& door, const Tensor& mapping, const std::unordere
 // The mapping may be on any device. Its pairs are checked wherever that takes no wait for a GPU.
 bool checks_pairs(const Door& door, const Tensor& mapping) { return !is_on_cuda(mapping) || door.checks_values(); }
 
-// All parameters but the mapping. `src` is not empty.
-BlockTransferParams make_transfer(const Tensor& src, const Tensor& dst) {
+// A dimension of two tensors of one shape, or several dimensions that are evenly spaced in both.
+struct PieceDim {
+  int64_t count;
+  int64_t src_stride;  // bytes
+  int64_t dst_stride;
+};
+
+// The dimensions from `first_dim` on, as pieces of bytes that are adjacent in both tensors.
+struct Pieces {
+  int64_t bytes;               // of a piece
+  std::vector<PieceDim> dims;  // smallest strides in dst first; empty if there is one piece
+};
+
+Pieces pieces_of(const Tensor& src, const Tensor& dst, int64_t first_dim) {
+  const auto element_bytes = static_cast<int64_t>(dst.element_size());
+  std::vector<PieceDim> dims;
+  for (int64_t dim = first_dim; dim < dst.dim(); ++dim) {
+    if (dst.size(dim) == 1) continue;
+    dims.push_back({dst.size(dim), src.stride(dim) * element_bytes, dst.stride(dim) * element_bytes});
+  }
+  std::stable_sort(dims.begin(), dims.end(),
+                   [](const PieceDim& a, const PieceDim& b) { return a.dst_stride < b.dst_stride; });
+  Pieces pieces{element_bytes, {}};
+  for (const PieceDim& dim : dims) {
+    if (pieces.dims.empty()) {
+      if (dim.src_stride == pieces.bytes && dim.dst_stride == pieces.bytes) {
+        pieces.bytes *= dim.count;
+        continue;
+      }
+    } else if (PieceDim& last = pieces.dims.back();
+               dim.src_stride == last.count * last.src_stride && dim.dst_stride == last.count * last.dst_stride) {
+      last.count *= dim.count;
+      continue;
+    }
+    pieces.dims.push_back(dim);
+  }
+  return pieces;
+}
+
+// Adds a transfer for each piece of a block, without the mapping. `src` and `dst` are not empty.
+void add_transfers(const Tensor& src, const Tensor& dst, std::vector<BlockTransferParams>& transfers) {
+  const Pieces pieces = pieces_of(src, dst, 1);
   const auto element_bytes = static_cast<int64_t>(src.element_size());
+  const size_t first = transfers.size();
   BlockTransferParams params{};
-  params.block_bytes = src.numel() / src.size(0) * element_bytes;
+  params.block_bytes = pieces.bytes;
   params.src = static_cast<const char*>(src.const_data_ptr());
   params.src_stride = src.stride(0) * element_bytes;
   params.dst = static_cast<char*>(dst.mutable_data_ptr());
   params.dst_stride = dst.stride(0) * element_bytes;
-  return params;
+  transfers.push_back(params);
+  for (const PieceDim& dim : pieces.dims) {
+    const size_t end = transfers.size();
+    for (int64_t i = 1; i < dim.count; ++i) {
+      for (size_t t = first; t < end; ++t) {
+        BlockTransferParams next = transfers[t];
+        next.src += i * dim.src_stride;
+        next.dst += i * dim.dst_stride;
+        transfers.push_back(next);
+      }
+    }
+  }
 }
 
 struct Transfers {
@@ -100,31 +152,44 @@ Tensor on_gpu(const Door& door, const Tensor& mapping, cudaStream_t stream) {
   return torch::stable::to(torch::stable::clone(mapping), door.device(), /*non_blocking=*/true);
 }
 
-// The memory of a pool: blocks of `width` bytes, `stride` bytes apart.
+// The memory of a pool.
 struct Span {
   const char* begin;
   const char* end;
-  int64_t stride;
-  int64_t width;
+  Pieces pieces;
 };
 
 Span span_of(const Tensor& pool) {
-  const auto element_bytes = static_cast<int64_t>(pool.element_size());
   const auto* begin = static_cast<const char*>(pool.const_data_ptr());
-  if (pool.numel() == 0) return {begin, begin, 0, 0};
-  const int64_t width = pool.numel() / pool.size(0) * element_bytes;
-  const int64_t stride = pool.size(0) == 1 ? width : pool.stride(0) * element_bytes;
-  return {begin, begin + (pool.size(0) - 1) * stride + width, stride, width};
+  if (pool.numel() == 0) return {begin, begin, {}};
+  Span span{begin, begin, pieces_of(pool, pool, 0)};
+  span.end += span.pieces.bytes;
+  for (const PieceDim& dim : span.pieces.dims) span.end += (dim.count - 1) * dim.dst_stride;
+  return span;
+}
+
+// Whether a piece of b lies on a piece of a, where b begins `distance` bytes behind a. Both have `num_dims` dimensions,
+// of the same strides.
+bool pieces_overlap(const Pieces& a, const Pieces& b, int64_t distance, size_t num_dims) {
+  if (num_dims == 0) return -b.bytes < distance && distance < a.bytes;
+  const PieceDim& dim = a.dims[num_dims - 1];
+  const int64_t stride = dim.dst_stride;
+  const int64_t before = distance / stride - (distance % stride < 0);  // the dimensions within span less than a stride
+  for (const int64_t steps : {before, before + 1}) {
+    const bool exists = steps < dim.count && -steps < b.dims[num_dims - 1].count;
+    if (exists && pieces_overlap(a, b, distance - steps * stride, num_dims - 1)) return true;
+  }
+  return false;
 }
 
 // Pools may lie in each other's gaps, as keys and values that are views of one tensor do. Pools of different strides
 // overlap if their ranges of addresses do.
 bool overlap(const Span& a, const Span& b) {
-  if (a.width == 0 || b.width == 0 || a.begin >= b.end || b.begin >= a.end) return false;
-  if (a.stride != b.stride) return true;
-  const int64_t distance =
-      ((b.begin - a.begin) % a.stride + a.stride) % a.stride;  // from a block of a to the next block of b
-  return distance < a.width || a.stride - distance < b.width;
+  if (a.begin == a.end || b.begin == b.end || a.begin >= b.end || b.begin >= a.end) return false;
+  const bool same_strides =
+      std::equal(a.pieces.dims.begin(), a.pieces.dims.end(), b.pieces.dims.begin(), b.pieces.dims.end(),
+                 [](const PieceDim& x, const PieceDim& y) { return x.dst_stride == y.dst_stride; });
+  return !same_strides || pieces_overlap(a.pieces, b.pieces, b.begin - a.begin, a.pieces.dims.size());
 }
 
 // The caches of all layers are written in any order, so none may overlap another.
@@ -164,7 +229,8 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
       door.present(argument, cache);
       door.check(cache.dim() >= 2 && cache.size(0) == num_blocks, argument, "expected caches of ", num_blocks,
                  " blocks (as in the first layer), got shape ", cache.sizes());
-      door.written_from_1(argument, cache);
+      door.contiguous_from(argument, cache, cache.dim() - 1);
+      door.written_elements(argument, cache);
     }
   };
   check_caches("key_caches", key_caches);
@@ -180,7 +246,7 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   std::vector<BlockTransferParams> transfers;
   for (size_t layer = 0; layer < key_caches.size(); ++layer) {
     for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
-      if (cache.numel() > 0) transfers.push_back(make_transfer(cache, cache));
+      if (cache.numel() > 0) add_transfers(cache, cache, transfers);
     }
   }
   transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
@@ -193,7 +259,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   const Door door("swap_blocks", is_on_cuda(src) ? src : dst);
   door.defined("src", src);
   door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", src.sizes());
-  door.contiguous_from("src", src, 1);
+  door.contiguous_from("src", src, src.dim() - 1);
   door.dtype_anywhere("dst", dst, src.scalar_type());
   door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", src.sizes(), ", got ",
              dst.sizes());
@@ -201,14 +267,16 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
     door.check(dst.size(dim) == src.size(dim), "dst", "expected blocks shaped like those of src ", src.sizes(),
                ", got ", dst.sizes());
   }
-  door.written_from_1("dst", dst);
+  door.contiguous_from("dst", dst, dst.dim() - 1);
+  door.written_elements("dst", dst);
   door.check(!overlap(span_of(src), span_of(dst)), "dst",
              "expected another pool than src (copy_blocks copies within one), got memory that they share");
   check_mapping(door, block_mapping);
   if (checks_pairs(door, block_mapping)) check_pairs(door, on_host(block_mapping), src.size(0), dst.size(0));
 
   if (block_mapping.size(0) == 0 || src.numel() == 0) return;
-  const std::vector<BlockTransferParams> transfers = {make_transfer(src, dst)};
+  std::vector<BlockTransferParams> transfers;
+  add_transfers(src, dst, transfers);
   transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
     const auto is_reachable = [&](const Tensor& pool) {
       return pool.is_cuda() ? pool.get_device_index() == door.device().index()
@@ -219,7 +287,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
       cuda::transfer_blocks(in_a_kernel.all, /*over_the_bus=*/!src.is_cuda() || !dst.is_cuda(), stream);
     } else {
       const Transfers in_runs = with_mapping(transfers, on_host(block_mapping));
-      cuda::copy_block_runs(in_runs.all[0], stream);
+      for (const BlockTransferParams& piece : in_runs.all) cuda::copy_block_runs(piece, stream);
     }
   });
 }

@@ -8,7 +8,8 @@
 
 namespace pagedattn {
 
-// Copies block mapping[i][0] of `src` to block mapping[i][1] of `dst`, which may be the same pool.
+// Copies block mapping[i][0] of `src` to block mapping[i][1] of `dst`, which may be the same pool. A block that is not
+// one piece of memory takes a transfer for each of its pieces.
 struct BlockTransferParams {
   int64_t num_pairs;
   int64_t block_bytes;

@@ -144,8 +144,7 @@ struct NhdChunk {
   int64_t of_row;
   int64_t of_slot;
 
-  template <typename Params>
-  __device__ NhdChunk(const Params& p, const NhdAccess& access, const NhdGroup& group, int index, int x) {
+  __device__ NhdChunk(const NhdAccess& access, const NhdGroup& group, int index, int x) {
     token = group.first_token + index / access.chunks_per_token;
     const int chunk = index % access.chunks_per_token;
     of_row = int64_t{chunk} * x;
@@ -172,11 +171,11 @@ __global__ void __launch_bounds__(GROUP_THREADS)
   move_chunks<GROUP_THREADS>(
       static_cast<int>(threadIdx.x), group.num_chunks,
       [&](int index) {
-        const NhdChunk chunk(p, access, group, index, X);
+        const NhdChunk chunk(access, group, index, X);
         return SourceChunk<T, CacheT>(rows + chunk.token * row_stride + chunk.of_row, access.are_rows_aligned);
       },
       [&](int index, const SourceChunk<T, CacheT>& source) {
-        const NhdChunk chunk(p, access, group, index, X);
+        const NhdChunk chunk(access, group, index, X);
         const int64_t slot = p.slot_mapping[chunk.token];
         if (slot < 0) return;
         CacheT* target = cache + start_of_slot(slot, p.block_size, group.strides) + chunk.of_slot;
@@ -194,14 +193,14 @@ __global__ void __launch_bounds__(GROUP_THREADS) gather_cached_kv_nhd_kernel(Gat
   move_chunks<GROUP_THREADS>(
       static_cast<int>(threadIdx.x), group.num_chunks,
       [&](int index) {
-        const NhdChunk chunk(p, access, group, index, X);
+        const NhdChunk chunk(access, group, index, X);
         const int64_t slot = p.slot_mapping[chunk.token];
         if (slot < 0) return Chunk<T>{};
         const T* source = cache + start_of_slot(slot, p.block_size, group.strides) + chunk.of_slot;
         return load_row<X>(source, access.is_cache_aligned);
       },
       [&](int index, const Chunk<T>& loaded) {
-        const NhdChunk chunk(p, access, group, index, X);
+        const NhdChunk chunk(access, group, index, X);
         if (p.slot_mapping[chunk.token] < 0) return;
         store_row(rows + chunk.token * row_stride + chunk.of_row, loaded, access.are_rows_aligned);
       });

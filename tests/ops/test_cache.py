@@ -36,7 +36,7 @@ def make_caches(
 
 
 def draw_block_size(draw: st.DrawFn, layout: str) -> int:
-    return draw(st.sampled_from([8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300))
+    return draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300))
 
 
 def draw_slot_dtype(draw: st.DrawFn, slots: list[int]) -> torch.dtype:
@@ -71,8 +71,7 @@ def make_reshape_arguments(
     }
 
 
-def assert_block_gaps_untouched(arguments: dict) -> None:
-    caches = arguments["key_cache"], arguments["value_cache"]
+def assert_block_gaps_untouched(*caches: torch.Tensor) -> None:
     if caches[0].untyped_storage().data_ptr() == caches[1].untyped_storage().data_ptr():
         caches = (caches[0]._base,)  # the two lie in each other's gaps
     for cache in caches:
@@ -84,7 +83,7 @@ def assert_reshape_and_cache(arguments: dict, op: str = "reshape_and_cache") -> 
     getattr(OPS, op)(**arguments)
     for i, cache in enumerate(("key_cache", "value_cache")):
         assert_same_bits(arguments[cache], expected[i])
-    assert_block_gaps_untouched(arguments)
+    assert_block_gaps_untouched(arguments["key_cache"], arguments["value_cache"])
 
 
 # ---- reshape_and_cache ---------------------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ def test_reshape_and_cache(device, data):
         dtype,
         slots,
         num_kv_heads=draw(st.integers(1, 4)),
-        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 32 if dtype.itemsize == 2 else 64)),
+        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 512 * dtype.itemsize // 16)),
         block_size=block_size,
         num_blocks=num_blocks,
         gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
@@ -192,7 +191,7 @@ def gathered(draw: st.DrawFn, device: torch.device) -> dict:
         dtype,
         slots,
         num_kv_heads=draw(st.integers(1, 4)),
-        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 32 if dtype.itemsize == 2 else 64)),
+        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 512 * dtype.itemsize // 16)),
         block_size=block_size,
         num_blocks=num_blocks,
         gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
@@ -254,21 +253,23 @@ def mapping_tensor(pairs: list[tuple[int, int]], device) -> torch.Tensor:
 
 @given(st.data())
 def test_copy_blocks(device, data):
-    draw = data.draw
+    draw, layout = data.draw, data.draw(st.sampled_from(LAYOUTS))
     dtype, generator = draw(st.sampled_from(BLOCK_DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     num_blocks, num_kv_heads = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     head_size, block_size = 16 // dtype.itemsize * draw(st.integers(1, 9)), draw(st.sampled_from([8, 16, 32, 64]))
     key_caches, value_caches = [], []
     for _ in range(draw(st.integers(0, 3))):
-        caches = make_caches(num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device)
-        key_caches.append(with_row_gap(caches[0], draw(st.sampled_from([0, 3, 512]))))
-        value_caches.append(with_row_gap(caches[1], draw(st.sampled_from([0, 3, 512]))))
+        sizes, block_gap = (num_blocks, num_kv_heads, head_size, block_size), draw(st.sampled_from([0, 3, 512]))
+        key_cache, value_cache = make_caches(*sizes, dtype, generator, device, layout, block_gap)
+        key_caches.append(key_cache)
+        value_caches.append(value_cache)
     mapping = mapping_tensor(draw(mappings(num_blocks, num_blocks, distinct=True)), device)
     expected = reference.copy_blocks(key_caches, value_caches, mapping)
     OPS.copy_blocks(key_caches, value_caches, mapping)
     for cache, copy in zip(key_caches + value_caches, expected[0] + expected[1], strict=True):
         assert_same_bits(cache, copy)
-        assert_row_gap_untouched(cache)
+    for pair in zip(key_caches, value_caches, strict=True):
+        assert_block_gaps_untouched(*pair)
 
 
 def test_copy_blocks_of_many_layers(device):
@@ -291,6 +292,31 @@ def test_copy_blocks_of_caches_in_one_tensor(device):
     mapping = mapping_tensor([(0, 3), (2, 1)], device)
     OPS.copy_blocks([pool[:, 0, 0], pool[:, 1, 0]], [pool[:, 0, 1], pool[:, 1, 1]], mapping)
     assert_same_bits(pool, expected)
+
+
+def test_copy_blocks_of_views_of_one_tensor(device):
+    """Two layers, keys and values, token by token in one tensor: pieces of a head, in the gaps of each other."""
+    generator = torch.Generator().manual_seed(0)
+    pool = random_bits(4, 2, 3, 2, 2, 24, dtype=torch.float16, generator=generator).to(device)
+    expected = pool.clone()
+    expected[[3, 1]] = pool[[0, 2]]
+    mapping = mapping_tensor([(0, 3), (2, 1)], device)
+    keys, values = pool.unbind(3)
+    OPS.copy_blocks([keys[:, 0], keys[:, 1]], [values[:, 0], values[:, 1]], mapping)
+    assert_same_bits(pool, expected)
+
+
+@pytest.mark.parametrize("layouts", [("nhd", "hnd"), ("interleaved", "nhd"), ("hnd", "interleaved")], ids=str)
+def test_swap_blocks_between_layouts(device, layouts):
+    """A block is copied index by index, whatever the strides."""
+    generator = torch.Generator().manual_seed(0)
+    (src, _), (dst, other) = (make_caches(5, 3, 16, 6, torch.float16, generator, device, name, 8) for name in layouts)
+    mapping = mapping_tensor([(0, 4), (3, 1), (3, 2)], device)
+    expected, same = reference.swap_blocks(src, dst, mapping), other.clone()
+    OPS.swap_blocks(src, dst, mapping)
+    assert_same_bits(dst, expected)
+    assert_same_bits(other, same)
+    assert_block_gaps_untouched(dst, other)
 
 
 @given(st.data())
@@ -363,6 +389,9 @@ def test_swap_blocks_with_memory_that_is_not_pinned(device, monkeypatch, gaps):
     OPS.swap_blocks(src, dst, mapping)
     assert_same_bits(dst, expected)
     assert_row_gap_untouched(dst)
+    in_pieces = torch.zeros(12, 24, 2, dtype=torch.float16, device=device).transpose(1, 2)
+    OPS.swap_blocks(src[:, :, :1], in_pieces[:, :, :1], mapping)
+    assert_same_bits(in_pieces[:, :, :1], reference.swap_blocks(src, torch.zeros_like(in_pieces), mapping)[:, :, :1])
 
 
 def test_wrappers_of_copy_and_swap(device):
@@ -416,10 +445,10 @@ RESHAPE_ERRORS = {
         "(key|key_cache)",
         ValueError,
         lambda a: {
-            "key": torch.ones(4, 2, 260),
-            "value": torch.ones(4, 2, 260),
-            "key_cache": torch.ones(6, 2, 65, 8, 4),
-            "value_cache": torch.ones(6, 2, 260, 8),
+            "key": torch.ones(4, 2, 516),
+            "value": torch.ones(4, 2, 516),
+            "key_cache": torch.ones(6, 2, 129, 8, 4),
+            "value_cache": torch.ones(6, 2, 516, 8),
         },
     ),
     "blocks overlap": ("key_cache", ValueError, lambda a: {"key_cache": a["key_cache"][:1].expand_as(a["key_cache"])}),
@@ -565,6 +594,12 @@ COPY_ERRORS = {
     "blocks differ": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k], [v[:5]])),
     "not contiguous": ("key_caches", ValueError, lambda k, v: ([k.mT.contiguous().mT], [v])),
     "value not contiguous": ("value_caches", ValueError, lambda k, v: ([k], [v.mT.contiguous().mT])),
+    "heads overlap": ("value_caches", ValueError, lambda k, v: ([k], [v[:, :1].expand_as(v)])),
+    "halves overlap": (
+        "value_caches",
+        ValueError,
+        lambda k, v: ([k.view(6, 32, 8)[:, :, :4]], [k.view(6, 32, 8)[:, :, 3:7]]),
+    ),
     "one cache for keys and values": ("value_caches", ValueError, lambda k, v: ([k], [k])),
     "one cache for two layers": ("(key_caches|value_caches)", ValueError, lambda k, v: ([k, k], [v, v.clone()])),
     "overlapping views": ("value_caches", ValueError, lambda k, v: ([k[:5]], [k[1:]])),
@@ -595,6 +630,7 @@ SWAP_ERRORS = {
     "pools overlap": ("dst", ValueError, lambda cache: {"src": cache[:5], "dst": cache[1:]}),
     "blocks of dst overlap": ("dst", ValueError, lambda cache: {"dst": cache[:1].expand_as(cache)}),
     "dst not contiguous": ("dst", ValueError, lambda cache: {"dst": cache.mT.contiguous().mT}),
+    "heads of dst overlap": ("dst", ValueError, lambda cache: {"dst": cache[:, :1].expand_as(cache)}),
 }
 
 

@@ -129,7 +129,7 @@ def test_reshape_and_cache(device, data):
     draw = data.draw
     dtype, cache = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(FP8_CACHES))
     layout = draw(st.sampled_from(["chunked", "nhd", "hnd"]))
-    block_sizes = st.sampled_from([8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300)
+    block_sizes = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300)
     block_size, num_blocks = draw(block_sizes), draw(st.integers(1, 6))
     all_slots = range(block_size * num_blocks)
     slots = draw(st.permutations(all_slots)) if draw(st.booleans()) else list(all_slots)
@@ -138,7 +138,7 @@ def test_reshape_and_cache(device, data):
     for token in draw(st.lists(st.integers(0, len(slots) - 1), max_size=5)) if slots else []:
         slots[token] = draw(st.sampled_from([-1, -7, -(2**40)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    shape = (2, len(slots), draw(st.integers(1, 3)), 16 * draw(st.integers(1, 16)))
+    shape = (2, len(slots), draw(st.integers(1, 3)), 16 * draw(st.integers(1, 16) | st.just(32)))
     magnitude = draw(st.none() | st.sampled_from([1e-6, 1.0, 1e3]))
     if magnitude is None:
         key, value = random_bits(*shape, dtype=dtype, generator=generator)

@@ -10,8 +10,8 @@ Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]
 Token t of a sequence is in block `block_table[t // block_size]` at offset `t % block_size`; its slot is
 `block * block_size + offset`. Caches may be strided in dimension 0. dtypes are fp32, fp16 and bf16; a cache and all
-data tensors of a call have the same dtype. block_size is a power of two from 8 to 256, head_size a multiple of x up to
-256.
+data tensors of a call have the same dtype. block_size is a power of two up to 256, from 1 in the cache ops and from 8
+in attention. head_size is a multiple of x, up to 512 in the cache ops and 256 in attention.
 
 `reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads, head_size], both
 4-D, with any block_size, the last dimension contiguous and any other strides.

@@ -68,7 +68,8 @@ def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapp
     """Copies whole blocks within the caches of every layer (the copy of copy-on-write).
 
     Args:
-        key_caches, value_caches: one cache a layer, [num_blocks, ...]; updated.
+        key_caches, value_caches: one cache a layer, [num_blocks, ...], the last dimension contiguous, any other
+            strides; updated.
         block_mapping: int64 [num_pairs, 2], (source, target). A source may occur several times, a target once; no block
             may be both.
     """
@@ -82,8 +83,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     host's alone, until the stream is done. Memory that is not pinned is copied run by run of adjacent blocks.
 
     Args:
-        src: [num_src_blocks, ...].
-        dst: [num_dst_blocks, ...], blocks shaped like those of src; updated.
+        src: [num_src_blocks, ...], the last dimension contiguous, any other strides.
+        dst: [num_dst_blocks, ...], blocks shaped like those of src, of strides of their own; updated.
         block_mapping: int64 [num_pairs, 2], (block of src, block of dst), every block of dst at most once.
     """
     call("swap_blocks", src, dst, block_mapping)
