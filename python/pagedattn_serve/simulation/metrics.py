@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from pagedattn_serve.simulation.systems.system import Memory, StepResult, System
@@ -57,6 +57,27 @@ class Summary:
 
 
 @dataclass(slots=True)
+class Steps:
+    """Steps one after the other, each of which takes `growth` seconds more than the one before.
+
+    begin, seconds: of the first.
+    """
+
+    begin: float
+    seconds: float
+    count: int = 1
+    growth: float = 0.0
+
+    def end(self, num_steps: int) -> float:
+        """When so many of the steps are over."""
+        return self.begin + num_steps * (self.seconds + (num_steps - 1) / 2 * self.growth)
+
+    def seconds_of(self, number: int) -> float:
+        """Of the step before which so many are over."""
+        return self.seconds + number * self.growth
+
+
+@dataclass(slots=True)
 class Metrics:
     """Takes what happens."""
 
@@ -68,7 +89,7 @@ class Metrics:
     last: float = 0.0
     _normalized: Counter[float] = field(default_factory=Counter)
     _first: Counter[float] = field(default_factory=Counter)
-    _between: Counter[float] = field(default_factory=Counter)
+    _between: Counter[int] = field(default_factory=Counter)  # in microseconds: there are too many steps to keep each
     _batch_seconds: float = 0.0  # requests times seconds
     _seconds: float = 0.0  # of all steps
     _memory: Counter[str] = field(default_factory=Counter)  # slots times seconds
@@ -83,36 +104,40 @@ class Metrics:
         for kind, num_slots in slots.items():
             self._memory[kind] += num_slots * seconds
 
-    def end_steps(
-        self, ends: list[float], seconds: list[float], num_running: int, result: StepResult
-    ) -> list[SimulatedRequest]:
-        """Note the tokens of steps that are alike, and the requests that the last one ended. Returns the requests with
-        their first token."""
-        first, last = ends[0], ends[-1]
-        self.last = last
-        self.num_steps += len(ends)
-        self._seconds += sum(seconds)
-        self._batch_seconds += sum(seconds) * num_running
-        self.num_output_tokens += len(result.got_tokens) * len(ends)
+    def end_steps(self, steps: Steps, now: float, num_running: int, result: StepResult) -> list[SimulatedRequest]:
+        """Note the tokens of steps that are alike, and the requests that the last one ended, at this moment. Returns
+        the requests with their first token."""
+        self.last = now
+        self.num_steps += steps.count
+        seconds = now - steps.begin
+        self._seconds += seconds
+        self._batch_seconds += seconds * num_running
+        num_tokens = len(result.got_tokens)  # in each step
+        self.num_output_tokens += num_tokens * steps.count
         begun: list[SimulatedRequest] = []
-        num_after: dict[float | None, int] = {}  # tokens, by the time of the token before
-        before, previous = None, None
+        between = self._between
+        num_after_step = num_tokens  # of the first step's tokens, those that come after a token of the step before
+        begin = before = steps.begin
+        previous = None
         for request in result.got_tokens:
             if request is not previous:  # the outputs of a request follow each other
                 previous, before = request, request.last_token
-                request.last_token = last
-                if before is None:
-                    request.first_token = first
-                    self._first[first - request.arrival] += 1
-                    begun.append(request)
-            num_after[before] = num_after.get(before, 0) + 1
-        for before, num_tokens in num_after.items():
+                request.last_token = now
+            if before == begin:
+                continue
+            num_after_step -= 1
             if before is not None:
-                self._between[_micros(first - before)] += num_tokens
-        for end, next_end in pairwise(ends):
-            self._between[_micros(next_end - end)] += len(result.got_tokens)
+                between[_micros(steps.end(1) - before)] += 1
+            elif request.first_token is None:
+                request.first_token = steps.end(1)
+                self._first[request.first_token - request.arrival] += 1
+                begun.append(request)
+        if num_after_step:
+            between[_micros(steps.seconds)] += num_after_step
+        for number in range(1, steps.count):
+            between[_micros(steps.seconds_of(number))] += num_tokens
         for request in result.finished:
-            request.finished = last
+            request.finished = now
             self._finish(request)
         return begun
 
@@ -139,7 +164,7 @@ class Metrics:
             tokens_per_second=self.num_output_tokens / self.last if self.last else 0.0,
             normalized_latency=distribution(self._normalized),
             time_to_first_token=distribution(self._first),
-            inter_token_latency=distribution(self._between),
+            inter_token_latency=distribution({micros / 1e6: count for micros, count in self._between.items()}),
             batch_size=self._batch_seconds / self._seconds if self._seconds else 0.0,
             most_waiting=self.most_waiting,
             memory={kind: self._memory[kind] / slots if slots else 0.0 for kind in kinds},
@@ -150,9 +175,8 @@ class Metrics:
         )
 
 
-def _micros(seconds: float) -> float:
-    """To a microsecond: a simulation has too many steps for each to be counted by itself."""
-    return round(seconds, 6)
+def _micros(seconds: float) -> int:
+    return int(seconds * 1e6 + 0.5)
 
 
 def distribution(counts: Mapping[float, int]) -> Distribution | None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.metrics import MEMORY_EVERY, Metrics, Summary
+from pagedattn_serve.simulation.metrics import MEMORY_EVERY, Metrics, Steps, Summary
 from pagedattn_serve.simulation.systems.system import System
 from pagedattn_serve.simulation.workload import SimulatedRequest
 
@@ -23,21 +23,22 @@ class Routing(Protocol):
 
 @dataclass(slots=True)
 class _Replica:
-    """ends: when the step that runs will end, and the steps that are sure to follow it alike; empty if nothing runs.
-    seconds: of each of these steps.
+    """steps: the step that runs, and the steps that are sure to follow it alike; None if nothing runs.
     event: number of the event at the end of the last of them.
+    num_waiting: requests that waited when they began.
     num_steps: that have ended.
     """
 
     system: System
-    ends: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    steps: Steps | None = None
     event: int = -1
+    num_waiting: int = 0
     num_steps: int = 0
 
 
 class Simulator:
-    """replicas: of one system each. seconds_of: the time of a step, from its work."""
+    """replicas: of one system each. seconds_of: the time of a step, from its work. In steps that differ in nothing but
+    the keys of their decodes, it has to grow as these do: by the same time for each key."""
 
     def __init__(self, replicas: Sequence[System], routing: Routing, seconds_of: Callable[[StepWork], float]) -> None:
         self._replicas = [_Replica(system) for system in replicas]
@@ -78,7 +79,7 @@ class Simulator:
         replica = self._replicas[event]
         if number != replica.event:  # a request came, and the steps end earlier
             return
-        for request in self._end_steps(replica):
+        for request in self._end_steps(replica, now):
             next_request = follow_up(request)
             if next_request is not None:
                 heapq.heappush(self._events, (next_request.arrival, next(self._order), next_request))
@@ -89,46 +90,45 @@ class Simulator:
         index = self._routing.add(key, request.prompt_token_ids, "")
         replica = self._replicas[index]
         replica.system.add(request)
-        if not replica.ends:
+        steps = replica.steps
+        if steps is None:
             self._begin_steps(request.arrival, index)
             return
-        num_steps = bisect_right(replica.ends, request.arrival) + 1  # with the one that runs now
-        if num_steps < len(replica.ends):
-            del replica.ends[num_steps:], replica.seconds[num_steps:]
-            self._plan_end(index)
+        num_steps = bisect_right(range(1, steps.count), request.arrival, key=steps.end) + 1  # with the one that runs now
+        if num_steps < steps.count:
+            steps.count = num_steps
+            self._plan_end(index, steps)
 
     def _begin_steps(self, now: float, index: int) -> None:
         """Begin a step. Steps that are sure to be like it are planned with it."""
         replica = self._replicas[index]
         system = replica.system
         work = system.begin_step()
-        replica.ends, replica.seconds = [], []
         if work is None:
+            replica.steps = None
             return
-        self._metrics.begin_step(system.num_waiting)
-        num_steps_until_look = MEMORY_EVERY - replica.num_steps % MEMORY_EVERY
-        for i in range(min(1 + system.num_alike(), num_steps_until_look)):
-            if i > 0:
-                work.go_on()
-            seconds = self._seconds_of(work)
-            now += seconds
-            replica.ends.append(now)
-            replica.seconds.append(seconds)
-        if num_steps_until_look == MEMORY_EVERY:
-            self._metrics.look_at_memory(replica.seconds[0], system.memory(), system.num_waiting)
-        self._plan_end(index)
+        replica.num_waiting = system.num_waiting
+        self._metrics.begin_step(replica.num_waiting)
+        steps = replica.steps = Steps(now, self._seconds_of(work), 1 + system.num_alike())
+        if steps.count > 1:
+            work.go_on()
+            steps.growth = self._seconds_of(work) - steps.seconds
+        self._plan_end(index, steps)
 
-    def _plan_end(self, index: int) -> None:
-        replica = self._replicas[index]
-        replica.event = next(self._order)
-        heapq.heappush(self._events, (replica.ends[-1], replica.event, index))
+    def _plan_end(self, index: int, steps: Steps) -> None:
+        event = self._replicas[index].event = next(self._order)
+        heapq.heappush(self._events, (steps.end(steps.count), event, index))
 
-    def _end_steps(self, replica: _Replica) -> list[SimulatedRequest]:
+    def _end_steps(self, replica: _Replica, now: float) -> list[SimulatedRequest]:
         """Returns the requests that are over."""
-        num_running = replica.system.num_running
-        result = replica.system.end_step(*replica.seconds)
-        replica.num_steps += len(replica.ends)
-        for request in self._metrics.end_steps(replica.ends, replica.seconds, num_running, result):
+        system, steps = replica.system, replica.steps
+        assert steps is not None
+        for number in range(-replica.num_steps % MEMORY_EVERY, steps.count, MEMORY_EVERY):
+            self._metrics.look_at_memory(steps.seconds_of(number), system.memory(number), replica.num_waiting)
+        replica.num_steps += steps.count
+        num_running = system.num_running
+        result = system.end_step(steps.seconds, steps.count, steps.growth)
+        for request in self._metrics.end_steps(steps, now, num_running, result):
             self._routing.begin(self._keys[request])
         for request in result.finished:
             self._routing.end(self._keys.pop(request))

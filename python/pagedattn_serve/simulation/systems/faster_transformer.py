@@ -73,8 +73,8 @@ class FasterTransformerSystem:
         num_left = [request.num_output_tokens - self._num_steps for request in self._batch]
         return min(each for each in num_left if each > 0) - 1
 
-    def end_step(self, *seconds: float) -> StepResult:
-        self._num_steps += len(seconds)
+    def end_step(self, seconds: float, num_steps: int = 1, growth: float = 0.0) -> StepResult:
+        self._num_steps += num_steps
         got_tokens: list[SimulatedRequest] = []
         self._num_copied_tokens = 0
         for request in self._batch:
@@ -89,10 +89,10 @@ class FasterTransformerSystem:
             finished, self._batch = self._batch, []
         return StepResult(got_tokens, finished)
 
-    def memory(self) -> Memory:
+    def memory(self, num_steps: int = 0) -> Memory:
         used = reserved = num_rows = 0
         for request in self._batch:
-            num_output = min(self._num_steps, request.num_output_tokens)
+            num_output = min(self._num_steps + num_steps, request.num_output_tokens)
             used += request.num_sequences * (len(request.prompt_token_ids) + num_output)
             reserved += request.num_sequences * (request.num_output_tokens - num_output)
             num_rows += request.num_sequences

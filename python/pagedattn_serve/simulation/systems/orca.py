@@ -124,13 +124,13 @@ class OrcaSystem:
             return 0  # without prompts, the first request that waits finds no room until another one ends
         return min(each.request.num_output_tokens - each.num_output_tokens for each in self._running) - 1
 
-    def end_step(self, *seconds: float) -> StepResult:
+    def end_step(self, seconds: float, num_steps: int = 1, growth: float = 0.0) -> StepResult:
         got_tokens: list[SimulatedRequest] = []
         going_on: list[_Running] = []
         finished: list[SimulatedRequest] = []
         for running in self._running:
             request = running.request
-            running.num_output_tokens += len(seconds)
+            running.num_output_tokens += num_steps
             got_tokens += [request] * (1 if request.beams else len(running.ranges))
             if running.num_output_tokens < request.num_output_tokens:
                 if request.beams is not None:
@@ -144,11 +144,12 @@ class OrcaSystem:
         self._running = going_on
         return StepResult(got_tokens, finished)
 
-    def memory(self) -> Memory:
+    def memory(self, num_steps: int = 0) -> Memory:
         used = reserved = 0
         for running in self._running:
             num_outputs = len(running.ranges)
-            used += num_outputs * (len(running.request.prompt_token_ids) + running.num_output_tokens)
-            reserved += num_outputs * (running.request.num_output_tokens - running.num_output_tokens)
+            num_output = running.num_output_tokens + num_steps
+            used += num_outputs * (len(running.request.prompt_token_ids) + num_output)
+            reserved += num_outputs * (running.request.num_output_tokens - num_output)
         taken = self._allocator.num_slots - self._allocator.num_free_slots
         return Memory(used, reserved, taken - used - reserved, self._allocator.num_free_slots, saved=0)

@@ -5,8 +5,11 @@ what the scheduler would do in all of them, with the block manager's own methods
 tested (`tests/serving/simulation/test_steps_alike.py`).
 """
 
+import sys
+
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.prompt_pace import NUM_MEASURED
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -75,30 +78,34 @@ class PagedSystem:
             num_copied_tokens=len(batch.blocks_to_copy) * self._block_size,
             num_swapped_tokens=(len(batch.blocks_to_swap_out) + len(batch.blocks_to_swap_in)) * self._block_size,
         )
-        self._num_alike = 0
-        if self._is_steady(batch):
-            num_computed = [scheduled.sequence.num_computed_tokens for scheduled in batch.sequences]
-            work.add_decodes(len(num_computed), sum(num_computed) + len(num_computed))
-            self._num_alike = min(map(_num_output_left, batch.sequences)) - 1
-            return work
+        num_decodes = num_begun = num_keys = 0
+        least_left = sys.maxsize  # output tokens that are still to come, of the decode that has the fewest
         for scheduled in batch.sequences:
-            begin = scheduled.sequence.num_computed_tokens
-            if scheduled.num_new_tokens == 1 and scheduled.num_samples == 1:
-                work.add_decodes(1, begin + 1)
+            sequence = scheduled.sequence
+            if scheduled.num_new_tokens == 1 == scheduled.num_samples:
+                num_output = len(sequence.output_token_ids)
+                num_decodes += 1
+                num_begun += num_output > 0
+                num_keys += sequence.num_computed_tokens
+                num_left = (sequence.rules.max_tokens or 0) - num_output
+                if num_left < least_left:
+                    least_left = num_left
             else:
-                work.add_prompt(begin, scheduled.num_new_tokens, scheduled.num_samples)
+                work.add_prompt(sequence.num_computed_tokens, scheduled.num_new_tokens, scheduled.num_samples)
+        work.add_decodes(num_decodes, num_keys + num_decodes)
+        is_steady = num_begun == len(batch.sequences) and self._is_steady(batch)
+        self._num_alike = least_left - 1 if is_steady else 0
         return work
 
     def _is_steady(self, batch: ScheduledBatch) -> bool:
-        """Whether the next steps run the same sequences, as long as there are blocks and no output is done."""
-        scheduler = self._scheduler
+        """If all of the batch are decodes after their first token: whether the next steps run the same sequences, as
+        long as there are blocks and no output is done."""
         if not 0 < batch.num_decodes == len(batch.sequences) or batch.has_copies or batch.preempted or batch.outgrown:
             return False
         if self._num_searches or (self.num_waiting and not self._waits_for_an_end):
             return False
-        if sum(len(group.sequences) for group in scheduler.running) != batch.num_decodes:
-            return False  # some were left out: no budget, or a long prompt that pauses
-        return all(scheduled.sequence.output_token_ids for scheduled in batch.sequences)
+        # Else some were left out: no budget, or a long prompt that pauses.
+        return sum(len(group.sequences) for group in self._scheduler.running) == batch.num_decodes
 
     def num_alike(self) -> int:
         """As far as there are free blocks, too."""
@@ -116,42 +123,50 @@ class PagedSystem:
         num_computed = [scheduled.sequence.num_computed_tokens + 1 for scheduled in sequences]
         return sum(-(-(each + num_tokens) // size) - -(-each // size) for each in num_computed)
 
-    def end_step(self, *seconds: float) -> StepResult:
+    def end_step(self, seconds: float, num_steps: int = 1, growth: float = 0.0) -> StepResult:
         batch = self._batch
         for copies in (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy):
             copies.clear()
-        if len(seconds) == 1:
-            self._scheduler.mark_computed(batch, seconds[0])
+        if not self._num_alike:
+            self._scheduler.mark_computed(batch, seconds)
             return self._add_tokens(batch)
-        for each in seconds:
-            self._scheduler.observe(batch, each)
-        for scheduled in batch.sequences:
-            self._decode_on(scheduled.sequence, len(seconds))
-        requests = [self._requests[scheduled.sequence.request_id] for scheduled in batch.sequences]
+        for number in range(max(0, num_steps - NUM_MEASURED), num_steps):  # nobody looks back at more of them
+            self._scheduler.observe(batch, seconds + number * growth)
+        self._decode_on(batch, num_steps)
+        got_tokens = [self._requests[scheduled.sequence.request_id][0] for scheduled in batch.sequences]
         finished: list[SimulatedRequest] = []
-        if len(seconds) > self._num_alike:
-            for scheduled, (request, group) in zip(batch.sequences, requests, strict=True):
+        if num_steps > self._num_alike:
+            for scheduled, request in zip(batch.sequences, got_tokens, strict=True):
                 if len(scheduled.sequence.output_token_ids) == request.num_output_tokens:
+                    group = self._requests[scheduled.sequence.request_id][1]
                     self._finish(request, group, scheduled.sequence)
                     if not group.sequences:
                         finished.append(request)
-        return StepResult([request for request, _ in requests], finished)
+        return StepResult(got_tokens, finished)
 
-    def _decode_on(self, sequence: Sequence, num_tokens: int) -> None:
-        """Compute so many tokens, the first of which has its block, and draw the token after each."""
+    def _decode_on(self, batch: ScheduledBatch, num_tokens: int) -> None:
+        """Compute so many tokens of each sequence, the first of which has its block, and draw the token after each."""
         manager, size = self._scheduler.block_manager, self._block_size
-        begin = sequence.num_computed_tokens
-        end = begin + num_tokens
-        while True:
-            stop = min(end, begin - begin % size + size)
-            sequence.output_token_ids.extend(range(self._next_token, self._next_token + stop - begin))
-            self._next_token += stop - begin
-            sequence.num_computed_tokens = begin = stop
-            if stop % size == 0 and self._prefix_caching:  # no other block has these tokens: there is nothing to merge
-                manager.publish(sequence, stop // size - 1, stop // size)
-            if stop == end:
-                break
-            manager.append(sequence)
+        next_token = self._next_token
+        for scheduled in batch.sequences:
+            sequence = scheduled.sequence
+            begin = sequence.num_computed_tokens
+            num_left = num_tokens
+            while num_left >= (room := size - begin % size):  # they fill a block
+                sequence.output_token_ids.extend(range(next_token, next_token + room))
+                next_token += room
+                sequence.num_computed_tokens = begin = begin + room
+                if self._prefix_caching:  # no other block has these tokens: there is nothing to merge
+                    manager.publish(sequence, begin // size - 1, begin // size)
+                num_left -= room
+                if not num_left:
+                    break
+                manager.append(sequence)
+            if num_left:
+                sequence.output_token_ids.extend(range(next_token, next_token + num_left))
+                next_token += num_left
+                sequence.num_computed_tokens = begin + num_left
+        self._next_token = next_token
 
     def _add_tokens(self, batch: ScheduledBatch) -> StepResult:
         scheduler = self._scheduler
@@ -215,23 +230,21 @@ class PagedSystem:
         group.sequences = running
         return list(running)
 
-    def memory(self) -> Memory:
-        manager = self._scheduler.block_manager
-        used = manager.num_used_slots()
-        taken = manager.num_used_blocks * self._block_size
-        never = 0
+    def memory(self, num_steps: int = 0) -> Memory:
+        manager, size = self._scheduler.block_manager, self._block_size
+        never = num_new_blocks = 0
         for group in self._scheduler.running:
             request, _ = self._requests[group.request_id]
             for sequence in group.sequences:
-                num_slots = len(manager.block_table(sequence)) * self._block_size
-                never += max(0, num_slots - request.num_tokens)
+                num_blocks = len(manager.block_table(sequence))
+                if num_steps:
+                    num_more = -(-(sequence.num_computed_tokens + 1 + num_steps) // size) - num_blocks
+                    num_new_blocks += num_more
+                    num_blocks += num_more
+                never += max(0, num_blocks * size - request.num_tokens)
+        used = manager.num_used_slots() + num_steps * len(self._batch.sequences)
+        taken = (manager.num_used_blocks + num_new_blocks) * size
         internal = min(never, taken - used)
-        free = manager.num_blocks * self._block_size - taken
-        saved = manager.num_table_entries * self._block_size - taken
+        free = manager.num_blocks * size - taken
+        saved = (manager.num_table_entries - manager.num_used_blocks) * size
         return Memory(used, taken - used - internal, internal, free, saved)
-
-
-def _num_output_left(scheduled: ScheduledSequence) -> int:
-    sequence = scheduled.sequence
-    assert sequence.rules.max_tokens is not None
-    return sequence.rules.max_tokens - len(sequence.output_token_ids)

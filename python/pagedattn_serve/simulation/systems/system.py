@@ -80,12 +80,13 @@ class System(Protocol):
         the same requests tokens, unless a request is added. Requests end with the last of them alone."""
         ...
 
-    def end_step(self, *seconds: float) -> StepResult:
-        """What the step gave, and at most `num_alike` more of them. They took so long, one after the other."""
+    def end_step(self, seconds: float, num_steps: int = 1, growth: float = 0.0) -> StepResult:
+        """What the step gave, and so many more steps, at most `num_alike`, that they are num_steps together. The first
+        took `seconds`, and each of the others `growth` seconds more than the one before."""
         ...
 
-    def memory(self) -> Memory:
-        """Between `begin_step` and `end_step`."""
+    def memory(self, num_steps: int = 0) -> Memory:
+        """Between `begin_step` and `end_step`: in this step, or so many steps after it, at most `num_alike`."""
         ...
 
     @property
