@@ -10,9 +10,9 @@ that fill it are scheduled. That is early enough: a sequence that finds the bloc
 each layer all keys and values of a step are written before any are read.
 """
 
-import hashlib
 import math
 from collections import Counter
+from hashlib import blake2b
 from struct import Struct
 
 from pagedattn_serve.config import CacheConfig
@@ -24,6 +24,8 @@ from pagedattn_serve.scheduling.sequence import Sequence
 class BlockManager:
     """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing.
 
+    tables: to be read only, as `block_table` says.
+
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
     room, nothing was changed.
     """
@@ -34,7 +36,7 @@ class BlockManager:
         self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
         self._allocator = BlockAllocator(cache_config.num_blocks)
-        self._tables: dict[Sequence, list[int]] = {}
+        self.tables: dict[Sequence, list[int]] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
         self._host_tables: dict[Sequence, list[int]] = {}
 
@@ -74,7 +76,7 @@ class BlockManager:
         The manager's own list, to be read only. It grows with the sequence, and its last entry may change. If an
         earlier entry changes, the list becomes another object.
         """
-        table = self._tables.get(sequence)
+        table = self.tables.get(sequence)
         if table is None:
             raise ValueError(f"{sequence.request_id} holds no blocks")
         return table
@@ -82,14 +84,14 @@ class BlockManager:
     @property
     def num_table_entries(self) -> int:
         """Blocks that the sequences would hold if none were shared."""
-        return sum(map(len, self._tables.values()))
+        return sum(map(len, self.tables.values()))
 
     def num_used_slots(self) -> int:
         """Tokens whose keys and values are in blocks that sequences hold. Tokens of a shared block count once."""
         if self.num_table_entries == self.num_used_blocks:  # no block is shared
-            return sum(sequence.num_computed_tokens for sequence in self._tables)
+            return sum(sequence.num_computed_tokens for sequence in self.tables)
         num_tokens: dict[int, int] = {}
-        for sequence, table in self._tables.items():
+        for sequence, table in self.tables.items():
             num_full, rest = divmod(sequence.num_computed_tokens, self.block_size)
             num_tokens.update(dict.fromkeys(table[:num_full], self.block_size))
             if rest:
@@ -102,7 +104,7 @@ class BlockManager:
 
     def block_owners(self, groups: list[list[Sequence]]) -> list[int]:
         """For each block of the cache, the index of a group that holds it; -1 if no group does."""
-        return _owners(self._allocator, self._tables, groups)
+        return _owners(self._allocator, self.tables, groups)
 
     def host_block_owners(self, groups: list[list[Sequence]]) -> list[int]:
         """`block_owners` of the pool in host memory."""
@@ -143,7 +145,7 @@ class BlockManager:
             table += [self._allocator.allocate() for _ in range(self._num_blocks_for(sequence) - len(table))]
             if len(sequences) > 1:
                 block_of.update(zip(hashes, table, strict=False))
-            self._tables[sequence] = table
+            self.tables[sequence] = table
         return True
 
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
@@ -154,7 +156,8 @@ class BlockManager:
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
         table = self.block_table(sequence)
-        num_missing = -(-sequence.num_tokens // self.block_size) - len(table)
+        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
+        num_missing = -(-num_tokens // self.block_size) - len(table)
         if num_missing > 1:
             raise ValueError(f"{sequence.request_id} lacks {num_missing} blocks, expected at most 1: append each token")
         if num_missing == 0 and self._allocator.ref_count(table[-1]) == 1:
@@ -175,7 +178,7 @@ class BlockManager:
         num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
         num_new = min(num_missing, self._allocator.num_free_blocks)
         if num_new > 0:  # and `append` may have changed what was the end before
-            table = self._tables[sequence] = table + [self._allocator.allocate() for _ in range(num_new)]
+            table = self.tables[sequence] = table + [self._allocator.allocate() for _ in range(num_new)]
         return min(num_tokens, len(table) * self.block_size - sequence.num_tokens)
 
     def trim(self, sequence: Sequence) -> None:
@@ -197,7 +200,7 @@ class BlockManager:
             raise ArgumentError("child", f"the parent's {parent.num_tokens} tokens", child.num_tokens)
         for block in table:
             self._allocator.fork(block)
-        self._tables[child] = table
+        self.tables[child] = table
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
@@ -208,14 +211,14 @@ class BlockManager:
             return
         for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it builds on
             self._allocator.free(block)
-        del self._tables[sequence]
+        del self.tables[sequence]
 
     def clear(self) -> None:
         """Take the blocks of all sequences away, whatever state the tables are in, and forget what the blocks hold.
 
         Pinned prefixes stay pinned: their blocks are kept when they are computed again.
         """
-        self._tables = {}
+        self.tables = {}
         self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
         self._host_tables = {}
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
@@ -269,7 +272,7 @@ class BlockManager:
         device_tables = self._translate(sequences, tables, device_of, self._allocator)
         for sequence in sequences:
             self.free(sequence)
-        self._tables |= device_tables
+        self.tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------
@@ -294,7 +297,7 @@ class BlockManager:
                 self._allocator.free(table[i])
                 shared[i] = published
         if shared:
-            self._tables[sequence] = [shared.get(i, block) for i, block in enumerate(table)]
+            self.tables[sequence] = [shared.get(i, block) for i, block in enumerate(table)]
 
     def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
         """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them.
@@ -316,8 +319,8 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block's reference count is the number of tables that hold it."""
-        assert not self._tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
-        for allocator, tables in ((self._allocator, self._tables), (self._host_allocator, self._host_tables)):
+        assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
+        for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
             allocator.check_integrity()
             for sequence, table in tables.items():
                 assert len(set(table)) == len(table), f"{sequence.request_id} holds a block twice: {table}"
@@ -342,12 +345,13 @@ class BlockManager:
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The hashes of the sequence's first `num_blocks` blocks, which are full. There may be more of them."""
-        hashes = sequence.block_hashes
-        while len(hashes) < num_blocks:
-            begin = len(hashes) * self.block_size
-            tokens = self._pack(*sequence.tokens(begin, begin + self.block_size))
-            before = hashes[-1] if hashes else salt_hash(sequence.cache_salt)
-            hashes.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
+        hashes, size = sequence.block_hashes, self.block_size
+        if len(hashes) < num_blocks:
+            last = hashes[-1] if hashes else salt_hash(sequence.cache_salt)
+            tokens = sequence.tokens(len(hashes) * size, num_blocks * size)
+            for begin in range(0, len(tokens), size):
+                last = blake2b(last + self._pack(*tokens[begin : begin + size]), digest_size=16).digest()
+                hashes.append(last)
         return hashes
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
@@ -402,14 +406,14 @@ class BlockManager:
         return dict(zip(sequences, translated, strict=True))
 
     def _require_unknown(self, sequence: Sequence) -> None:
-        if sequence in self._tables or sequence in self._host_tables:
+        if sequence in self.tables or sequence in self._host_tables:
             raise ValueError(f"{sequence.request_id} holds blocks already")
 
 
 def salt_hash(salt: str) -> bytes:
     """What the hashes of a sequence's blocks begin with: nothing without a salt. With a salt, it differs from the hash
     of every block and from all tokens."""
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
+    return blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
 
 
 def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:

@@ -246,16 +246,33 @@ class Scheduler:
         prefilling = []
         is_left_out = False
         num_done = 0
-        while num_done < len(self.running):
-            group = self.running[num_done]
+        running, decodes, tables = self.running, self._decodes, self.block_manager.tables
+        block_size = self.block_manager.block_size
+        while num_done < len(running):
+            group = running[num_done]
             num_sequences = len(group.sequences)
+            # The common case first: a decode amid its last block is the same in each step, and need not be made anew.
+            decode = decodes.get(group.sequences[0]) if num_sequences == 1 <= budget else None
+            if decode is not None:
+                sequence = decode.sequence
+                num_computed = sequence.num_computed_tokens
+                if (
+                    0 < num_computed % block_size < block_size - 1
+                    and len(sequence.prompt_token_ids) + len(sequence.output_token_ids) == num_computed + 1
+                    and decode.block_table is tables.get(sequence)
+                ):
+                    batch.sequences.append(decode)
+                    batch.num_decodes += 1
+                    budget -= 1
+                    num_done += 1
+                    continue
             if group.in_prefill:
                 prefilling.append(group)
             elif num_sequences > budget:
                 is_left_out = True
             elif self._add_decodes(batch, group):
                 budget -= num_sequences
-            elif len(self.running) > 1:
+            elif len(running) > 1:
                 self._preempt_last(batch)  # maybe `group` itself, and then the loop is over
                 continue
             else:
@@ -384,7 +401,7 @@ class Scheduler:
                 self._add_to_batch(batch, sequence, 1)
                 return True
             # A decode is the same in each step, as long as the block table is, and need not be made anew.
-            table = manager.block_table(sequence)
+            table = manager.tables[sequence]
             decode = self._decodes.get(sequence)
             if decode is None or decode.block_table is not table:
                 decode = self._decodes[sequence] = ScheduledSequence(sequence, 1, table, num_samples=1)

@@ -231,7 +231,7 @@ class FakeEngine:
 
     def _count_what_happened(self) -> None:
         for scheduled in self._batch.sequences:
-            table = self.manager._tables.get(scheduled.sequence, scheduled.block_table)
+            table = self.manager.tables.get(scheduled.sequence, scheduled.block_table)
             self.num_times["merged"] += table is not scheduled.block_table
             self.num_times["prompt logprobs"] += scheduled.sequence.sampling.sampling_params.prompt_logprobs is not None
         ran = [scheduled.sequence for scheduled in self._batch.sequences]
@@ -488,13 +488,13 @@ class FakeEngine:
     def _check_blocks(self, has_run: bool) -> None:
         scheduler, manager = self.scheduler, self.manager
         manager.check_integrity()
-        assert manager._tables.keys() == {sequence for group in scheduler.running for sequence in group.sequences}
+        assert manager.tables.keys() == {sequence for group in scheduler.running for sequence in group.sequences}
         assert manager._host_tables.keys() == {sequence for group in scheduler.swapped for sequence in group.sequences}
-        assert manager.num_used_blocks == len({block for table in manager._tables.values() for block in table})
+        assert manager.num_used_blocks == len({block for table in manager.tables.values() for block in table})
         if not has_run:
             return
-        for read, tables in ((self.cache.read, manager._tables), (self.cache.read_host, manager._host_tables)):
-            queue = scheduler.running if tables is manager._tables else scheduler.swapped
+        for read, tables in ((self.cache.read, manager.tables), (self.cache.read_host, manager._host_tables)):
+            queue = scheduler.running if tables is manager.tables else scheduler.swapped
             for group in queue:
                 # Amid a prefill, a sequence may share blocks that another sequence has not computed yet.
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
@@ -509,14 +509,14 @@ class FakeEngine:
         groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
         expected = [(group.request_id, group.sequences[0].status.value) for group in groups]
         assert [(each.request_id, each.state) for each in cache_map.requests] == expected
-        for owners, tables in ((cache_map.owners, manager._tables), (cache_map.host_owners, manager._host_tables)):
+        for owners, tables in ((cache_map.owners, manager.tables), (cache_map.host_owners, manager._host_tables)):
             holders: dict[int, list[int]] = {}
             for index, group in enumerate(groups):
                 for sequence in group.sequences:
                     for block in tables.get(sequence, ()):
                         holders.setdefault(block, []).append(index)
             assert all(owner in holders.get(block, [-1]) for block, owner in enumerate(owners))
-            if tables is manager._tables:
+            if tables is manager.tables:
                 names = ["free", "used", "shared"]
                 states = [names[min(len(holders.get(block, ())), 2)] for block in range(manager.num_blocks)]
                 assert [state.replace("cached", "free") for state in cache_map.blocks] == states
@@ -528,7 +528,7 @@ class FakeEngine:
         block_size, published = self.manager.block_size, self.manager._allocator._block_of
         if not published:
             return
-        for sequence in self.manager._tables:
+        for sequence in self.manager.tables:
             for i, key in enumerate(sequence.block_hashes):
                 content = self.values(sequence)[i * block_size : (i + 1) * block_size]
                 assert self._content_of.setdefault(key, content) == content
