@@ -65,13 +65,14 @@ class Router:
         """Choose the replica of a request, and count the request there until `end`. There has to be a replica."""
         pieces = split(prompt, cache_salt)
         replicas = list(self._replicas.values())
-        cached = {each.index: each.num_cached_tokens(pieces) for each in replicas}
+        cached = {each.index: each.num_cached_tokens(pieces) for each in replicas} if pieces.hashes else {}
         if not any(cached.values()):
             replicas = self._random.sample(replicas, min(2, len(replicas)))
         else:
             self._random.shuffle(replicas)  # so that equal ones take turns
-        chosen = min(replicas, key=lambda each: each.load + COMPUTE_WEIGHT * (pieces.num_tokens - cached[each.index]))
-        chosen.add(key, pieces, pieces.num_tokens - cached[chosen.index])
+        num_to_compute = {each.index: pieces.num_tokens - cached.get(each.index, 0) for each in replicas}
+        chosen = min(replicas, key=lambda each: each.load + COMPUTE_WEIGHT * num_to_compute[each.index])
+        chosen.add(key, pieces, num_to_compute[chosen.index])
         self._replica_of[key] = chosen
         return chosen.index
 

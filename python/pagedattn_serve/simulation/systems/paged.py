@@ -235,13 +235,15 @@ class PagedSystem:
         never = num_new_blocks = 0
         for group in self._scheduler.running:
             request, _ = self._requests[group.request_id]
+            num_request_tokens = request.num_tokens
             for sequence in group.sequences:
-                num_blocks = len(manager.block_table(sequence))
+                num_blocks = len(manager.tables[sequence])
                 if num_steps:
                     num_more = -(-(sequence.num_computed_tokens + 1 + num_steps) // size) - num_blocks
                     num_new_blocks += num_more
                     num_blocks += num_more
-                never += max(0, num_blocks * size - request.num_tokens)
+                if num_blocks * size > num_request_tokens:
+                    never += num_blocks * size - num_request_tokens
         used = manager.num_used_slots() + num_steps * len(self._batch.sequences)
         taken = (manager.num_used_blocks + num_new_blocks) * size
         internal = min(never, taken - used)
