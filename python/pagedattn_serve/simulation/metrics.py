@@ -117,7 +117,8 @@ class Metrics:
         begun: list[SimulatedRequest] = []
         between = self._between
         num_after_step = num_tokens  # of the first step's tokens, those that come after a token of the step before
-        begin = before = steps.begin
+        begin = steps.begin
+        before: float | None = None
         previous = None
         for request in result.got_tokens:
             if request is not previous:  # the outputs of a request follow each other

@@ -3,7 +3,7 @@
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -94,7 +94,8 @@ class Simulator:
         if steps is None:
             self._begin_steps(request.arrival, index)
             return
-        num_steps = bisect_right(range(1, steps.count), request.arrival, key=steps.end) + 1  # with the one that runs now
+        num_over = bisect_right(range(1, steps.count), request.arrival, key=steps.end)
+        num_steps = num_over + 1  # with the one that runs now
         if num_steps < steps.count:
             steps.count = num_steps
             self._plan_end(index, steps)
