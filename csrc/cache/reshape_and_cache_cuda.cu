@@ -224,12 +224,11 @@ void launch_nhd(void (*kernel)(Params, NhdAccess), const Params& p, int64_t row_
   access.chunks_per_token = static_cast<int>(p.num_kv_heads) * access.chunks_per_head;
   access.tokens_per_block = std::max(1, GROUP_THREADS / access.chunks_per_token);
   access.are_rows_aligned = are_rows_aligned(p, row_element_size);
-  access.is_cache_aligned = is_aligned_16({p.key_cache, p.value_cache}, {});
-  for (const CacheStrides& strides : {p.key_strides, p.value_strides}) {
-    for (const int64_t stride : {strides.block, strides.token, strides.kv_head}) {
-      access.is_cache_aligned = access.is_cache_aligned && stride * CACHE_BYTES % 16 == 0;
-    }
-  }
+  const CacheStrides &keys = p.key_strides, &values = p.value_strides;
+  access.is_cache_aligned =
+      is_aligned_16({p.key_cache, p.value_cache},
+                    {keys.block * CACHE_BYTES, keys.token * CACHE_BYTES, keys.kv_head * CACHE_BYTES,
+                     values.block * CACHE_BYTES, values.token * CACHE_BYTES, values.kv_head * CACHE_BYTES});
   const unsigned num_blocks = grid_size(ceil_div<int64_t>(p.num_tokens, access.tokens_per_block));
   launch(kernel, dim3(num_blocks, 2), dim3(GROUP_THREADS), 0, stream, p, access);
 }
