@@ -331,7 +331,7 @@ def test_cache_and_elementwise_on_cuda(fake_cuda, small_shapes):
     options = torch.bfloat16, "cpu", 2
     rows = cache.bench(2, *options, copy_probe())
     assert rows[1].work == 40 * 2 * 2 * 2 * 128 * 2  # key and value, read and written, heads
-    assert rows[4].work == 5 * 2 * 2 * 16 * 2 * 128 * 2
+    assert rows[6].work == 5 * 2 * 2 * 16 * 2 * 128 * 2  # copy_blocks
     block_bytes = 16 * 2 * 128 * 2
     for row in cache.bench_swaps(2, *options):
         assert row.work == row.probe.work == 5 * block_bytes
