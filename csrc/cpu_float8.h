@@ -94,8 +94,7 @@ struct Float16Pairs {
   Float16Halves odd;
 
   template <bool NAN_TOO, typename Float8>
-  PAGEDATTN_INLINE void store(const Float8* source, NanFinder<Float8>& nans) {
-    const __m256i bytes = load_as<__m256i>(source);
+  PAGEDATTN_INLINE void store(__m256i bytes, NanFinder<Float8>& nans) {
     nans.add(bytes);
     even.store(upper_bytes_to_float16<NAN_TOO>(_mm256_slli_epi16(bytes, 8), Float8{}));
     odd.store(upper_bytes_to_float16<NAN_TOO>(bytes, Float8{}));

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import reference
 import torch
+from cache_layouts import LAYOUTS, make_cache_pair
 from checks import DTYPES, assert_close_to_reference, assert_same_bits, filled_with_nan, with_row_gap
 from hypothesis import strategies as st
 from op_table import OPS, runs_cuda_kernels
@@ -39,6 +40,7 @@ class Case:
     group_size: int = 2
     head_size: int = 64
     block_size: int = 16
+    layout: str = "chunked"  # of cache_layouts.LAYOUTS
     row_gap: int = 0  # elements between two rows of query
     block_gap: int = 0  # elements between two blocks of a cache
     alibi: bool = False
@@ -50,12 +52,15 @@ class Case:
     seed: int = 0
 
 
-def make_caches(num_blocks: int, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def make_caches(
+    num_blocks: int, case: Case, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A key and a value cache in which every slot is NaN."""
-    x = 16 // dtype.itemsize
-    key_shape = (num_blocks, case.num_kv_heads, case.head_size // x, case.block_size, x)
-    value_shape = (num_blocks, case.num_kv_heads, case.head_size, case.block_size)
-    return filled_with_nan(*key_shape, dtype=dtype), filled_with_nan(*value_shape, dtype=dtype)
+
+    def make(*shape: int) -> torch.Tensor:
+        return with_row_gap(filled_with_nan(*shape, dtype=dtype, device=device), case.block_gap)
+
+    return make_cache_pair(case.layout, num_blocks, case.num_kv_heads, case.head_size, case.block_size, make)
 
 
 def make_arguments(case: Case, device: torch.device) -> dict:
@@ -75,16 +80,20 @@ def make_arguments(case: Case, device: torch.device) -> dict:
     kv_cache_dtype, cache_dtype = case.cache or ("auto", case.dtype)
     scales = [None, None] if case.scales is None else [torch.tensor(scale) for scale in case.scales]
     quantisation = {"kv_cache_dtype": kv_cache_dtype, "k_scale": scales[0], "v_scale": scales[1]}
-    caches = make_caches(len(block_ids), case, cache_dtype)
+    caches = make_caches(len(block_ids), case, cache_dtype, device)
     all_slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
-    key_cache, value_cache = reference.reshape_and_cache(key, value, *caches, all_slots, **quantisation)
+    on_cpu = [cache.cpu() for cache in caches]
+    for cache, filled in zip(
+        caches, reference.reshape_and_cache(key, value, *on_cpu, all_slots, **quantisation), strict=True
+    ):
+        cache.copy_(filled)
     query = torch.randn(sum(rows), num_heads, case.head_size, generator=generator).to(case.dtype)
     slopes = torch.rand(num_heads, generator=generator) / 2 - 0.25  # of both signs
     sinks = torch.randn(num_heads, generator=generator)
     arguments = {
         "query": with_row_gap(query.to(device), case.row_gap),
-        "key_cache": with_row_gap(key_cache.to(device), case.block_gap),
-        "value_cache": with_row_gap(value_cache.to(device), case.block_gap),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
         "block_tables": block_tables,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
         "query_start_loc": torch.tensor([0, *rows]).cumsum(0).int(),
@@ -189,6 +198,8 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
     x = 16 // (dtype if cache is None else cache[1]).itemsize
     causal = draw(st.booleans()) if options else True
     any_head_size = st.integers(1, 256 // x).map(lambda chunks: chunks * x)
+    layout = draw(st.sampled_from(LAYOUTS))
+    block_sizes = [8, 16, 32, 64, 128, 256] if layout == "chunked" else [1, 3, 16, 48, 256, 1200]
     named_head_size = st.sampled_from([n for n in (64, 80, 96, 112, 120, 128, 192, 256) if n % x == 0])
     return Case(
         lens=tuple(draw(st.lists(st.tuples(rows, seq_len), max_size=4))),
@@ -198,7 +209,8 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
         num_kv_heads=draw(st.integers(1, 3)),
         group_size=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16])),
         head_size=draw(named_head_size | any_head_size),
-        block_size=draw(st.sampled_from([8, 16, 32, 64, 128, 256])),
+        block_size=draw(st.sampled_from(block_sizes)),
+        layout=layout,
         row_gap=draw(st.sampled_from([0, 1, 8, 37])),
         block_gap=draw(st.sampled_from([0, 3, 512])),
         alibi=draw(st.booleans()),

@@ -193,11 +193,12 @@ def paged_attention(
     Without query_start_loc each sequence has one row. `options` are those of `attention`.
     """
     cached = element_dtype(key_cache, kv_cache_dtype)
+    block_size = key_cache.shape[1 if key_cache.dim() == 4 else 3]
     starts = range(len(seq_lens) + 1) if query_start_loc is None else query_start_loc.tolist()
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = torch.zeros(query.shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=query.device)
     for (begin, end), block_table, seq_len in zip(pairwise(starts), block_tables, seq_lens.tolist(), strict=True):
-        key, value = gather(key_cache, value_cache, slots_of(block_table, seq_len, value_cache.shape[3]))
+        key, value = gather(key_cache, value_cache, slots_of(block_table, seq_len, block_size))
         if cached.itemsize == 1:
             key, value = dequantise(key, cached, k_scale), dequantise(value, cached, v_scale)
         out[begin:end], lse[begin:end] = attention(query[begin:end], key, value, dtype=dtype, **options)

@@ -94,8 +94,6 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
              cache.head_size);
   door.check(cache.layout == CacheLayout::NHD || cache.block_size >= MIN_BLOCK_SIZE, "key_cache",
              "expected a block size of at least ", MIN_BLOCK_SIZE, ", got ", cache.block_size);
-  door.check(cache.layout == CacheLayout::CHUNKED || door.runs_on_cuda(), "key_cache",
-             "expected 5 dimensions, got 4 (shape ", key_cache.sizes(), ")");
   params.layout = cache.layout;
   params.key_cache = key_cache.const_data_ptr();
   params.key_strides = cache.key_strides;
@@ -172,17 +170,34 @@ bool has_fast_pair_dots() { return cpu_capability() == CpuCapability::AVX512_BF1
 // that packing a tile for 128 pairs would be a tenth of the time.
 int64_t prefill_results(const PagedAttentionParams& params) {
   if (params.dtype != DType::BFLOAT16) return 128;
-  if (params.cache_dtype == DType::BFLOAT16 && cpu_capability() == CpuCapability::AMX) return 256;
+  if (params.layout == CacheLayout::CHUNKED && params.cache_dtype == DType::BFLOAT16 &&
+      cpu_capability() == CpuCapability::AMX) {
+    return 256;
+  }
   return has_fast_pair_dots() ? 64 : 128;
 }
 
 using Attend = decltype(cpu_default::attend_f32);
 
-Attend* choose_attend(DType query_dtype, DType cache_dtype) {
+Attend* choose_attend(const PagedAttentionParams& params) {
   const auto choose = [&](Attend* any_query, Attend* bf16_query) {
-    return query_dtype == DType::BFLOAT16 && has_fast_pair_dots() ? bf16_query : any_query;
+    return params.dtype == DType::BFLOAT16 && has_fast_pair_dots() ? bf16_query : any_query;
   };
-  switch (cache_dtype) {
+  if (params.layout == CacheLayout::NHD) {
+    switch (params.cache_dtype) {
+      case DType::FLOAT16:
+        return PAGEDATTN_CPU_KERNEL(attend_nhd_f16);
+      case DType::BFLOAT16:
+        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_bf16), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_bf16));
+      case DType::FLOAT8_E4M3:
+        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_e4m3), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_e4m3));
+      case DType::FLOAT8_E5M2:
+        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_e5m2), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_e5m2));
+      default:
+        return PAGEDATTN_CPU_KERNEL(attend_nhd_f32);
+    }
+  }
+  switch (params.cache_dtype) {
     case DType::FLOAT16:
       return PAGEDATTN_CPU_KERNEL(attend_f16);
     case DType::BFLOAT16:
@@ -208,7 +223,7 @@ void attend_on_cpu(const PagedAttentionParams& params) {
   const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
   const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
 
-  const auto attend = choose_attend(params.dtype, params.cache_dtype);
+  const auto attend = choose_attend(params);
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
     // As a rule, the workers take turns, and this is the worker's next item.
     const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;

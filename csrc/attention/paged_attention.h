@@ -125,6 +125,15 @@ PAGEDATTN_DECLARE_ATTEND(attend_pairs_e4m3)
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_e5m2)
 // For queries and a cache in bfloat16, on the tile registers of AMX. No other capability has this.
 PAGEDATTN_DECLARE_ATTEND(attend_amx_bf16)
+// For caches in the NHD layout.
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_f32)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_f16)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_bf16)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_e4m3)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_e5m2)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_bf16)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_e4m3)
+PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_e5m2)
 #undef PAGEDATTN_DECLARE_ATTEND
 
 PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,

@@ -161,7 +161,7 @@ class Planner {
 
   std::vector<SharedPart> find_shared_parts() const {
     std::vector<SharedPart> parts;
-    if (decodes_.size() < 2) return parts;
+    if (decodes_.size() < 2 || p_.block_tables == nullptr) return parts;
     PartitionRange all{INT64_MAX, 0};
     for (const Decode& decode : decodes_) {
       all = {std::min(all.begin, decode.partitions.begin), std::max(all.end, decode.partitions.end)};

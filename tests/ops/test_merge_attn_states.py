@@ -122,8 +122,7 @@ def test_a_context_seen_in_two_parts(device, case, data):
     prefix = arguments | {"seq_lens": torch.tensor(cuts, dtype=torch.int32, device=device)}
 
     # The second part starts on a block of its own, in the next of the batch's blocks.
-    caches = make_caches(len(arguments["key_cache"]) + len(cuts), case, case.dtype)
-    key_cache, value_cache = (cache.to(device) for cache in caches)
+    key_cache, value_cache = make_caches(len(arguments["key_cache"]) + len(cuts), case, case.dtype, device)
     block_tables = torch.zeros_like(arguments["block_tables"])
     next_block = 0
     for s, (cut, seq_len) in enumerate(zip(cuts, seq_lens, strict=True)):

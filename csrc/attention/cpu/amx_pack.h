@@ -170,9 +170,10 @@ class ValuePacker {
     uint32_t visible = 0xffffffff;
     if (first > 0) visible &= 0xffffffffu << first;
     if (end < STEP) visible &= (1u << end) - 1;
-    const bfloat16* from[STEP / LOCATED_TOKENS];
-    for (int i = 0; i < STEP / LOCATED_TOKENS; ++i) {
-      from[i] = values_ + tile_.value_at(step * STEP + i * LOCATED_TOKENS) + group * A_ROWS * stride;
+    constexpr int LOCATED = Tile<bfloat16>::LOCATED;
+    const bfloat16* from[STEP / LOCATED];
+    for (int i = 0; i < STEP / LOCATED; ++i) {
+      from[i] = values_ + tile_.value_at(step * STEP + i * LOCATED) + group * A_ROWS * stride;
     }
     const int64_t rows = head_size_ - group * A_ROWS;
     const auto use_rows = [&](const auto& row_at) PAGEDATTN_ALWAYS_INLINE {

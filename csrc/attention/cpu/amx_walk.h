@@ -145,7 +145,7 @@ class AmxWalk {
     Prefetcher<bfloat16> prefetcher;
     TileRows<bfloat16> at = find_first_tile_rows<bfloat16>(p_, rows_, item_, partition);
     while (at.tile.end > 0) {
-      const TileRows<bfloat16> next = find_next_tile_rows<bfloat16>(p_, rows_, item_, partition, at);
+      const TileRows<bfloat16> next = find_next_tile_rows(p_, rows_, item_, partition, at);
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
         if (ahead_.is_due(head)) ahead_.start_after(at.tile, head, next.tile, partition, prefetcher);
         attend_head(at, head, prefetcher);

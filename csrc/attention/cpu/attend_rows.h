@@ -3,21 +3,30 @@
 
 #include <type_traits>
 
+#include "attention/cpu/nhd_values.h"
 #include "attention/cpu/row_logits.h"
 #include "attention/cpu/row_values.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-template <typename T, typename Arithmetic, int NUM_ROWS>
-void attend_rows(const HeadTile<T>& h, const Row* rows) {
+template <typename Arithmetic, int NUM_ROWS, typename T, CacheLayout LAYOUT>
+void attend_rows(const HeadTile<T, LAYOUT>& h, const Row* rows) {
   TileLogits logits[NUM_ROWS];
   if (!h.tile.all_visible(0, TILE_TOKENS)) __builtin_memset(logits, 0, sizeof logits);
-  compute_logits<T, typename Arithmetic::Dot, NUM_ROWS>(h, rows, logits);
-  update_softmax<T, NUM_ROWS>(h.params, h.tile, rows, logits);
-  using Strip = typename Arithmetic::Strip;
-  dispatch_strip_elements<Strip>(
-      h.params.block_size, [&]<int ELEMENTS>() { accumulate_values<T, Strip, NUM_ROWS, ELEMENTS>(h, rows, logits); });
+  const TileTokens visible{h.tile.begin, h.tile.end};
+  compute_logits<typename Arithmetic::Dot, NUM_ROWS>(h, visible, rows, logits);
+  update_softmax<NUM_ROWS>(h.params, h.tile, rows, logits);
+  if constexpr (LAYOUT == CacheLayout::NHD) {
+    alignas(64) float sums[NUM_ROWS * MAX_HEAD_SIZE];
+    const int64_t stride = nhd_sums_stride(h.params.head_size);
+    accumulate_nhd_values<NUM_ROWS>(h, visible, logits, sums, stride);
+    for (int r = 0; r < NUM_ROWS; ++r) add_nhd_sums<T>(h.params.head_size, sums + r * stride, rows[r].values);
+  } else {
+    using Strip = typename Arithmetic::Strip;
+    dispatch_strip_elements<Strip>(
+        h.params.block_size, [&]<int ELEMENTS>() { accumulate_values<T, Strip, NUM_ROWS, ELEMENTS>(h, rows, logits); });
+  }
 }
 
 // How the rows are multiplied with keys and values.

@@ -1,14 +1,26 @@
 // What the walk of an item fetches, and when; for item_walk.h and amx_walk.h.
 #pragma once
 
+#include "attention/cpu/nhd_prefetcher.h"
 #include "attention/cpu/prefetcher.h"
 #include "attention/cpu/tile.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+// (row, head) pairs that go over a tile of the NHD layout together.
+constexpr int64_t NHD_RESULTS = 64;
+
+// How many KV heads a walk takes together. Where the heads of a token are adjacent, few rows take all of them, so that
+// memory is read front to back. Where the tokens of a head are adjacent, or where many rows make arithmetic the limit,
+// the walk goes head by head.
+inline int64_t nhd_heads_at_once(const PagedAttentionParams& p, const AttentionItem& item) {
+  const int64_t of_head = (item.row_end - item.row_begin) * (p.num_heads / p.num_kv_heads);
+  return p.key_strides.token < p.key_strides.kv_head || of_head >= LEAST_ROWS ? 1 : NHD_RESULTS / of_head;
+}
+
 // Fetches some KV heads of a tile while the walk is at work on the heads before them.
-template <typename T>
+template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 class FetchAhead {
  public:
   FetchAhead(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
@@ -16,7 +28,8 @@ class FetchAhead {
       : p_(params), rows_(rows), item_(item), next_item_(next_item) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
     const int64_t num_heads = item.head_end - item.head_begin;
-    const int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    if constexpr (LAYOUT == CacheLayout::NHD) most_heads = nhd_heads_at_once(params, item);
     const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
     heads_at_once_ = (num_heads + num_parts - 1) / num_parts;
   }
@@ -29,16 +42,26 @@ class FetchAhead {
     return heads_at_once_ - (head - item_.head_begin) % heads_at_once_;
   }
 
+  // The end of the heads, from `head` on, that are fetched together.
+  int64_t end_of_part(int64_t head) const {
+    return head + heads_at_once_ < item_.head_end ? head + heads_at_once_ : item_.head_end;
+  }
+
   // Starts to fetch what the walk comes to after the heads of `tile` that were fetched together, from `head` on: more
   // heads of the tile, or the first heads of the next tile, of the next partition, or of the next item.
-  void start_after(const Tile<T>& tile, int64_t head, const Tile<T>& next_tile, int64_t partition,
-                   Prefetcher<T>& prefetcher) const {
-    const auto fetch = [&](const AttentionItem& item, const Tile<T>& from, int64_t first_head) {
+  void start_after(const Tile<T, LAYOUT>& tile, int64_t head, const Tile<T, LAYOUT>& next_tile, int64_t partition,
+                   Prefetcher<T, LAYOUT>& prefetcher) const {
+    if constexpr (LAYOUT == CacheLayout::NHD) prefetcher.start(p_, tile, head, end_of_part(head) - head);
+    const auto fetch = [&](const AttentionItem& item, const Tile<T, LAYOUT>& from, int64_t first_head) {
       const int64_t heads_left = item.head_end - first_head;
-      prefetcher.start(p_, from, first_head, heads_left < heads_at_once_ ? heads_left : heads_at_once_);
+      if constexpr (LAYOUT == CacheLayout::NHD) {
+        prefetcher.start_next(p_, from, first_head);
+      } else {
+        prefetcher.start(p_, from, first_head, heads_left < heads_at_once_ ? heads_left : heads_at_once_);
+      }
     };
     const auto fetch_first = [&](const AttentionItem& item, int64_t of_partition) {
-      fetch(item, find_first_tile_rows<T>(p_, rows_, item, of_partition).tile, item.head_begin);
+      fetch(item, find_first_tile_rows<T, LAYOUT>(p_, rows_, item, of_partition).tile, item.head_begin);
     };
     if (head + heads_at_once_ < item_.head_end) {
       fetch(item_, tile, head + heads_at_once_);

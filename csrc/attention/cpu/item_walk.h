@@ -28,7 +28,7 @@ struct ResultIndex {
 };
 
 // The walk of one item.
-template <typename T, typename Arithmetic>
+template <typename T, CacheLayout LAYOUT, typename Arithmetic>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
@@ -65,12 +65,19 @@ class ItemWalk {
 
   void attend_partition(int64_t partition, const Results& results) const {
     clear(results, num_results(), p_.head_size);
-    Prefetcher<T> prefetcher;
-    TileRows<T> at = find_first_tile_rows<T>(p_, rows_, item_, partition);
+    Prefetcher<T, LAYOUT> prefetcher;
+    TileRows<T, LAYOUT> at = find_first_tile_rows<T, LAYOUT>(p_, rows_, item_, partition);
     while (at.tile.end > 0) {
-      const TileRows<T> next = find_next_tile_rows<T>(p_, rows_, item_, partition, at);
+      const TileRows<T, LAYOUT> next = find_next_tile_rows(p_, rows_, item_, partition, at);
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
         if (ahead_.is_due(head)) ahead_.start_after(at.tile, head, next.tile, partition, prefetcher);
+        if constexpr (LAYOUT == CacheLayout::NHD) {
+          if (const int64_t end = ahead_.end_of_part(head); end - head > 1) {
+            attend_heads(at, head, end, prefetcher, results);
+            head = end - 1;
+            continue;
+          }
+        }
         attend_head(at, head, prefetcher, results);
       }
       at = next;
@@ -78,28 +85,87 @@ class ItemWalk {
   }
 
  private:
-  void attend_head(const TileRows<T>& at, int64_t kv_head, Prefetcher<T>& prefetcher, const Results& results) const {
-    const int64_t first_element = kv_head * p_.head_size * p_.block_size;
-    HeadTile<T> head_tile{p_, at.tile, static_cast<const T*>(p_.key_cache) + first_element,
-                          static_cast<const T*>(p_.value_cache) + first_element, &prefetcher};
-    int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
+  using Head = HeadTile<T, LAYOUT>;
+
+  Head head_of(const TileRows<T, LAYOUT>& at, int64_t kv_head, Prefetcher<T, LAYOUT>& prefetcher) const {
+    return {p_, at.tile, static_cast<const T*>(p_.key_cache) + kv_head * p_.key_strides.kv_head,
+            static_cast<const T*>(p_.value_cache) + kv_head * p_.value_strides.kv_head, &prefetcher};
+  }
+
+  // Calls function.operator()<NUM_ROWS>(i) for rows [i, i + NUM_ROWS) of [begin, end).
+  template <typename Function>
+  static PAGEDATTN_INLINE void for_few_rows(int64_t begin, int64_t end, const Function& function) {
+    int64_t i = begin;
+    for (; i + MAX_ROWS <= end; i += MAX_ROWS) function.template operator()<MAX_ROWS>(i);
+    if constexpr (MAX_ROWS > 2) {
+      for (; i + 2 <= end; i += 2) function.template operator()<2>(i);
+    }
+    if (i < end) function.template operator()<1>(i);
+  }
+
+  // Some tokens of a tile, all heads, in the order of memory: so that of a token everything is read while it is near.
+  // Calls function.operator()<NUM_ROWS>(head, tokens, i) for rows [i, i + NUM_ROWS) of these heads.
+  template <typename Function>
+  PAGEDATTN_INLINE void for_tokens(const TileRows<T, LAYOUT>& at, int64_t head_begin, int64_t head_end,
+                                   Prefetcher<T, LAYOUT>& prefetcher, const Function& function) const {
+    const int64_t token_bytes = (head_end - head_begin) * p_.head_size * static_cast<int64_t>(sizeof(T));
+    const int64_t rows_of_head = index_.group_size * (at.end - at.begin);
+    int at_once = TILE_TOKENS;
+    while (at_once > 16 && at_once * token_bytes > NHD_LEAD_BYTES / 2) at_once /= 2;
+    for (int begin = at.tile.begin; begin < at.tile.end;) {
+      const int next = (begin / at_once + 1) * at_once;
+      const TileTokens tokens{begin, next < at.tile.end ? next : at.tile.end};
+      begin = tokens.end;
+      for (int64_t kv_head = head_begin; kv_head < head_end; ++kv_head) {
+        Head head = head_of(at, kv_head, prefetcher);
+        const int64_t first_row = (kv_head - head_begin) * rows_of_head;
+        for_few_rows(first_row, first_row + rows_of_head, [&]<int NUM_ROWS>(int64_t i) {
+          function.template operator()<NUM_ROWS>(head, tokens, i);
+          head.prefetcher = nullptr;
+        });
+      }
+    }
+  }
+
+  // Attends to a tile with few rows of several KV heads, as attend_rows does with those of one.
+  void attend_heads(const TileRows<T, LAYOUT>& at, int64_t head_begin, int64_t head_end,
+                    Prefetcher<T, LAYOUT>& prefetcher, const Results& results) const {
+    TileLogits logits[NHD_RESULTS];
+    alignas(64) float sums[NHD_RESULTS * MAX_HEAD_SIZE];
+    Row rows[NHD_RESULTS];
+    const int64_t sums_stride = nhd_sums_stride(p_.head_size);
+    const int64_t rows_of_head = index_.group_size * (at.end - at.begin);
+    const int64_t num_rows = rows_of_head * (head_end - head_begin);
+    for (int64_t head = head_begin; head < head_end; ++head) {
+      const int64_t first = index_.of(head - item_.head_begin, at.begin - item_.row_begin);
+      locate_rows(first, rows_of_head, head, results, rows + (head - head_begin) * rows_of_head);
+    }
+    if (!at.tile.all_visible(0, TILE_TOKENS)) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
+    for_tokens(at, head_begin, head_end, prefetcher, [&]<int NUM_ROWS>(const Head& head, TileTokens tokens, int64_t i) {
+      compute_logits<typename Arithmetic::Dot, NUM_ROWS>(head, tokens, rows + i, logits + i);
+    });
+    for_few_rows(0, num_rows,
+                 [&]<int NUM_ROWS>(int64_t i) { update_softmax<NUM_ROWS>(p_, at.tile, rows + i, logits + i); });
+    for_tokens(at, head_begin, head_end, prefetcher, [&]<int NUM_ROWS>(const Head& head, TileTokens tokens, int64_t i) {
+      accumulate_nhd_values<NUM_ROWS>(head, tokens, logits + i, sums + i * sums_stride, sums_stride);
+    });
+    for (int64_t i = 0; i < num_rows; ++i) add_nhd_sums<T>(p_.head_size, sums + i * sums_stride, rows[i].values);
+  }
+
+  void attend_head(const TileRows<T, LAYOUT>& at, int64_t kv_head, Prefetcher<T, LAYOUT>& prefetcher,
+                   const Results& results) const {
+    Head head_tile = head_of(at, kv_head, prefetcher);
+    const int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
     if constexpr (Arithmetic::MANY_ROWS) {
       if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
         return attend_many(head_tile, i, end, kv_head, results);
       }
     }
-    for (; i + MAX_ROWS <= end; i += MAX_ROWS) {
-      attend_results<MAX_ROWS>(head_tile, i, kv_head, results);
+    for_few_rows(i, end, [&]<int NUM_ROWS>(int64_t first) {
+      attend_results<NUM_ROWS>(head_tile, first, kv_head, results);
       head_tile.prefetcher = nullptr;
-    }
-    if constexpr (MAX_ROWS > 2) {
-      for (; i + 2 <= end; i += 2) {
-        attend_results<2>(head_tile, i, kv_head, results);
-        head_tile.prefetcher = nullptr;
-      }
-    }
-    if (i < end) attend_results<1>(head_tile, i, kv_head, results);
+    });
   }
 
   // Sets `rows` to results [first, first + count), which are of KV head `kv_head`.
@@ -124,17 +190,16 @@ class ItemWalk {
   }
 
   template <int NUM_ROWS>
-  void attend_results(const HeadTile<T>& head_tile, int64_t first, int64_t kv_head, const Results& results) const {
+  void attend_results(const Head& head_tile, int64_t first, int64_t kv_head, const Results& results) const {
     Row rows[NUM_ROWS];
     locate_rows(first, NUM_ROWS, kv_head, results, rows);
-    attend_rows<T, Arithmetic, NUM_ROWS>(head_tile, rows);
+    attend_rows<Arithmetic, NUM_ROWS>(head_tile, rows);
   }
 
   // Computes results [begin, end), which are of KV head `kv_head`.
-  void attend_many(const HeadTile<T>& head_tile, int64_t begin, int64_t end, int64_t kv_head,
-                   const Results& results) const {
+  void attend_many(const Head& head_tile, int64_t begin, int64_t end, int64_t kv_head, const Results& results) const {
     // The next part is fetched evenly beside the products of these heads.
-    Prefetcher<T>& prefetcher = *head_tile.prefetcher;
+    Prefetcher<T, LAYOUT>& prefetcher = *head_tile.prefetcher;
     const int64_t num_heads = ahead_.num_heads_until_due(kv_head);
     const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
     const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
@@ -151,14 +216,14 @@ class ItemWalk {
     for (int64_t first = begin; first < end; first += MOST_ROWS) {
       const int64_t num_rows = end - first < MOST_ROWS ? end - first : MOST_ROWS;
       locate_rows(first, num_rows, kv_head, results, rows);
-      attend_many_rows<T, Arithmetic>(head_tile, rows, num_rows, row_floats_, fetch);
+      attend_many_rows<Arithmetic>(head_tile, rows, num_rows, row_floats_, fetch);
     }
   }
 
   const PagedAttentionParams& p_;
   const AttentionRow* rows_;
   const AttentionItem& item_;
-  FetchAhead<T> ahead_;
+  FetchAhead<T, LAYOUT> ahead_;
   float* queries_;  // [num_results, row_floats], unpacked
   ResultIndex index_;
   int64_t row_floats_;
@@ -177,7 +242,7 @@ void store_partials(const PagedAttentionParams& p, const AttentionRow* rows, con
   }
 }
 
-template <typename T, typename Arithmetic>
+template <typename T, typename Arithmetic, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 void walk_item(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
                const AttentionItem* next_item, float* scratch, float* partials) {
   const PagedAttentionParams p = in_loaded_units(params);
@@ -185,7 +250,7 @@ void walk_item(const PagedAttentionParams& params, const AttentionRow* rows, con
       (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
   float* const memory = scratch + query_floats(num_results, p.head_size);
   const Results partition_results(memory, num_results);
-  const ItemWalk<T, Arithmetic> walk(p, rows, item, next_item, scratch);
+  const ItemWalk<T, LAYOUT, Arithmetic> walk(p, rows, item, next_item, scratch);
   if (item.is_partial) {
     for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
       walk.attend_partition(partition, partition_results);

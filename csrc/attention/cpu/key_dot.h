@@ -1,8 +1,9 @@
 // Dot products of keys with query rows, for item_walk.h.
 //
-// A chunk is 16 bytes of the key of one token. In the key cache, the same chunk of the next token follows. So a vector
-// holds the same chunk of NUM_LANES tokens, with a token in each 128-bit lane. The vector is multiplied with this chunk
-// of a query row, repeated in every lane. Each token ends up with four partial sums.
+// A chunk is 16 bytes of the key of one token. A vector holds the same chunk of NUM_LANES tokens, with a token in each
+// 128-bit lane. In the CHUNKED layout these chunks are adjacent, in the NHD layout each is a load of its own. The
+// vector is multiplied with this chunk of a query row, repeated in every lane. Each token ends up with four partial
+// sums.
 #pragma once
 
 #include <type_traits>
@@ -27,6 +28,58 @@ struct ConvertedFirst<Loader, COUNT> {
   typename Loader::Converted at[COUNT];
 };
 
+// The same chunk of NUM_LANES tokens, each somewhere else.
+template <typename T>
+struct ScatteredChunks {
+  const T* of[NUM_LANES];
+
+  PAGEDATTN_INLINE ScatteredChunks operator+(int64_t elements) const {
+    ScatteredChunks result;
+    PAGEDATTN_UNROLL
+    for (int i = 0; i < NUM_LANES; ++i) result.of[i] = of[i] + elements;
+    return result;
+  }
+};
+
+template <typename T, CacheLayout LAYOUT>
+using Chunks = std::conditional_t<LAYOUT == CacheLayout::NHD, ScatteredChunks<T>, const T*>;
+
+template <typename T>
+PAGEDATTN_INLINE UintVec load_chunks(const T* chunks) {
+  return load_as<UintVec>(chunks);
+}
+#if defined(__AVX2__)
+PAGEDATTN_INLINE __m256i load_two_chunks(const void* first, const void* second) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load_as<__m128i>(first)), load_as<__m128i>(second), 1);
+}
+#endif
+template <typename T>
+PAGEDATTN_INLINE UintVec load_chunks(const ScatteredChunks<T>& chunks) {
+#if defined(__AVX512F__)
+  const __m256i first = load_two_chunks(chunks.of[0], chunks.of[1]);
+  const __m256i last = load_two_chunks(chunks.of[2], chunks.of[3]);
+  return (UintVec)_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(first), last, 1);
+#elif defined(__AVX2__)
+  return (UintVec)load_two_chunks(chunks.of[0], chunks.of[1]);
+#else
+  return load_as<UintVec>(chunks.of[0]);
+#endif
+}
+
+// Vector i of the chunks' elements, in order.
+template <typename T>
+PAGEDATTN_INLINE Vec load_in_order(const T* chunks, int i) {
+  return load(chunks + i * VEC_SIZE);
+}
+PAGEDATTN_INLINE Vec load_in_order(const ScatteredChunks<float>& chunks, int) { return (Vec)load_chunks(chunks); }
+PAGEDATTN_INLINE Vec load_in_order(const ScatteredChunks<float16>& chunks, int i) {
+#if defined(__AVX512F__)
+  return float16_to_float((ShortVec)load_two_chunks(chunks.of[2 * i], chunks.of[2 * i + 1]));
+#else
+  return NUM_LANES == 2 ? load(chunks.of[i]) : load(chunks.of[0] + i * VEC_SIZE);
+#endif
+}
+
 // The elements of a vector of keys become PARTS vectors of floats.
 template <typename CacheT>
 struct KeyDot {
@@ -47,15 +100,16 @@ struct KeyDot {
     Vec part[PARTS];
   };
 
-  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
+  template <typename Chunks>
+  static PAGEDATTN_INLINE Keys load_keys(const Chunks& chunks) {
     Keys result;
     if constexpr (IN_ORDER) {
-      for (int i = 0; i < PARTS; ++i) result.part[i] = load(keys + i * VEC_SIZE);
+      for (int i = 0; i < PARTS; ++i) result.part[i] = load_in_order(chunks, i);
     } else if constexpr (std::is_same_v<CacheT, bfloat16>) {
-      const UintVec pairs = load_as<UintVec>(keys);
+      const UintVec pairs = load_chunks(chunks);
       result = {{(Vec)(pairs << 16), (Vec)(pairs & 0xffff0000)}};
     } else {
-      const Vecs<4> parts = float8_to_floats(load_as<UintVec>(keys), CacheT{});
+      const Vecs<4> parts = float8_to_floats(load_chunks(chunks), CacheT{});
       result = {{parts.of[0], parts.of[1], parts.of[2], parts.of[3]}};
     }
     return result;
@@ -93,9 +147,9 @@ struct Float8KeyDot : KeyDot<CacheT> {
   using Nans = NanFinder<CacheT>;
   using typename KeyDot<CacheT>::Keys;
 
-  template <bool NAN_TOO>
-  static PAGEDATTN_INLINE void convert(const CacheT* keys, Converted& converted, Nans& nans) {
-    converted.store<NAN_TOO>(keys, nans);
+  template <bool NAN_TOO, typename Chunks>
+  static PAGEDATTN_INLINE void convert(const Chunks& chunks, Converted& converted, Nans& nans) {
+    converted.store<NAN_TOO>((__m256i)load_chunks(chunks), nans);
   }
   static PAGEDATTN_INLINE Vec load_part(const Converted& keys, int part) {
     const Float16Halves& halves = part < 2 ? keys.even : keys.odd;
@@ -104,10 +158,11 @@ struct Float8KeyDot : KeyDot<CacheT> {
   static PAGEDATTN_INLINE Keys load_converted(const Converted& keys) {
     return {{load_part(keys, 0), load_part(keys, 1), load_part(keys, 2), load_part(keys, 3)}};
   }
-  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
+  template <typename Chunks>
+  static PAGEDATTN_INLINE Keys load_keys(const Chunks& chunks) {
     Converted converted;
     Nans nans;
-    convert<true>(keys, converted, nans);
+    convert<true>(chunks, converted, nans);
     return load_converted(converted);
   }
 };
@@ -132,11 +187,12 @@ struct PairDot {
     Bfloat16Vec part[PARTS];
   };
 
-  static PAGEDATTN_INLINE Keys load_keys(const CacheT* keys) {
+  template <typename Chunks>
+  static PAGEDATTN_INLINE Keys load_keys(const Chunks& chunks) {
     if constexpr (PARTS == 1) {
-      return {{load_as<Bfloat16Vec>(keys)}};
+      return {{(Bfloat16Vec)load_chunks(chunks)}};
     } else {
-      const Bfloat16Halves halves = float8_to_bfloat16_halves(load_as<UintVec>(keys), CacheT{});
+      const Bfloat16Halves halves = float8_to_bfloat16_halves(load_chunks(chunks), CacheT{});
       return {{halves.lower, halves.upper}};
     }
   }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/cpu/attend_rows.h"
+#include "attention/cpu/nhd_values.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
@@ -20,16 +21,13 @@ constexpr int PRODUCT_ROWS = VEC_SIZE == 16 ? 6 : 3;
 
 constexpr int LANE_FLOATS = 4;  // in 128 bits
 
-// From so many rows on, a conversion for all of them pays.
-constexpr int64_t LEAST_ROWS = 16;
-
 // At most so many rows have their logits in memory at a time.
 constexpr int64_t MOST_ROWS = 128;
 
 // Whether attend_many_rows takes values and heads of this kind: an element of a strip must have whole 128-bit lanes.
 template <typename Strip>
 bool can_attend_many_rows(const PagedAttentionParams& p) {
-  return p.head_size % VEC_SIZE == 0 && p.block_size * NUM_LANES >= Strip::SIZE;
+  return p.head_size % VEC_SIZE == 0 && (p.layout == CacheLayout::NHD || p.block_size * NUM_LANES >= Strip::SIZE);
 }
 
 // A vector of products is of one row with the keys of VEC_SIZE tokens, or with VEC_SIZE elements of the values. It
@@ -68,11 +66,11 @@ PAGEDATTN_INLINE void transpose_lanes(Vec (&v)[NUM_LANES]) {
 
 // Converts the keys of VEC_SIZE tokens, from `token` of the tile on. This function and the next are not inlined: GCC 12
 // would keep the constants of the conversion in registers that the sums need.
-template <typename T, typename Dot>
-__attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, const Columns& columns) {
+template <typename Dot, typename T, CacheLayout LAYOUT>
+__attribute__((noinline)) void convert_keys(const HeadTile<T, LAYOUT>& h, int token, const Columns& columns) {
   constexpr int GROUPS = PRODUCT_COLUMNS / NUM_LANES;  // of vectors that are transposed together
-  const T* keys[PRODUCT_COLUMNS];
-  for (int i = 0; i < PRODUCT_COLUMNS; ++i) keys[i] = h.keys + h.tile.key_at(token + i * NUM_LANES);
+  Chunks<T, LAYOUT> keys[PRODUCT_COLUMNS];
+  for (int i = 0; i < PRODUCT_COLUMNS; ++i) keys[i] = h.key_chunks(token + i * NUM_LANES);
   int64_t offset = 0;
   for (int64_t step = 0; step < columns.num_steps; step += Dot::PARTS / Dot::SUMS) {
     PAGEDATTN_UNROLL
@@ -94,7 +92,7 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T>& h, int token, con
         }
       }
     }
-    offset += h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+    offset += h.chunk_stride();
   }
 }
 
@@ -166,18 +164,15 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
   for (int r = 0; r < NUM_ROWS; ++r) finish(r, products[r]);
 }
 
-// Multiplies all rows with the columns. Rows up to `last` need at most steps_of(last) steps. Calls finish(row,
-// products) for every row that needs any, and after() after every few rows.
-template <int NUM_SETS, typename StepsOf, typename Finish, typename After>
-PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
-                               const StepsOf& steps_of, const Finish& finish, const After& after) {
+// Takes all rows, a few at a time. Rows up to `last` need at most steps_of(last) steps. Calls
+// multiply_some.operator()<NUM_ROWS>(row, num_steps) for rows that need any, and after() after every few rows.
+template <typename StepsOf, typename MultiplySome, typename After>
+PAGEDATTN_INLINE void for_rows(int64_t num_rows, const StepsOf& steps_of, const MultiplySome& multiply_some,
+                               const After& after) {
   int64_t row = 0;
   const auto multiply_next = [&]<int NUM_ROWS>() PAGEDATTN_ALWAYS_INLINE {
-    if (const int64_t num_steps = steps_of(row + NUM_ROWS - 1); num_steps > 0) {
-      multiply_rows<NUM_ROWS, NUM_SETS>(rows + row * row_stride, row_stride, columns, num_steps,
-                                        [&](int r, Vec products)
-                                            PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
-    }
+    const int64_t num_steps = steps_of(row + NUM_ROWS - 1);
+    if (num_steps > 0) multiply_some.template operator()<NUM_ROWS>(row, num_steps);
     row += NUM_ROWS;
     after();
   };
@@ -190,6 +185,17 @@ PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t nu
   if (num_rows - row >= 1) multiply_next.template operator()<1>();
 }
 
+// Multiplies all rows with the columns. Calls finish(row, products) for every row that needs any step.
+template <int NUM_SETS, typename StepsOf, typename Finish, typename After>
+PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
+                               const StepsOf& steps_of, const Finish& finish, const After& after) {
+  const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_steps) PAGEDATTN_ALWAYS_INLINE {
+    multiply_rows<NUM_ROWS, NUM_SETS>(rows + row * row_stride, row_stride, columns, num_steps,
+                                      [&](int r, Vec products) PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
+  };
+  for_rows(num_rows, steps_of, multiply_some, after);
+}
+
 // Up to MOST_ROWS rows, and what they see of a tile.
 struct ManyRows {
   const Row* rows;
@@ -198,8 +204,9 @@ struct ManyRows {
   int ends[MOST_ROWS];   // the end of the tile's tokens that a row, or a row before it, sees
   bool all_see_all;
 
-  template <typename T>
-  ManyRows(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, int64_t num_rows, int64_t query_stride)
+  template <typename T, CacheLayout LAYOUT>
+  ManyRows(const PagedAttentionParams& p, const Tile<T, LAYOUT>& tile, const Row* rows, int64_t num_rows,
+           int64_t query_stride)
       : rows(rows), num_rows(num_rows), query_stride(query_stride), all_see_all(tile.all_visible(0, TILE_TOKENS)) {
     int64_t end = 0;
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -211,13 +218,13 @@ struct ManyRows {
   }
 };
 
-template <typename T, typename Dot, typename After>
-__attribute__((noinline)) void compute_many_logits(const HeadTile<T>& h, const ManyRows& many, TileLogits* logits,
-                                                   const After& after) {
+template <typename Dot, typename T, CacheLayout LAYOUT, typename After>
+__attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h, const ManyRows& many,
+                                                   TileLogits* logits, const After& after) {
   alignas(64) float memory[VEC_SIZE * MAX_HEAD_SIZE];
   const Columns keys{memory, h.params.head_size / Dot::RUN};
   for (int token = first_vec_token(h.tile); token < h.tile.end; token += VEC_SIZE) {
-    convert_keys<T, Dot>(h, token, keys);
+    convert_keys<Dot>(h, token, keys);
     multiply<Dot::SUMS>(
         many.rows[0].query, many.query_stride, many.num_rows, keys,
         [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] > token ? keys.num_steps : 0; },
@@ -259,29 +266,59 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
   }
 }
 
+template <typename T, typename After>
+__attribute__((noinline)) void accumulate_many_nhd_values(const HeadTile<T, CacheLayout::NHD>& h, const ManyRows& many,
+                                                          const TileLogits* weights, const After& after) {
+  alignas(64) float values[TILE_TOKENS * NHD_COLUMNS * VEC_SIZE];
+  for (int64_t d = 0; d < h.params.head_size; d += NHD_COLUMNS * VEC_SIZE) {
+    const int64_t num_left = (h.params.head_size - d) / VEC_SIZE;
+    const int num_columns = static_cast<int>(num_left < NHD_COLUMNS ? num_left : NHD_COLUMNS);
+    convert_nhd_values(h, d, num_columns, values);
+    const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_tokens) PAGEDATTN_ALWAYS_INLINE {
+      Vec sums[NUM_ROWS][NHD_COLUMNS];
+      multiply_nhd_values(weights + row, h.tile.begin, num_tokens, values, sums);
+      PAGEDATTN_UNROLL
+      for (int r = 0; r < NUM_ROWS; ++r) {
+        float* const values_of_row = many.rows[row + r].values + d;
+        PAGEDATTN_UNROLL
+        for (int i = 0; i < NHD_COLUMNS; ++i) {
+          if (i >= num_columns) break;
+          store(values_of_row + i * VEC_SIZE, load(values_of_row + i * VEC_SIZE) + sums[r][i]);
+        }
+      }
+    };
+    const auto tokens_of = [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] - h.tile.begin; };
+    for_rows(many.num_rows, tokens_of, multiply_some, after);
+  }
+}
+
 // Attends to a tile with up to MOST_ROWS rows, whose queries lie `query_stride` floats apart. Calls after() after every
 // few rows of a product.
-template <typename T, typename Arithmetic, typename After>
-void attend_many_rows(const HeadTile<T>& h, const Row* rows, int64_t num_rows, int64_t query_stride,
+template <typename Arithmetic, typename T, CacheLayout LAYOUT, typename After>
+void attend_many_rows(const HeadTile<T, LAYOUT>& h, const Row* rows, int64_t num_rows, int64_t query_stride,
                       const After& after) {
-  using Strip = typename Arithmetic::Strip;
   TileLogits logits[MOST_ROWS];
   const ManyRows many(h.params, h.tile, rows, num_rows, query_stride);
   if (!many.all_see_all) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
-  compute_many_logits<T, typename Arithmetic::Dot>(h, many, logits, after);
+  compute_many_logits<typename Arithmetic::Dot>(h, many, logits, after);
   int64_t first = 0;
   for (; first + MAX_ROWS <= num_rows; first += MAX_ROWS) {
-    update_softmax<T, MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
+    update_softmax<MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
   }
-  for (; first < num_rows; ++first) update_softmax<T, 1>(h.params, h.tile, rows + first, logits + first);
-  dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
-    if constexpr (ELEMENTS <= NUM_LANES) {
-      if constexpr (Strip::PARTS > 1) {
-        for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
+  for (; first < num_rows; ++first) update_softmax<1>(h.params, h.tile, rows + first, logits + first);
+  if constexpr (LAYOUT == CacheLayout::NHD) {
+    accumulate_many_nhd_values(h, many, logits, after);
+  } else {
+    using Strip = typename Arithmetic::Strip;
+    dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
+      if constexpr (ELEMENTS <= NUM_LANES) {
+        if constexpr (Strip::PARTS > 1) {
+          for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
+        }
+        accumulate_many_values<T, Strip, ELEMENTS>(h, many, logits, after);
       }
-      accumulate_many_values<T, Strip, ELEMENTS>(h, many, logits, after);
-    }
-  });
+    });
+  }
 }
 
 }  // namespace

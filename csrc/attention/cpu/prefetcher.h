@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t PAGE_BYTES = 4 << 10;
 
-constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS;
+constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS<CacheLayout::CHUNKED>;
 
 // A part has as many heads of a block as FETCH_RUN_BYTES holds, and RUNS_IN_TURNS blocks take turns. CPUs with AVX512
 // have a second-level cache of 1 MiB or more, and all blocks of a tile take turns. In the 512 KiB of other CPUs, two
@@ -35,7 +35,7 @@ constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS;
 constexpr int64_t FETCH_RUN_BYTES = (VEC_SIZE == 16 ? 16 : 8) << 10;
 constexpr int RUNS_IN_TURNS = VEC_SIZE == 16 ? MAX_RUNS : 4;
 
-template <typename T>
+template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 class Prefetcher {
  public:
   // Begins a part, and drops what was left of the part before. A tile without visible tokens is nothing to fetch.
@@ -48,7 +48,7 @@ class Prefetcher {
     num_runs_ = 0;
     const auto add_runs = [&](const T* head_begin, const int64_t* offsets, int64_t row_elements) {
       for (int64_t token = tile.begin / run_tokens * run_tokens; token < tile.end; token += run_tokens) {
-        runs_[num_runs_++] = {head_begin + offsets[token / LOCATED_TOKENS], whole_blocks ? 0 : -row_elements};
+        runs_[num_runs_++] = {head_begin + offsets[token / tile.LOCATED], whole_blocks ? 0 : -row_elements};
       }
     };
     add_runs(keys, tile.key_offset, run_tokens * ELEMENTS_PER_CHUNK<T>);

@@ -29,13 +29,28 @@ template <int NUM_ROWS>
 constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
 
 // What the rows of one KV head have in common while they go over a tile.
-template <typename T>
+template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 struct HeadTile {
   const PagedAttentionParams& params;
-  const Tile<T>& tile;
-  const T* keys;              // key_cache at this KV head
-  const T* values;            // value_cache at this KV head
-  Prefetcher<T>* prefetcher;  // of the next part; nullptr for all but the first rows that go over the tile
+  const Tile<T, LAYOUT>& tile;
+  const T* keys;                      // key_cache at this KV head
+  const T* values;                    // value_cache at this KV head
+  Prefetcher<T, LAYOUT>* prefetcher;  // of the next part; nullptr for all but the first rows that go over the tile
+
+  // From a chunk of a token's key to the next.
+  PAGEDATTN_INLINE int64_t chunk_stride() const {
+    return LAYOUT == CacheLayout::NHD ? ELEMENTS_PER_CHUNK<T> : params.block_size * ELEMENTS_PER_CHUNK<T>;
+  }
+  // A chunk of the keys of NUM_LANES tokens.
+  PAGEDATTN_INLINE Chunks<T, LAYOUT> key_chunks(int token) const {
+    if constexpr (LAYOUT == CacheLayout::NHD) {
+      Chunks<T, LAYOUT> chunks;
+      for (int i = 0; i < NUM_LANES; ++i) chunks.of[i] = keys + tile.key_at(token + i);
+      return chunks;
+    } else {
+      return keys + tile.key_at(token);
+    }
+  }
 };
 
 // One query row of one head.
@@ -55,23 +70,23 @@ PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
 
 // Calls convert_all(convert), which calls convert(source, converted) for all that is to be converted. If a value is
 // NaN, calls it once more, with what NaN needs.
-template <typename Loader, typename T, typename ConvertAll>
+template <typename Loader, typename ConvertAll>
 PAGEDATTN_INLINE void convert_with_nan_if_any(const ConvertAll& convert_all) {
   typename Loader::Nans nans;
-  convert_all([&](const T* source, auto& converted)
+  convert_all([&](const auto& source, auto& converted)
                   PAGEDATTN_ALWAYS_INLINE { Loader::template convert<false>(source, converted, nans); });
   if (nans.found()) [[unlikely]] {
-    convert_all([&](const T* source, auto& converted)
+    convert_all([&](const auto& source, auto& converted)
                     PAGEDATTN_ALWAYS_INLINE { Loader::template convert<true>(source, converted, nans); });
   }
 }
 
 // The first step of the conversion of keys: converted[i * COUNT + j] from first[j] + i * step. Not inlined: GCC 12
 // would keep the constants of the conversion in registers that the sums need.
-template <typename Dot, int COUNT, typename T>
-__attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t step, int64_t num_steps,
+template <typename Dot, int COUNT, typename Chunks>
+__attribute__((noinline)) void convert_keys_first(const Chunks* first, int64_t step, int64_t num_steps,
                                                   typename Dot::Converted* converted) {
-  convert_with_nan_if_any<Dot, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+  convert_with_nan_if_any<Dot>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
     for (int64_t i = 0; i < num_steps; ++i) {
       PAGEDATTN_UNROLL
       for (int j = 0; j < COUNT; ++j) convert(first[j] + i * step, converted[i * COUNT + j]);
@@ -81,7 +96,7 @@ __attribute__((noinline)) void convert_keys_first(const T* const* first, int64_t
 
 // The logits of NUM_VECS * VEC_SIZE tokens, with the chunks of all of them side by side. In this struct, a key is a
 // vector: one chunk of the keys of NUM_LANES tokens. Adjacent keys are of different vectors of tokens.
-template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
+template <typename T, CacheLayout LAYOUT, typename Dot, int NUM_ROWS, int NUM_VECS>
 struct KeyPasses {
   static constexpr int NUM_KEYS = 4 * NUM_VECS;
 
@@ -98,7 +113,8 @@ struct KeyPasses {
   static constexpr int64_t NUM_BYTES = NUM_VECS * VEC_SIZE * ELEMENTS_PER_CHUNK<T> * sizeof(T);  // a chunk of all keys
   static constexpr int64_t CHUNKS_PER_FETCH = NUM_KEYS / PASS_KEYS * Pace<T, NUM_ROWS>::chunks_per_fetch(NUM_BYTES);
 
-  static constexpr int RUN = VEC_SIZE < LOCATED_TOKENS ? VEC_SIZE : LOCATED_TOKENS;  // of adjacent tokens
+  static constexpr int LOCATED = Tile<T, LAYOUT>::LOCATED;
+  static constexpr int RUN = VEC_SIZE < LOCATED ? VEC_SIZE : LOCATED;  // of adjacent tokens
   static constexpr int NUM_RUNS = NUM_VECS * VEC_SIZE / RUN;
 
   using Converted = ConvertedFirst<Dot, MAX_HEAD_SIZE / ELEMENTS_PER_CHUNK<T> * NUM_KEYS>;
@@ -109,21 +125,28 @@ struct KeyPasses {
   int64_t chunk_stride;
   int64_t num_chunks;
 
-  PAGEDATTN_INLINE void locate(const HeadTile<T>& h, int first_token) {
+  PAGEDATTN_INLINE void locate(const HeadTile<T, LAYOUT>& h, int first_token) {
     num_chunks = h.params.head_size / ELEMENTS_PER_CHUNK<T>;
-    chunk_stride = h.params.block_size * ELEMENTS_PER_CHUNK<T>;
+    chunk_stride = h.chunk_stride();
     for (int i = 0; i < NUM_RUNS; ++i) runs[i] = h.keys + h.tile.key_at(first_token + i * RUN);
   }
 
-  PAGEDATTN_INLINE const T* key_at(int64_t chunk, int key) const {
+  PAGEDATTN_INLINE Chunks<T, LAYOUT> key_at(int64_t chunk, int key) const {
     const int token = key % NUM_VECS * VEC_SIZE + key / NUM_VECS * NUM_LANES;
-    const T* run = runs[token / RUN] + chunk * chunk_stride;
-    return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
+    if constexpr (LAYOUT == CacheLayout::NHD) {
+      Chunks<T, LAYOUT> chunks;
+      PAGEDATTN_UNROLL
+      for (int i = 0; i < NUM_LANES; ++i) chunks.of[i] = runs[token + i] + chunk * ELEMENTS_PER_CHUNK<T>;
+      return chunks;
+    } else {
+      const T* run = runs[token / RUN] + chunk * chunk_stride;
+      return run + token % RUN * ELEMENTS_PER_CHUNK<T>;
+    }
   }
 
   PAGEDATTN_INLINE void convert_first([[maybe_unused]] Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Dot>) {
-      const T* first_chunks[NUM_KEYS];
+      Chunks<T, LAYOUT> first_chunks[NUM_KEYS];
       for (int key = 0; key < NUM_KEYS; ++key) first_chunks[key] = key_at(0, key);
       convert_keys_first<Dot, NUM_KEYS>(first_chunks, chunk_stride, num_chunks, converted.at);
     }
@@ -180,7 +203,7 @@ struct KeyPasses {
     }
   }
 
-  static PAGEDATTN_INLINE void fetch_beside(Prefetcher<T>& prefetcher) {
+  static PAGEDATTN_INLINE void fetch_beside(Prefetcher<T, LAYOUT>& prefetcher) {
     for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) prefetcher.fetch();
   }
 
@@ -188,7 +211,7 @@ struct KeyPasses {
     return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
   }
 
-  static PAGEDATTN_INLINE void store_logits(const HeadTile<T>& h, const Sums& sums, int first_token,
+  static PAGEDATTN_INLINE void store_logits(const HeadTile<T, LAYOUT>& h, const Sums& sums, int first_token,
                                             TileLogits* logits) {
     for (int r = 0; r < NUM_ROWS; ++r) {
       for (int v = 0; v < NUM_VECS; ++v) {
@@ -200,9 +223,10 @@ struct KeyPasses {
   }
 };
 
-template <typename T, typename Dot, int NUM_ROWS, int NUM_VECS>
-PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, int first_token, TileLogits* logits) {
-  using Passes = KeyPasses<T, Dot, NUM_ROWS, NUM_VECS>;
+template <typename Dot, int NUM_ROWS, int NUM_VECS, typename T, CacheLayout LAYOUT>
+PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T, LAYOUT>& h, const Row* rows, int first_token,
+                                        TileLogits* logits) {
+  using Passes = KeyPasses<T, LAYOUT, Dot, NUM_ROWS, NUM_VECS>;
   Passes keys;
   keys.locate(h, first_token);
   typename Passes::Converted converted;
@@ -226,19 +250,21 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T>& h, const Row* rows, i
 }
 
 // Not inlined, or GCC 12 would load the constants of the keys' conversion again for every chunk.
-template <typename T, typename Dot, int NUM_ROWS>
-__attribute__((noinline)) void compute_logits(const HeadTile<T>& h, const Row* rows, TileLogits* logits) {
-  constexpr int NUM_VECS = LOGIT_VECS<NUM_ROWS>;
-  int token = first_vec_token(h.tile);
-  for (; token + NUM_VECS * VEC_SIZE <= h.tile.end; token += NUM_VECS * VEC_SIZE) {
-    compute_logits_at<T, Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits);
+template <typename Dot, int NUM_ROWS, typename T, CacheLayout LAYOUT>
+__attribute__((noinline)) void compute_logits(const HeadTile<T, LAYOUT>& h, TileTokens tokens, const Row* rows,
+                                              TileLogits* logits) {
+  constexpr int NUM_VECS = LAYOUT == CacheLayout::NHD ? 1 : LOGIT_VECS<NUM_ROWS>;
+  int token = tokens.begin / VEC_SIZE * VEC_SIZE;
+  for (; token + NUM_VECS * VEC_SIZE <= tokens.end; token += NUM_VECS * VEC_SIZE) {
+    compute_logits_at<Dot, NUM_ROWS, NUM_VECS>(h, rows, token, logits);
   }
-  for (; token < h.tile.end; token += VEC_SIZE) compute_logits_at<T, Dot, NUM_ROWS, 1>(h, rows, token, logits);
+  for (; token < tokens.end; token += VEC_SIZE) compute_logits_at<Dot, NUM_ROWS, 1>(h, rows, token, logits);
 }
 
 // Applies softcap, ALiBi and the mask, where there are any. Returns the greatest logit.
-template <typename T>
-PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>& tile, const Row& row, float* logits) {
+template <typename T, CacheLayout LAYOUT>
+PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T, LAYOUT>& tile, const Row& row,
+                                   float* logits) {
   // What this row sees of the tile; the other rows of the item may see more.
   const int64_t row_begin = p.first_visible(row.position) - tile.token;
   const int64_t row_end = p.end_of_window(row.position) - tile.token;
@@ -268,8 +294,8 @@ PAGEDATTN_INLINE float mask_logits(const PagedAttentionParams& p, const Tile<T>&
 // Turns the rows' logits into exponentials relative to the rows' new maxima, and into 0 for tokens that a row does not
 // see. The sums so far are rescaled to the new maxima. Each step is taken for all rows before the next step, so that
 // the latencies of the rows overlap.
-template <typename T, int NUM_ROWS>
-void update_softmax(const PagedAttentionParams& p, const Tile<T>& tile, const Row* rows, TileLogits* logits) {
+template <int NUM_ROWS, typename T, CacheLayout LAYOUT>
+void update_softmax(const PagedAttentionParams& p, const Tile<T, LAYOUT>& tile, const Row* rows, TileLogits* logits) {
   float tile_max[NUM_ROWS];
   for (int r = 0; r < NUM_ROWS; ++r) tile_max[r] = mask_logits(p, tile, rows[r], logits[r].at);
   for (int r = 0; r < NUM_ROWS; ++r) {

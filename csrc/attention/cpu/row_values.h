@@ -52,7 +52,7 @@ struct StripSums {
 
   PAGEDATTN_INLINE void convert_first([[maybe_unused]] Converted& converted) const {
     if constexpr (CONVERTS_FIRST<Strip>) {
-      convert_with_nan_if_any<Strip, T>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
+      convert_with_nan_if_any<Strip>([&](const auto& convert) PAGEDATTN_ALWAYS_INLINE {
         for (int s = strips.begin; s < strips.end; ++s) {
           const int64_t stride = strips.of[s].stride();
           const T* const first = first_of(s, stride);

@@ -117,12 +117,12 @@ def _decode_arguments(
     out: Tensor | None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """`out`, and the arguments that follow it in the raw decode ops, up to alibi_slopes. Defaults are filled in."""
-    check_tensors(op, query=query, value_cache=value_cache, block_tables=block_tables)
+    check_tensors(op, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
     check_rank(op, "query", query, 3)
     check_rank(op, "block_tables", block_tables, 2)
     if scale is None:
         scale = _default_scale(query)
-    num_kv_heads, block_size = (value_cache.shape[1], value_cache.shape[3]) if value_cache.dim() == 4 else (0, 0)
+    num_kv_heads, block_size = _kv_heads_and_block_size(key_cache, value_cache)
     max_seq_len = _bound_of_lengths(op, max_seq_len, block_tables.shape[1] * block_size)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -130,6 +130,15 @@ def _decode_arguments(
         query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
         alibi_slopes,
     )  # fmt: skip
+
+
+def _kv_heads_and_block_size(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
+    """Zeros where the value cache has a wrong rank, which the op refuses."""
+    if value_cache.dim() != 4:
+        return 0, 0
+    # key_cache: [num_blocks, block_size, num_kv_heads, head_size] has 4 dimensions
+    num_kv_heads, block_size = (2, 1) if key_cache.dim() == 4 else (1, 3)
+    return value_cache.shape[num_kv_heads], value_cache.shape[block_size]
 
 
 def _bound_of_lengths(op: str, max_seq_len: int | None, num_slots: int) -> int:
@@ -198,10 +207,10 @@ def paged_attention(
         scale = _default_scale(query)
     check_bool("paged_attention", "causal", causal)
     if max_seq_len is not None:
-        check_tensors("paged_attention", value_cache=value_cache, block_tables=block_tables)
+        check_tensors("paged_attention", key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
         check_rank("paged_attention", "value_cache", value_cache, 4)
         check_rank("paged_attention", "block_tables", block_tables, 2)
-        num_slots = block_tables.shape[1] * value_cache.shape[3]
+        num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
         max_seq_len = _bound_of_lengths("paged_attention", max_seq_len, num_slots)
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,

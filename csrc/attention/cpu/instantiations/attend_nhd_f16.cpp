@@ -1,0 +1,11 @@
+// Attention over a cache of float16 in the NHD layout.
+#include "attention/cpu/item_walk.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+
+void attend_nhd_f16(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+                    const AttentionItem* next_item, float* scratch, float* partials) {
+  walk_item<float16, FloatArithmetic<float16>, CacheLayout::NHD>(params, rows, item, next_item, scratch, partials);
+}
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
