@@ -8,7 +8,7 @@ Physical blocks are in random order. Caches, SDPA's keys and values, and the mem
 the system grants them.
 Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
 sequence where lengths differ); gathering these from the cache for it; a loop over the sequences in plain torch; for an
-fp8 cache, the same tokens in a bf16 cache.
+fp8 cache, the same tokens in a bf16 cache; for caches in the layout NHD, blocks of other sizes and the chunked layout.
 Shared: sequences with a common prefix, beside equally long sequences without one. GFLOP/s counts every row's pairs, and
 the share is of a matrix product in float32. Then the time to find out what is shared, beside the least time that the
 call could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import cuda_timing
 import torch
-from attention.inputs import Attention, Fp8Decode, Mixed, Model, SharedDecode
+from attention.inputs import Attention, Fp8Decode, Mixed, Model, NhdDecode, SharedDecode
 from attention.peers import fastest_sdpa, flash, flashinfer_decode
 from attention.plan import Planner, decode_tables
 from harness import (
@@ -153,6 +153,21 @@ def bench_fp8_decode(
     return Row("decode, fp8 cache", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
 
 
+def bench_nhd_decode(
+    model: Model, name: str, seq_lens: list[int], dtype: torch.dtype, device: str, num_rounds: int, probe: Probe
+) -> Row:
+    num_bytes = kv_bytes(model, seq_lens, dtype)
+    inputs = make_inputs(partial(NhdDecode, model, seq_lens, dtype), num_bytes, device)
+    functions: Functions[NhdDecode] = {
+        "ours": lambda inputs: inputs.decode(16),
+        "blocks of 256": lambda inputs: inputs.decode(256),
+        "blocks of 1": lambda inputs: inputs.decode(1),
+        "chunked": NhdDecode.decode_chunked,
+    }
+    seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
+    return Row("decode, NHD", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
+
+
 def bench_shared_decode(
     model: Model, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe, seq_lens: list[int] = SHARED
 ) -> Row:
@@ -270,6 +285,9 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
     if torch.bfloat16 in args.dtypes:
         rows += (table := [bench_fp8_decode(*case, *options, reading) for case in FP8_DECODES])
         print_rows(table)
+    nhd = [(model, "8 x 2048", EIGHT, dtype) for dtype in args.dtypes for model in (MHA, GQA8)]
+    rows += (table := [bench_nhd_decode(*case, *options, reading) for case in nhd])
+    print_rows(table)
     dtypes_shared = args.dtypes + ([FP8_DTYPES[0]] if torch.bfloat16 in args.dtypes else [])
     matmul = matmul_probe(torch.float32)
     shared = [(model, dtype) for dtype in dtypes_shared for model in (MHA, GQA8)]

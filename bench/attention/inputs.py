@@ -31,18 +31,27 @@ class Paged:
 
     @classmethod
     def make(
-        cls, query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], dtype: torch.dtype, in_order: bool = False
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seq_lens: list[int],
+        dtype: torch.dtype,
+        in_order: bool = False,
+        nhd_block_size: int | None = None,
     ) -> "Paged":
         """key, value: [num_seqs, num_kv_heads, tokens, head_size], tokens as many as whole blocks hold.
 
-        in_order: the blocks of a sequence are adjacent. If not, blocks are in random order."""
+        in_order: the blocks of a sequence are adjacent. If not, blocks are in random order.
+        nhd_block_size: of a cache in the layout NHD."""
         num_seqs, num_heads, num_tokens, head_size = key.shape
-        num_blocks = num_seqs * num_tokens // BLOCK_SIZE
+        block_size, layout = (BLOCK_SIZE, "chunked") if nhd_block_size is None else (nhd_block_size, "nhd")
+        num_blocks = num_seqs * num_tokens // block_size
         blocks = torch.arange(num_blocks) if in_order else torch.randperm(num_blocks)
         ((key_cache, value_cache),) = allocate_kv_cache(
-            len(blocks), num_heads, head_size, BLOCK_SIZE, dtype, torch.get_default_device()
+            len(blocks), num_heads, head_size, block_size, dtype, torch.get_default_device(), layout=layout
         )
-        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+        slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
         tokens = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (key, value))
         ops.reshape_and_cache(*tokens, key_cache, value_cache, slots)
         block_tables = blocks.view(num_seqs, -1).int()
@@ -163,6 +172,22 @@ class SharedDecode:
 
     def decode_unshared(self) -> Tensor:
         return self.unshared.decode()
+
+
+class NhdDecode:
+    """The same tokens in the layout NHD, with blocks of 1, 16 and 256 tokens, and in the chunked layout."""
+
+    def __init__(self, model: Model, seq_lens: list[int], dtype: torch.dtype) -> None:
+        query = torch.randn(len(seq_lens), model.num_heads, model.head_size, dtype=dtype)
+        key, value = random_kv(model, seq_lens, dtype)
+        self.chunked = Paged.make(query, key, value, seq_lens, dtype)
+        self.nhd = {n: Paged.make(query, key, value, seq_lens, dtype, nhd_block_size=n) for n in (1, 16, 256)}
+
+    def decode(self, block_size: int) -> Tensor:
+        return self.nhd[block_size].decode()
+
+    def decode_chunked(self) -> Tensor:
+        return self.chunked.decode()
 
 
 class Fp8Decode:

@@ -13,8 +13,8 @@ Token t of a sequence is in block `block_table[t // block_size]` at offset `t % 
 data tensors of a call have the same dtype. block_size is a power of two up to 256, from 1 in the cache ops and from 8
 in attention. head_size is a multiple of x, up to 512 in the cache ops and 256 in attention.
 
-`reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads, head_size], both
-4-D, with any block_size, the last dimension contiguous and any other strides.
+The attention ops, `reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads,
+head_size], both 4-D, with any block_size, the last dimension contiguous and any other strides.
 
 An fp8 cache (x = 16) holds value / scale, rounded to nearest and saturating, and meets tensors of any of the three
 dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m3fn and torch.float8_e5m2 included),
