@@ -1,0 +1,408 @@
+"""flash-attn's functions on the ops of this package, on a CPU as on CUDA.
+
+    from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Names, order, defaults and meaning of the arguments are those of flash-attn 2.8. Behind them, as keywords, stand the
+arguments that FlashAttention-3 and 4 have added or renamed: page_table is block_table, s_aux and learnable_sink are
+sinks, return_lse asks for the lse beside the output.
+
+More than theirs: fp32; pages of any size, whose table is int32 or int64, and -1 or anything else behind a sequence's
+own pages; fp8 caches beside queries of 16 or 32 bits; caches of any strides whose last dimension is contiguous.
+
+Taken, and without effect: max_seqlen_q, max_seqlen_k, deterministic (all results are), num_splits, pack_gqa, sm_margin,
+scheduler_metadata.
+
+Different: a row without keys has an lse of -inf, as in FlashAttention-3 (flash-attn 2 says +inf). With ALiBi the lse is
+that of the bias -slope * |t - p|, where flash-attn 2 leaves a constant out of causal rows.
+
+Refused, with a ValueError that names the argument: dropout_p, qv, attention_chunk, q_descale, seqused_q; scales that
+differ by head; alibi_slopes that differ by sequence; values whose heads are not as wide as those of the keys;
+cache_leftpad or cache_batch_idx with a block table. Tensors that require grad raise RuntimeError, because there is no
+backward. Head sizes are those of the ops, multiples of 16 bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import ops
+from ._adapters import (
+    attend_ragged,
+    consecutive_pages,
+    expect_defaults,
+    refuse_gradients,
+    rows_of,
+    scale_tensor,
+    window_of,
+)
+from .ops._call import check_rank
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or less than 0 is no window
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a batch whose sequences are equally long.
+
+    Row i of seqlen_q stands at position p = seqlen_k - seqlen_q + i. It sees the tokens from p - left to p + right of
+    window_size, and with `causal` none after p. A row that sees nothing gives zeros.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_size].
+        k, v: [batch, seqlen_k, num_kv_heads, head_size].
+        softmax_scale: default head_size ** -0.5.
+        softcap: logits become softcap * tanh(logit / softcap), if it is not 0.
+        alibi_slopes: fp32 [num_heads]; -slope * |t - p| is added to the logit of token t.
+        learnable_sink, s_aux: [num_heads], a logit more in the softmax's denominator; one of the two.
+        k_descale, v_descale: what fp8 keys and values are multiplied with; one element, expanded or not.
+
+    Returns:
+        out, like q. With return_lse (out, lse), lse fp32 [batch, num_heads, seqlen_q], natural. With return_attn_probs
+        (out, lse, an empty tensor), as flash-attn without dropout.
+    """
+    function = flash_attn_func
+    expect_defaults(function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
+    refuse_gradients(function, q=q, k=k, v=v)
+    _check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
+    batch, seqlen_k = k.shape[:2]
+    if seqlen_k == 0:  # a page has at least one token
+        k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
+    out, lse = ops.paged_attention(
+        _rows(q),
+        _with_contiguous_heads(k),
+        _with_contiguous_heads(v),
+        torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
+        torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
+        query_start_loc=_starts(q, None),
+        **_options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux),
+        k_scale=scale_tensor(function, "k_descale", k_descale),
+        v_scale=scale_tensor(function, "v_descale", v_descale),
+    )
+    return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    page_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`flash_attn_func` for a ragged batch, over keys and values that lie one after the other or in pages.
+
+    Args:
+        q: [total_q, num_heads, head_size].
+        k, v: [total_k, num_kv_heads, head_size]; with a block table [num_blocks, block_size, num_kv_heads, head_size].
+        cu_seqlens_q: int32 [batch + 1], from 0 to total_q.
+        cu_seqlens_k: int32 [batch + 1], from 0 to total_k. With a block table its differences are the lengths, unless
+            seqused_k has them.
+        block_table, page_table: int32 or int64 [batch, max_num_blocks_per_seq]; one of the two.
+        seqused_k: int32 [batch], lengths of the sequences. The keys behind them are not used.
+        The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`: out like q, lse [num_heads, total_q].
+    """
+    function = flash_attn_varlen_func
+    expect_defaults(
+        function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk, seqused_q=seqused_q
+    )
+    refuse_gradients(function, q=q, k=k, v=v)
+    block_table = _one_of(function, block_table=block_table, page_table=page_table)
+    rank = 3 if block_table is None else 4
+    _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
+    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
+    if block_table is None:
+        if cu_seqlens_k is None:
+            raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
+        k, v = (_with_contiguous_heads(tensor) for tensor in (k, v))
+        if seqused_k is None:
+            out, lse = attend_ragged(_rows(q), k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), **options)
+            return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+        k, v = k[:, None], v[:, None]  # tokens are pages
+        block_table = consecutive_pages(cu_seqlens_k[:-1], int(seqused_k.max()))
+    elif seqused_k is None:
+        if cu_seqlens_k is None:
+            raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without seqused_k, got None")
+        seqused_k = cu_seqlens_k.diff()
+    out, lse = ops.paged_attention(
+        _rows(q),
+        k,
+        v,
+        block_table.int(),
+        seqused_k.int(),
+        query_start_loc=cu_seqlens_q.int(),
+        **options,
+        k_scale=scale_tensor(function, "k_descale", k_descale),
+        v_scale=scale_tensor(function, "v_descale", v_descale),
+    )
+    return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a cache. With k and v it first appends them to the cache, in place.
+
+    The rows of a sequence are its last ones, new tokens included: row i of n stands at position length - n + i, and
+    sees what `flash_attn_func` says.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_size]; with cu_seqlens_q [total_q, num_heads, head_size].
+        k_cache, v_cache: [batch_cache, seqlen_cache, num_kv_heads, head_size]; with a block table
+            [num_blocks, block_size, num_kv_heads, head_size]. fp8 caches hold the element / k_descale.
+        k, v: new tokens, [batch, seqlen_new, num_kv_heads, head_size]; with cu_seqlens_k_new [total_new, ...].
+        rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
+            by cache_seqlens + i (by cache_seqlens alone if neither causal nor windowed). k and q stay as they are.
+        cache_seqlens: the lengths before k and v are appended, an int or int32 [batch]; default the whole cache.
+        cache_batch_idx: [batch], the sequence of a cache without block table that each sequence uses; default its own.
+        cache_leftpad: int32 [batch], tokens to skip at the start of each sequence of a cache without block table.
+        block_table, page_table: int32 or int64 [batch, max_num_blocks_per_seq]; one of the two.
+        rotary_interleaved: rotate elements 2i and 2i + 1, and not i of the two halves.
+        cu_seqlens_q: int32 [batch + 1], for a ragged q.
+        cu_seqlens_k_new: int32 [batch + 1], for ragged k and v.
+        rotary_seqlens: int32 [batch], in place of cache_seqlens for the positions of the rotary embedding.
+        The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out, like q. With return_softmax_lse or return_lse (out, lse), lse fp32 [batch, num_heads, seqlen_q], or with
+        cu_seqlens_q [num_heads, total_q].
+    """
+    function = flash_attn_with_kvcache
+    expect_defaults(function, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
+    refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    block_table = _one_of(function, block_table=block_table, page_table=page_table)
+    _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
+    query = _rows(q)
+    query_starts = _starts(q, cu_seqlens_q)
+    batch = query_starts.shape[0] - 1
+    if block_table is not None:
+        expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    else:  # each sequence of the cache is a page
+        if cache_batch_idx is None:
+            cache_batch_idx = torch.arange(batch, dtype=torch.int32, device=q.device)
+        block_table = cache_batch_idx[:, None]
+    if cache_seqlens is None:
+        cache_seqlens = block_table.shape[1] * k_cache.shape[1]
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((batch,), cache_seqlens, device=q.device)
+    scales: dict[str, Any] = {
+        "k_scale": scale_tensor(function, "k_descale", k_descale),
+        "v_scale": scale_tensor(function, "v_descale", v_descale),
+    }
+
+    seq_lens = cache_seqlens
+    if k is None or v is None:
+        for name, tensor in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            if tensor is not None:
+                raise ValueError(f"flash_attn_with_kvcache: {name}: expected None without both k and v, got a tensor")
+    else:
+        rank = 4 if cu_seqlens_k_new is None else 3
+        _check_ranks(function, k=(k, rank), v=(v, rank))
+        key, new_starts = _rows(k), _starts(k, cu_seqlens_k_new)
+        sequence, place = rows_of(new_starts, key.shape[0])
+        slots = _slots(block_table, sequence, cache_seqlens[sequence] + place, k_cache.shape[1])
+        if rotary_cos is not None and rotary_sin is not None:
+            cos_sin = torch.cat([rotary_cos, rotary_sin], dim=-1)
+            first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+            key = _rotated(key, first[sequence] + place, cos_sin, rotary_interleaved)
+            sequence, place = rows_of(query_starts, query.shape[0])
+            if causal or any(side is not None and side >= 0 for side in window_size):
+                query = _rotated(query, first[sequence] + place, cos_sin, rotary_interleaved)
+            else:
+                query = _rotated(query, first[sequence], cos_sin, rotary_interleaved)
+        ops.reshape_and_cache(key, _rows(v), k_cache, v_cache, slots, **scales)
+        seq_lens = cache_seqlens + new_starts.diff()
+
+    if cache_leftpad is not None:  # tokens are pages
+        block_table = consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
+        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
+        seq_lens = seq_lens - cache_leftpad
+    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
+    out, lse = ops.paged_attention(
+        query, k_cache, v_cache, block_table.int(), seq_lens.int(), query_start_loc=query_starts, **options, **scales
+    )
+    return _results(q, out, lse, return_lse=return_lse or return_softmax_lse)
+
+
+# ---- what flash-attn means in the terms of the ops -------------------------------------------------------------------
+
+
+def _options(
+    function: Callable[..., Any],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    s_aux: Tensor | None,
+) -> dict[str, Any]:
+    """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
+    left, right = window_size
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        expected = "expected [num_heads], the same slopes for each sequence"
+        raise ValueError(f"{function.__name__}: alibi_slopes: {expected}, got shape {list(alibi_slopes.shape)}")
+    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux)
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "sliding_window": window_of(left),
+        "right_window": None if causal or right is None or right < 0 else right,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": None if sinks is None else sinks.float(),
+    }
+
+
+def _results(q: Tensor, out: Tensor, lse: Tensor, *, return_lse: bool, return_attn_probs: bool = False) -> Any:
+    """What a function returns, of the op's [num_rows, num_heads, head_size] and [num_rows, num_heads]."""
+    out = out.view(q.shape)
+    if not (return_lse or return_attn_probs):
+        return out
+    lse = lse.view(q.shape[:-1]).transpose(-2, -1).contiguous()
+    return (out, lse, q.new_empty(0)) if return_attn_probs else (out, lse)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., num_heads, head_size] -> [num_rows, num_heads, head_size], each row contiguous."""
+    rows = tensor.flatten(0, -3)
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
+
+
+def _with_contiguous_heads(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _starts(tensor: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Where the rows of each sequence begin; without cu_seqlens the tensor is [batch, seqlen, ...]."""
+    if cu_seqlens is not None:
+        return cu_seqlens.int()
+    batch, seqlen = tensor.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
+
+
+def _slots(block_table: Tensor, sequence: Tensor, position: Tensor, page_size: int) -> Tensor:
+    """slot_mapping of the tokens at these positions of these sequences."""
+    capacity = block_table.shape[1] * page_size
+    if position.is_cpu and position.numel() and int(position.max()) >= capacity:
+        raise ValueError(
+            "flash_attn_with_kvcache: cache_seqlens: expected room for the new tokens, got a sequence that ends at "
+            f"{int(position.max()) + 1} in a cache for {capacity}"
+        )
+    return block_table[sequence, position // page_size].long() * page_size + position % page_size
+
+
+def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> Tensor:
+    rotated = rows.clone()
+    ops.rotary_embedding(positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
+    return rotated
+
+
+def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor | None:
+    """The argument of two names that is given."""
+    given = {name: tensor for name, tensor in spellings.items() if tensor is not None}
+    if len(given) > 1:
+        first, second = given
+        raise ValueError(f"{function.__name__}: {second}: expected None beside {first}, of which it is another name")
+    return next(iter(given.values()), None)
+
+
+def _check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
+    """Of each tensor its rank; and that the heads of keys and values, the last two, are equally wide."""
+    for name, (tensor, rank) in tensors.items():
+        check_rank(function.__name__, name, tensor, rank)
+    (_, (key, _)), (name, (value, _)) = list(tensors.items())[-2:]
+    if value.shape[-1] != key.shape[-1]:
+        message = f"expected heads of {key.shape[-1]} elements, as the keys have, got {value.shape[-1]}"
+        raise ValueError(f"{function.__name__}: {name}: {message}")
