@@ -1,0 +1,62 @@
+"""FlashInfer's functions and wrappers on the ops of this package, on a CPU as on CUDA.
+
+    from pagedattn_ext import flashinfer
+
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout="NHD")
+    decode.plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size)
+    out = decode.run(q, paged_kv_cache)
+
+Names, order, defaults and meaning of the arguments are those of FlashInfer 0.7. A paged cache is a pair (keys, values)
+or one tensor [num_pages, 2, ...], with pages [page_size, num_kv_heads, head_dim] (NHD) or [num_kv_heads, page_size,
+head_dim] (HND), of any page size. The lse has base 2. A row without keys gives zeros and an lse of -inf.
+
+More than theirs: fp32, and dtypes that `plan` was not told, because `run` looks at its tensors.
+
+Taken, and without effect: workspaces and buffers, backend, use_tensor_cores, use_fp16_qk_reduction, data types,
+rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
+
+Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
+custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
+those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, `gemma_rmsnorm`,
+`gemma_fused_add_rmsnorm`, MLA, cascade wrappers, quantization, communication, mixtures of experts.
+"""
+
+from typing import NoReturn
+
+from .activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .cascade import merge_state, merge_state_in_place, merge_states
+from .decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from .norm import fused_add_rmsnorm, rmsnorm
+from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from .prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+)
+from .rope import apply_rope_with_cos_sin_cache_inplace
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "append_paged_kv_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "fused_add_rmsnorm",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "rmsnorm",
+    "silu_and_mul",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("sampling", "gemma_rmsnorm", "gemma_fused_add_rmsnorm"):
+        raise AttributeError(f"pagedattn_ext.flashinfer: {name} is left out; it has {', '.join(__all__)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,155 @@
+"""What FlashInfer means in the terms of the ops, and what its wrappers share."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .._adapters import window_of
+from .page import PagedCache, check_layout, get_seq_lens, pages_of
+
+Scale = float | Tensor | None
+Dtype = str | torch.dtype
+
+
+def scale_of(sm_scale: float | None, head_dim: int, *factors: Scale) -> float:
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    return scale * math.prod(float(factor) for factor in factors if factor is not None)
+
+
+def options_of(scale: float, causal: bool, window_left: int, logits_soft_cap: float | None) -> dict[str, Any]:
+    """Keyword arguments of the attention ops."""
+    sliding_window, softcap = window_of(window_left), logits_soft_cap or 0.0
+    return {"scale": scale, "causal": causal, "sliding_window": sliding_window, "softcap": softcap}
+
+
+def results_of(
+    attended: Tensor, natural_lse: Tensor, v_scale: Scale, out: Tensor | None, lse: Tensor | None, return_lse: bool
+) -> Any:
+    """What `run` returns, of the results of the op."""
+    if v_scale is not None:
+        attended = attended.mul_(v_scale)
+    attended = attended if out is None else out.copy_(attended)
+    if not return_lse:
+        return attended
+    binary_lse = natural_lse * math.log2(math.e)
+    return attended, binary_lse if lse is None else lse.copy_(binary_lse)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` says of the batches that `run` gets."""
+
+    query_shape: tuple[int, int]  # num_qo_heads, head_dim
+    key_shape: tuple[int, ...]  # of a page [page_size, num_kv_heads, head_dim], or of a ragged batch without page_size
+    causal: bool
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float | None
+
+    def options(self, q_scale: Scale, k_scale: Scale) -> dict[str, Any]:
+        scale = scale_of(self.sm_scale, self.query_shape[1], q_scale, k_scale)
+        return options_of(scale, self.causal, self.window_left, self.logits_soft_cap)
+
+    def check_shapes(self, function: Callable[..., Any], q: Tensor, key: Tensor) -> None:
+        for name, tensor, shape in (("q", q, self.query_shape), ("keys", key, self.key_shape)):
+            if tensor.shape[1:] != shape:
+                planned = ", ".join(map(str, ("*", *shape)))
+                raise ValueError(
+                    f"{function.__qualname__}: {name}: expected shape [{planned}], as planned, got {list(tensor.shape)}"
+                )
+
+
+class Wrapper:
+    """What the wrappers share: a layout, one plan at a time, and older names."""
+
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+
+    def __init__(self, kv_layout: str) -> None:
+        check_layout(type(self), kv_layout)
+        self._kv_layout = kv_layout
+        self._planned: Plan | None = None
+
+    @property
+    def _plan(self) -> Plan:
+        if self._planned is None:
+            raise RuntimeError(f"{type(self).__name__}.run: expected a plan, got none: call plan() first")
+        return self._planned
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Does nothing: there is no workspace."""
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """(out, lse) of `run`."""
+        return self.run(*args, **kwargs, return_lse=True)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """(out, lse) of `forward`."""
+        return self.forward(*args, **kwargs, return_lse=True)
+
+
+class PagedWrapper(Wrapper):
+    """Of a paged cache: its block tables, made of the page lists of `plan`."""
+
+    _query_starts: Tensor | None  # None: one row a sequence
+    _block_tables: Tensor
+    _seq_lens: Tensor
+
+    def _plan_pages(
+        self, qo_indptr: Tensor | None, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int
+    ) -> None:
+        indptr, last_page_len = indptr.to(indices.device), last_page_len.to(indices.device)
+        self._query_starts = None if qo_indptr is None else qo_indptr.to(indices.device).int()
+        num_pages = int(indptr.diff().max()) if indptr.shape[0] > 1 else 0
+        entries = indptr[:-1, None] + torch.arange(num_pages, device=indices.device)
+        pages = indices[entries.clamp(max=indices.shape[0] - 1)]  # behind a list's own pages any others
+        self._block_tables = pages.int()
+        self._seq_lens = get_seq_lens(indptr, last_page_len, page_size).int()
+
+    def _attend(
+        self,
+        function: Callable[..., Any],
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        scales: tuple[Scale, Scale, Scale],  # of q, k, v
+        window_left: int | None,
+        sinks: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+    ) -> Any:
+        plan = self._plan if window_left is None else replace(self._plan, window_left=window_left)
+        key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
+        plan.check_shapes(function, q, key_cache)
+        q_scale, k_scale, v_scale = scales
+        attended, natural_lse = ops.paged_attention(
+            q,
+            key_cache,
+            value_cache,
+            self._block_tables,
+            self._seq_lens,
+            query_start_loc=self._query_starts,
+            sinks=sinks,
+            **plan.options(q_scale, k_scale),
+        )
+        return results_of(attended, natural_lse, v_scale, out, lse, return_lse)
+
+
+def attend_one(
+    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, kv_layout: str, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The last rows of one sequence, which is a page."""
+    check_layout(function, kv_layout)
+    key_cache, value_cache = pages_of((k[None], v[None]), kv_layout)
+    lengths = torch.tensor([[0, q.shape[0]], [0, key_cache.shape[1]]], dtype=torch.int32, device=q.device)
+    return ops.paged_attention(
+        q, key_cache, value_cache, lengths[:1, :1], lengths[1, 1:], query_start_loc=lengths[0], **options
+    )

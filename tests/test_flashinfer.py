@@ -1,0 +1,513 @@
+"""pagedattn_ext.flashinfer against brute force in fp64; signatures; refusals."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import reference
+import torch
+from brute_force import HEAD_SIZE, Pages, attend, attend_all, rows, starts
+from checks import assert_close_to_reference, assert_same_bits
+from torch import Tensor
+
+from pagedattn_ext import flashinfer
+
+HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
+WORKSPACE = torch.empty(0, dtype=torch.uint8)
+EMPTY = inspect.Parameter.empty
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(35)
+        yield
+
+
+class Batch:
+    """Sequences in pages, as FlashInfer's lists have them."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, layout: str = "NHD tuple") -> None:
+        self.key, self.value = rows(lengths, KV_HEADS), rows(lengths, KV_HEADS)
+        pages = Pages(16, PAGE_SIZE, KV_HEADS, HEAD_SIZE, dtype)
+        table = pages.table(lengths)
+        pages.write(table, self.key, self.value)
+        counts = [-(-length // PAGE_SIZE) for length in lengths]
+        self.indptr = starts(counts)
+        self.indices = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
+        last = [length - max(0, count - 1) * PAGE_SIZE for length, count in zip(lengths, counts, strict=True)]
+        self.last_page_len = torch.tensor(last, dtype=torch.int32)
+        self.kv_layout, form = layout.split()
+        caches = [pages.key, pages.value]
+        if self.kv_layout == "HND":
+            caches = [cache.transpose(1, 2).contiguous() for cache in caches]
+        self.cache = tuple(caches) if form == "tuple" else torch.stack(caches, 1)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return {
+            "indptr": self.indptr,
+            "indices": self.indices,
+            "last_page_len": self.last_page_len,
+            "num_qo_heads": HEADS,
+            "num_kv_heads": KV_HEADS,
+            "head_dim": HEAD_SIZE,
+            "page_size": PAGE_SIZE,
+        }
+
+    @property
+    def prefill_plan(self) -> dict[str, Any]:
+        names = {"head_dim": "head_dim_qk"} | {n: f"paged_kv_{n}" for n in ("indptr", "indices", "last_page_len")}
+        return {names.get(name, name): value for name, value in self.plan.items()}
+
+
+LAYOUTS = ["NHD tuple", "HND tuple", "NHD tensor", "HND tensor"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window_left": 2},
+    {"logits_soft_cap": 1.5, "sm_scale": 0.4},
+]
+
+
+def in_brute_force(options: dict[str, Any]) -> dict[str, Any]:
+    names = {"sm_scale": "scale", "logits_soft_cap": "softcap"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    return options | {"window": (options.pop("window_left", -1), -1)}
+
+
+def assert_results(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """(out, lse) with the lse in base 2."""
+    assert_close_to_reference(actual[0], expected[0])
+    assert actual[1].dtype == torch.float32
+    assert_close_to_reference(actual[1], expected[1] / math.log(2))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode(options: dict[str, Any], layout: str) -> None:
+    """Lengths that end within a page, at its end, and behind it."""
+    batch = Batch([7, 3, 1, 6], layout=layout)
+    q = rows([1] * 4, HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, batch.kv_layout)
+    wrapper.plan(**batch.plan, **options)
+    assert_results(
+        wrapper.run(torch.cat(q), batch.cache, return_lse=True),
+        attend_all(q, batch.key, batch.value, causal=True, **in_brute_force(options)),
+    )
+
+
+LENGTHS_Q, LENGTHS_K = [3, 1, 6, 0, 2], [7, 6, 2, 3, 0]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "ragged"])
+def test_prefill(causal: bool, options: dict[str, Any], layout: str) -> None:
+    """More rows than keys, no rows and no keys among the sequences."""
+    q = rows(LENGTHS_Q, HEADS)
+    batch = Batch(LENGTHS_K, layout="NHD tuple" if layout == "ragged" else layout)
+    wrapper: Any
+    arguments: tuple[Any, ...]
+    if layout == "ragged":
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+        arguments = torch.cat(q), torch.cat(batch.key), torch.cat(batch.value)
+        sizes = starts(LENGTHS_K), HEADS, KV_HEADS, HEAD_SIZE
+        wrapper.plan(starts(LENGTHS_Q), *sizes, causal=causal, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, batch.kv_layout)
+        arguments = torch.cat(q), batch.cache
+        wrapper.plan(starts(LENGTHS_Q), **batch.prefill_plan, causal=causal, **options)
+    expected = attend_all(q, batch.key, batch.value, causal=causal, **in_brute_force(options))
+    assert_results(wrapper.run_return_lse(*arguments), expected)
+    assert_results(wrapper.forward_return_lse(*arguments, causal=causal, **options), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_single(options: dict[str, Any], layout: str) -> None:
+    q, k, v = torch.randn(3, HEADS, HEAD_SIZE), *torch.randn(2, 5, KV_HEADS, HEAD_SIZE)
+    given = (k, v) if layout == "NHD" else (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+    for causal in (True, False):
+        actual = flashinfer.single_prefill_with_kv_cache(
+            q, *given, causal=causal, kv_layout=layout, return_lse=True, **options
+        )
+        assert_results(actual, attend(q, k, v, causal=causal, **in_brute_force(options)))
+    actual = flashinfer.single_decode_with_kv_cache(q[2], *given, kv_layout=layout, return_lse=True, **options)
+    expected = attend(q[2:], k, v, causal=True, **in_brute_force(options))
+    assert_results(actual, (expected[0][0], expected[1][0]))
+
+
+def test_arguments_of_run() -> None:
+    """Scales, sinks, a window in place of the plan's, and memory for the results."""
+    batch = Batch([7, 4])
+    q, sinks = rows([1] * 2, HEADS), torch.randn(HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(**batch.plan, window_left=3)
+    out, lse = torch.empty(2, HEADS, HEAD_SIZE), torch.empty(2, HEADS)
+    scales: dict[str, float] = {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.7}
+    results = wrapper.run(
+        torch.cat(q), batch.cache, **scales, out=out, lse=lse, return_lse=True, window_left=1, sinks=sinks
+    )
+    assert (results[0] is out, results[1] is lse) == (True, True)
+    scale = HEAD_SIZE**-0.5 * 0.5 * 3.0
+    expected = attend_all(q, batch.key, batch.value, causal=True, window=(1, -1), scale=scale, sinks=sinks)
+    assert_results((out, lse), (expected[0] * 0.7, expected[1]))
+    assert_close_to_reference(
+        wrapper.run(torch.cat(q), batch.cache),
+        attend_all(q, batch.key, batch.value, causal=True, window=(3, -1))[0],
+    )
+
+
+def test_older_decode() -> None:
+    """begin_forward and forward, where options are arguments of forward."""
+    batch = Batch([7, 4])
+    q = rows([1] * 2, HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.begin_forward(*batch.plan.values(), "NONE", data_type=torch.float32)
+    out = wrapper.forward(torch.cat(q), batch.cache, "NONE", sm_scale=0.4, window_left=1)
+    wrapper.end_forward()
+    expected, _ = attend_all(q, batch.key, batch.value, causal=True, scale=0.4, window=(1, -1))
+    assert_close_to_reference(out, expected)
+
+
+def test_fp8_cache() -> None:
+    """What is stored is multiplied with k_scale and v_scale."""
+    batch = Batch([7, 4], torch.float8_e4m3fn)
+    q = rows([1] * 2, HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(**batch.plan)
+    stored_k, stored_v = (
+        [tensor.to(torch.float8_e4m3fn).float() for tensor in tensors] for tensors in (batch.key, batch.value)
+    )
+    expected, _ = attend_all(q, [k * 0.5 for k in stored_k], [v * 0.25 for v in stored_v], causal=True)
+    out = wrapper.run(torch.cat(q), batch.cache, k_scale=0.5, v_scale=0.25)
+    assert_close_to_reference(out, expected)
+
+
+def test_pages_of_one_token() -> None:
+    """As SGLang has them, without the dimension of the page."""
+    q, k, v = rows([1], HEADS), rows([6], KV_HEADS), rows([6], KV_HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    tokens = torch.arange(6, dtype=torch.int32)
+    wrapper.plan(starts([6]), tokens, torch.ones(1, dtype=torch.int32), HEADS, KV_HEADS, HEAD_SIZE, 1)
+    assert_close_to_reference(wrapper.run(q[0], (k[0], v[0])), attend(q[0], k[0], v[0])[0])
+
+
+# ---- the cache, and merges -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_append(layout: str) -> None:
+    """New tokens of all sequences but one, into pages; nothing else changes."""
+    lengths, new = [7, 3, 4], [2, 0, 3]
+    batch = Batch(lengths, layout=layout)
+    key, value = torch.randn(2, sum(new), KV_HEADS, HEAD_SIZE)
+    seq_lens = flashinfer.get_seq_lens(batch.indptr, batch.last_page_len, PAGE_SIZE)
+    assert seq_lens.tolist() == lengths
+    where = flashinfer.get_batch_indices_positions(starts(new), seq_lens, sum(new))
+    assert [tensor.tolist() for tensor in where] == [[0, 0, 2, 2, 2], [5, 6, 1, 2, 3]]
+    before = [tensor.clone() for tensor in (batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1))]
+    pages = batch.indices, batch.indptr, batch.last_page_len
+    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *pages, batch.kv_layout)
+    after = batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1)
+    for new_rows, old, cache in zip((key, value), before, after, strict=True):
+        for row, sequence, position in zip(new_rows, *(tensor.tolist() for tensor in where), strict=True):
+            page, offset = batch.indices[batch.indptr[sequence] + position // PAGE_SIZE], position % PAGE_SIZE
+            (old[page, :, offset] if batch.kv_layout == "HND" else old[page, offset]).copy_(row)
+        assert_same_bits(cache, old)
+
+
+def test_merges() -> None:
+    """Attention over two and three sets of tokens is that over all of them, where one set is empty, too."""
+    q, k, v = torch.randn(3, HEADS, HEAD_SIZE), *torch.randn(2, 9, KV_HEADS, HEAD_SIZE)
+    parts = [
+        flashinfer.single_prefill_with_kv_cache(q, k[s], v[s], return_lse=True)
+        for s in (slice(0, 4), slice(4, 5), slice(5, 9))
+    ]
+    empty = torch.zeros_like(q), torch.full((3, HEADS), -math.inf)
+    two = attend(q, k[:5], v[:5])
+    assert_results(flashinfer.merge_state(*parts[0], *parts[1]), two)
+    assert_results(flashinfer.merge_state(*parts[0], *empty), attend(q, k[:4], v[:4]))
+    states = [torch.stack(tensors, 1) for tensors in zip(*parts, empty, strict=True)]
+    assert_results(flashinfer.merge_states(*states), attend(q, k, v))
+    none = flashinfer.merge_states(*(torch.stack([tensor] * 2, 1) for tensor in empty))
+    assert_same_bits(none[0], empty[0])
+    assert_same_bits(none[1], empty[1])
+
+    state = [tensor.clone() for tensor in parts[0]]
+    flashinfer.merge_state_in_place(*state, *parts[1])
+    assert_results((state[0], state[1]), two)
+    state = [tensor.clone() for tensor in parts[0]]
+    flashinfer.merge_state_in_place(*state, *parts[1], mask=torch.tensor([True, False, True]))
+    assert_same_bits(state[0][1], parts[0][0][1])
+    assert_same_bits(state[1][1], parts[0][1][1])
+    assert_results((state[0][::2], state[1][::2]), (two[0][::2], two[1][::2]))
+
+
+# ---- the rest of a layer ---------------------------------------------------------------------------------------------
+
+
+def test_norms() -> None:
+    x, residual, weight = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24)
+    expected = reference.rms_norm(x, weight, 1e-6)
+    assert_close_to_reference(flashinfer.rmsnorm(x, weight), expected)
+    out = torch.empty_like(x)
+    assert flashinfer.rmsnorm(x, weight, eps=1e-6, out=out) is out
+    assert_close_to_reference(out, expected)
+    total = x.double() + residual.double()
+    expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    flashinfer.fused_add_rmsnorm(x, residual, weight, 1e-5)
+    assert_close_to_reference(x, expected)
+    assert_close_to_reference(residual, total)
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+def test_activations(name: str) -> None:
+    x = torch.randn(3, 48)
+    function, formula = getattr(flashinfer, name), getattr(reference, name)
+    assert_close_to_reference(function(x), formula(x))
+    out = torch.empty(3, 24)
+    assert function(x, out) is out
+    assert_close_to_reference(out, formula(x))
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("positions_dtype", "dtype"), [(torch.int32, torch.bfloat16), (torch.int64, torch.float32)])
+def test_rope(is_neox: bool, positions_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Cosines and sines are fp32, as FlashInfer demands, and are not rounded."""
+    q, k = torch.randn(3, HEADS * HEAD_SIZE, dtype=dtype), torch.randn(3, KV_HEADS * HEAD_SIZE, dtype=dtype)
+    positions, cache = torch.tensor([5, 0, 2], dtype=positions_dtype), torch.randn(8, 8)
+    expected = reference.rotary_embedding(positions.long(), q, k, HEAD_SIZE, cache, is_neox)
+    flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, HEAD_SIZE, cache, is_neox)
+    assert_close_to_reference(q, expected[0])
+    assert_close_to_reference(k, expected[1])
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
+PLAN_OF_PAGES = ["num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
+ROPE = {"rope_scale": None, "rope_theta": None}
+DATA_TYPES = {"q_data_type": "float16", "kv_data_type": None, "o_data_type": None}
+MASKS = {"custom_mask": None, "packed_custom_mask": None}
+ITEMS = {"prefix_len_ptr": None, "token_pos_in_items_ptr": None, "token_pos_in_items_len": 0, "max_item_len_ptr": None}
+SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
+LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
+
+
+def required(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, EMPTY)
+
+
+# FlashInfer 0.7, in order.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "BatchDecodeWithPagedKVCacheWrapper.__init__": {
+        **required("self", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "use_tensor_cores": False,
+        "paged_kv_indptr_buffer": None,
+        "paged_kv_indices_buffer": None,
+        "paged_kv_last_page_len_buffer": None,
+        "backend": "auto",
+        "jit_args": None,
+    },
+    "BatchDecodeWithPagedKVCacheWrapper.plan": {
+        **required("self", "indptr", "indices", "last_page_len", *PLAN_OF_PAGES),
+        "pos_encoding_mode": "NONE",
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **DATA_TYPES,
+        "data_type": None,
+        "sm_scale": None,
+        **ROPE,
+        "non_blocking": True,
+        "block_tables": None,
+        "seq_lens": None,
+        **SPLIT,
+        "q_len_per_req": 1,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.__init__": {
+        **required("self", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "qo_indptr_buf": None,
+        "paged_kv_indptr_buf": None,
+        "paged_kv_indices_buf": None,
+        "paged_kv_last_page_len_buf": None,
+        "custom_mask_buf": None,
+        "mask_indptr_buf": None,
+        "backend": "auto",
+        "jit_args": None,
+        "jit_kwargs": None,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.plan": {
+        **required("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+        **required("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
+        "head_dim_vo": None,
+        **MASKS,
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        **DATA_TYPES,
+        "non_blocking": True,
+        **ITEMS,
+        "seq_lens": None,
+        "seq_lens_q": None,
+        "block_tables": None,
+        **LENGTHS,
+        **SPLIT,
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": {
+        **required("self", "qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
+        "head_dim_vo": None,
+        **MASKS,
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "sm_scale": None,
+        **ROPE,
+        **DATA_TYPES,
+        "non_blocking": True,
+        **ITEMS,
+        **SPLIT,
+        "seq_lens": None,
+        "seq_lens_q": None,
+        **LENGTHS,
+    },
+    "single_decode_with_kv_cache": {
+        **required("q", "k", "v"),
+        "kv_layout": "NHD",
+        "pos_encoding_mode": "NONE",
+        "use_tensor_cores": False,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "sm_scale": None,
+        **ROPE,
+        "return_lse": False,
+    },
+    "single_prefill_with_kv_cache": {
+        **required("q", "k", "v"),
+        "scale_q": None,
+        "scale_k": None,
+        "scale_v": None,
+        "o_dtype": None,
+        **MASKS,
+        "causal": False,
+        "kv_layout": "NHD",
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        "backend": "auto",
+        "return_lse": False,
+    },
+    "append_paged_kv_cache": {
+        **required("append_key", "append_value", "batch_indices", "positions", "paged_kv_cache", "kv_indices"),
+        **required("kv_indptr", "kv_last_page_len"),
+        "kv_layout": "NHD",
+    },
+    "get_batch_indices_positions": {
+        **required("append_indptr", "seq_lens", "nnz"),
+        "batch_indices": None,
+        "positions": None,
+    },
+    "get_seq_lens": required("kv_indptr", "kv_last_page_len", "page_size"),
+    "merge_state": required("v_a", "s_a", "v_b", "s_b"),
+    "merge_state_in_place": required("v", "s", "v_other", "s_other") | {"mask": None},
+    "merge_states": required("v", "s"),
+    "rmsnorm": required("input", "weight") | {"eps": 1e-6, "out": None, "enable_pdl": None},
+    "fused_add_rmsnorm": required("input", "residual", "weight") | {"eps": 1e-6, "enable_pdl": None},
+    "silu_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "gelu_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "gelu_tanh_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "apply_rope_with_cos_sin_cache_inplace": {
+        **required("positions", "query", "key", "head_size", "cos_sin_cache"),
+        "is_neox": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    function: Any = flashinfer
+    for part in name.split("."):
+        function = getattr(function, part)
+    actual = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    assert list(actual.items()) == list(SIGNATURES[name].items())
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+TENSOR = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("pos_encoding_mode", "ROPE_LLAMA", "expected 'NONE', got 'ROPE_LLAMA'"),
+        ("custom_mask", TENSOR, "expected None, got a tensor"),
+        ("packed_custom_mask", TENSOR, "expected None, got a tensor"),
+        ("prefix_len_ptr", TENSOR, "expected None, got a tensor"),
+        ("head_dim_vo", 32, "expected head_dim_qk 16, got 32"),
+    ],
+)
+@pytest.mark.parametrize("ragged", [True, False])
+def test_refused_plans(argument: str, value: object, message: str, ragged: bool) -> None:
+    batch, wrapper = Batch([4]), flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    plan: Callable[..., None]
+    if ragged:
+        plan = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE).plan
+        arguments = {"kv_indptr": starts([4]), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16}
+    else:
+        plan, arguments = wrapper.plan, batch.prefill_plan
+    with pytest.raises(ValueError, match=rf"KVCacheWrapper\.plan: {argument}: {message}$"):
+        plan(qo_indptr=starts([1]), **arguments, **{argument: value})
+
+
+def test_refused() -> None:
+    name = "BatchDecodeWithPagedKVCacheWrapper"
+    with pytest.raises(ValueError, match=rf"^{name}\.__init__: use_cuda_graph: expected False, got True$"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+    with pytest.raises(ValueError, match=f"^{name}: kv_layout: expected 'NHD' or 'HND', got 'nhd'$"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "nhd")
+    batch, wrapper = Batch([4]), flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    q = torch.randn(1, HEADS, HEAD_SIZE)
+    with pytest.raises(RuntimeError, match=rf"^{name}\.run: expected a plan, got none"):
+        wrapper.run(q, batch.cache)
+    with pytest.raises(ValueError, match=rf"^{name}\.plan: q_len_per_req: expected 1, got 2$"):
+        wrapper.plan(**batch.plan, q_len_per_req=2)
+    wrapper.plan(**batch.plan)
+    with pytest.raises(ValueError, match=rf"^{name}\.run: q: expected shape \[\*, 4, 16\], as planned, got \[1, 2, 16"):
+        wrapper.run(q[:, :2], batch.cache)
+    wrapper.plan(**batch.plan | {"page_size": 4})
+    with pytest.raises(
+        ValueError, match=rf"^{name}\.run: keys: expected shape \[\*, 4, 2, 16\], as planned, got \[16,"
+    ):
+        wrapper.run(q, batch.cache)
+    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected None, got a tensor$"):
+        flashinfer.single_prefill_with_kv_cache(q, q, q, custom_mask=TENSOR)
+    with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_layout: expected 'NHD' or 'HND', got 'x'$"):
+        flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
+
+
+@pytest.mark.parametrize("name", ["sampling", "gemma_rmsnorm"])
+def test_left_out(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):
+        getattr(flashinfer, name)
+    assert not hasattr(flashinfer, "other")
