@@ -55,7 +55,7 @@ class Decodes:
         return out
 
 
-LAYOUTS = ["chunked"]
+LAYOUTS = ["chunked", "NHD"]
 REGULAR = [0, 0, 1, 1, 2, 2]
 
 
@@ -112,7 +112,7 @@ def test_wrong_head_mapping(head_mapping: list[int]) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["chunked", "NHD"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_reshape_and_cache(layout: str) -> None:
     """And back, by gather_cached_kv; a slot of -1 is skipped."""
     key, value, *paged = caches(layout)

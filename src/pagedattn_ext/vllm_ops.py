@@ -2,8 +2,8 @@
 
     from pagedattn_ext import vllm_ops as ops
 
-Names, order and meaning of the arguments are vLLM's: results first, which are written and not returned. From the first
-vLLM are `single_query_cached_kv_attention` with a head_mapping,
+Names, order and meaning of the arguments are vLLM's: results first, which are written and not returned. Caches have
+either layout of `pagedattn_ext.ops`. From the first vLLM are `single_query_cached_kv_attention` with a head_mapping,
 `gather_cached_kv`, `rotary_embedding_neox`, and block mappings that are dicts. k_scale and v_scale may be floats.
 
 Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride, and
