@@ -58,6 +58,10 @@ WAYS = {
     "window to both sides": Way(
         replace(MIXED, sliding_window=300, causal=False, right_window=30), {BULK, CLUSTER, WGMMA, PDL}
     ),
+    "NHD, blocks of 5": Way(replace(MIXED, layout="nhd", block_size=5), {WGMMA, PDL}),
+    "HND, e4m3, blocks of 1": Way(
+        replace(MIXED, layout="hnd", block_size=1, cache=("fp8", torch.uint8), scales=(0.5, 0.25)), {PDL}
+    ),
     "fp16 with all options": Way(
         replace(MIXED, dtype=torch.float16, alibi=True, softcap=20.0, sinks=True), {BULK, CLUSTER, WGMMA, PDL}
     ),
