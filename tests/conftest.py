@@ -26,8 +26,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from op_table import DEVICES, EVERY_CPU, OPS, load_simt, num_simt_launches
 
-# They have environments of their own, and leave this file out: make test-clients, make test-ray.
-collect_ignore = ["clients", "ray_cluster"]
+# They have environments of their own, and leave this file out: make test-clients, test-ray, test-adopters.
+collect_ignore = ["adopters", "clients", "ray_cluster"]
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
