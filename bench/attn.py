@@ -7,8 +7,9 @@ Decode: GB/s counts the bytes of the sequences' keys and values, and the share i
 Physical blocks are in random order. Caches, SDPA's keys and values, and the memory of the read lie in huge pages where
 the system grants them.
 Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
-sequence where lengths differ); gathering these from the cache for it; a loop over the sequences in plain torch; for an
-fp8 cache, the same tokens in a bf16 cache; for caches in the layout NHD, blocks of other sizes and the chunked layout.
+sequence where lengths differ); varlen_attention on the same keys and values (dense); gathering these from the cache for
+SDPA; a loop over the sequences in plain torch; for an fp8 cache, the same tokens in a bf16 cache; for caches in the
+layout NHD, blocks of other sizes and the chunked layout.
 Shared: sequences with a common prefix, beside equally long sequences without one. GFLOP/s counts every row's pairs, and
 the share is of a matrix product in float32. Then the time to find out what is shared, beside the least time that the
 call could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
@@ -210,7 +211,7 @@ def bench_prefill(
 ) -> Row:
     make = partial(Attention, model, [prefix + num_tokens], num_tokens, dtype)
     inputs = make_inputs(make, cold_bytes(device), device)  # one: arithmetic is the limit
-    functions: Functions[Attention] = {"ours": Attention.prefill, "SDPA": sdpa}
+    functions: Functions[Attention] = {"ours": Attention.prefill, "dense": Attention.dense, "SDPA": sdpa}
     seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     name = f"{model.name}, {num_tokens} tokens" + (f" after {prefix}" if prefix else "")
     return Row("prefill", name, dtype, num_operations(model, num_tokens, prefix), probe, seconds)

@@ -93,11 +93,11 @@ inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const
   const int64_t x = 16 / element_size(cache.dtype);
   door.shape("key_cache", key_cache, {ANY, ANY, ANY, ANY, x});
   door.contiguous_from("key_cache", key_cache, 1);
-  cache.layout = CacheLayout::CHUNKED;
   cache.num_blocks = key_cache.size(0);
   cache.num_kv_heads = key_cache.size(1);
   cache.head_size = key_cache.size(2) * x;
   cache.block_size = key_cache.size(3);
+  cache.layout = CacheLayout::CHUNKED;
   door.check(
       cache.block_size >= 1 && cache.block_size <= MAX_BLOCK_SIZE && (cache.block_size & (cache.block_size - 1)) == 0,
       "key_cache", "expected a block size that is a power of two from 1 to ", MAX_BLOCK_SIZE, ", got ",
@@ -107,6 +107,13 @@ inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const
   const int64_t head_elements = cache.head_size * cache.block_size;
   cache.key_strides = {key_cache.stride(0), x, head_elements};
   cache.value_strides = {value_cache.stride(0), 1, head_elements};
+}
+
+inline void check_head_size(const Door& door, const char* argument, const Tensor& tensor, int64_t head_size,
+                            DType dtype) {
+  const int64_t x = 16 / element_size(dtype);
+  door.check(head_size > 0 && head_size <= MAX_HEAD_SIZE && head_size % x == 0, argument, "expected a head size of ", x,
+             " to ", MAX_HEAD_SIZE, ", a multiple of ", x, ", got ", head_size, " (shape ", tensor.sizes(), ")");
 }
 
 inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
@@ -125,10 +132,7 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
     check_chunked_cache(door, key_cache, value_cache, cache);
   }
   door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
-  const int64_t x = 16 / element_size(cache.dtype);
-  door.check(cache.head_size > 0 && cache.head_size <= MAX_CACHE_HEAD_SIZE && cache.head_size % x == 0, "key_cache",
-             "expected a head size of ", x, " to ", MAX_CACHE_HEAD_SIZE, ", a multiple of ", x, ", got ",
-             cache.head_size, " (shape ", key_cache.sizes(), ")");
+  check_head_size(door, "key_cache", key_cache, cache.head_size, cache.dtype);
   cache.key_scale = cache_scale(door, "k_scale", k_scale, cache.dtype);
   cache.value_scale = cache_scale(door, "v_scale", v_scale, cache.dtype);
   return cache;

@@ -26,6 +26,10 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype=\"auto\", "
       "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
   m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, "
+      "float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, "
+      "float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
+  m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
       "Tensor suffix_output, Tensor suffix_lse) -> ()");
 
@@ -92,6 +96,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention_v1", TORCH_BOX(&pagedattn::paged_attention_v1));
   m.impl("paged_attention_v2", TORCH_BOX(&pagedattn::paged_attention_v2));
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
+  m.impl("varlen_attention", TORCH_BOX(&pagedattn::varlen_attention));
   m.impl("merge_attn_states", TORCH_BOX(&pagedattn::merge_attn_states));
   m.impl("reshape_and_cache", TORCH_BOX(&pagedattn::reshape_and_cache));
   m.impl("reshape_and_cache_flash", TORCH_BOX(&pagedattn::reshape_and_cache_flash));

@@ -45,10 +45,13 @@ struct Indices {
   const int32_t* as_int32;
 
   constexpr int64_t operator[](int64_t i) const { return as_int64 != nullptr ? as_int64[i] : as_int32[i]; }
+  constexpr bool is_given() const { return as_int64 != nullptr || as_int32 != nullptr; }
+  constexpr Indices from(int64_t first) const {
+    return as_int64 != nullptr ? Indices{as_int64 + first, nullptr} : Indices{nullptr, as_int32 + first};
+  }
 };
 
-constexpr int64_t MAX_HEAD_SIZE = 256;        // of attention
-constexpr int64_t MAX_CACHE_HEAD_SIZE = 512;  // of the cache ops
+constexpr int64_t MAX_HEAD_SIZE = 512;
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.
 template <typename T>

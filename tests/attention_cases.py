@@ -49,6 +49,7 @@ class Case:
     sinks: bool = False
     causal: bool = True
     right_window: int | None = None
+    int64: tuple[str, ...] = ()  # the index tensors that are int64, not int32
     seed: int = 0
 
 
@@ -106,6 +107,7 @@ def make_arguments(case: Case, device: torch.device) -> dict:
         "right_window": case.right_window,
         **quantisation,
     }
+    arguments |= {name: arguments[name].long() for name in case.int64}
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in arguments.items()}
 
 
@@ -199,8 +201,8 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
     causal = draw(st.booleans()) if options else True
     any_head_size = st.integers(1, 256 // x).map(lambda chunks: chunks * x)
     layout = draw(st.sampled_from(LAYOUTS))
-    block_sizes = [8, 16, 32, 64, 128, 256] if layout == "chunked" else [1, 3, 16, 48, 256, 1200]
-    named_head_size = st.sampled_from([n for n in (64, 80, 96, 112, 120, 128, 192, 256) if n % x == 0])
+    block_sizes = [1, 8, 16, 32, 64, 128, 256] if layout == "chunked" else [1, 3, 16, 48, 256, 1200]
+    named_head_size = st.sampled_from([n for n in (64, 80, 96, 112, 120, 128, 192, 256, 288, 512) if n % x == 0])
     return Case(
         lens=tuple(draw(st.lists(st.tuples(rows, seq_len), max_size=4))),
         dtype=dtype,
@@ -219,5 +221,6 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
         sinks=draw(st.booleans()) if options else False,
         causal=causal,
         right_window=None if causal else draw(st.none() | st.integers(0, 40) | st.integers(0, 1000)),
+        int64=tuple(draw(st.sets(st.sampled_from(["block_tables", "seq_lens", "query_start_loc"])))),
         seed=draw(st.integers(0, 99)),
     )

@@ -13,6 +13,7 @@ SCHEMAS = """
 paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)
+varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)
 merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
 reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
@@ -131,6 +132,14 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
         "paged_attention": paged
         | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32), "max_seq_len": 32},
+        "varlen_attention": {
+            "query": paged["query"],
+            **{name: normal(2 * n, 2, 16) for name in ("key", "value")},
+            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "key_start_loc": torch.tensor([0, 2, 4, *range(6, 2 * n + 1, 2)], dtype=torch.int32),
+            "scale": 0.25,
+            "max_seq_len": 6,
+        },
         "merge_attn_states": {
             "output": torch.zeros(n, 4, 16),
             "output_lse": torch.zeros(n, 4),
@@ -214,7 +223,9 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
 
 def optional_tensors(name: str) -> dict:
     alibi_slopes, sinks = {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}
-    return alibi_slopes | (sinks if name == "paged_attention" else {}) if name in ATTENTION else {}
+    if name in ("paged_attention", "varlen_attention"):
+        return alibi_slopes | sinks
+    return alibi_slopes if name in ATTENTION else {}
 
 
 def require_grad(arguments: dict) -> dict:

@@ -134,6 +134,12 @@ class Attention:
     def prefill(self) -> Tensor:
         return self.paged.attend(self.query_start_loc)
 
+    def dense(self) -> Tensor:
+        """Of one sequence, over SDPA's keys and values."""
+        key, value = (of_heads[0, :, : self.parts[0][1]].transpose(0, 1) for of_heads in (self.key, self.value))
+        key_start_loc = torch.tensor([0, len(key)], dtype=torch.int32, device=key.device)
+        return ops.varlen_attention(self.query, key, value, self.query_start_loc, key_start_loc)[0]
+
     def attend(self, key: Tensor, value: Tensor) -> Tensor:
         query = self.query.unflatten(0, (-1, self.num_queries)).transpose(1, 2)
         outs = [

@@ -22,25 +22,51 @@ const float* check_per_head(const Door& door, const char* argument, const std::o
   return tensor->const_data_ptr<float>();
 }
 
-void check_query_start_loc(const Door& door, const int32_t* starts, int64_t num_seqs, int64_t num_tokens) {
-  door.check(starts[0] == 0, "query_start_loc", "expected 0 first, got ", starts[0]);
+// As in PagedAttentionParams.
+struct Windows {
+  int64_t sliding = NO_SLIDING_WINDOW;
+  int64_t right = 0;
+};
+
+Windows check_windows(const Door& door, std::optional<int64_t> sliding_window, bool causal,
+                      std::optional<int64_t> right_window) {
+  Windows windows{sliding_window.value_or(NO_SLIDING_WINDOW), causal ? 0 : NO_RIGHT_WINDOW};
+  door.check(windows.sliding > 0, "sliding_window", "expected a positive number of tokens, got ", windows.sliding);
+  if (!right_window.has_value()) return windows;
+  door.check(*right_window == 0 || !causal, "right_window", "expected None or 0 (causal is true), got ", *right_window);
+  door.check(*right_window >= 0, "right_window", "expected a number of tokens that is not negative, got ",
+             *right_window);
+  windows.right = std::min(*right_window, NO_RIGHT_WINDOW);
+  return windows;
+}
+
+float check_softcap(const Door& door, double softcap) {
+  const float result = door.finite("softcap", softcap);
+  door.check(result > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
+  return result;
+}
+
+// `rows` says what there are `num_rows` of.
+void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t num_rows,
+                     const char* rows) {
+  door.check(starts[0] == 0, argument, "expected 0 first, got ", starts[0]);
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    door.check(starts[seq] <= starts[seq + 1], "query_start_loc", "expected offsets that do not decrease, got ",
-               starts[seq], " and then ", starts[seq + 1], " at sequence ", seq);
+    door.check(starts[seq] <= starts[seq + 1], argument, "expected offsets that do not decrease, got ", starts[seq],
+               " and then ", starts[seq + 1], " at sequence ", seq);
   }
-  door.check(starts[num_seqs] == num_tokens, "query_start_loc", "expected the number of query rows, ", num_tokens,
-             ", last, got ", starts[num_seqs]);
+  door.check(starts[num_seqs] == num_rows, argument, "expected the number of ", rows, ", ", num_rows, ", last, got ",
+             starts[num_seqs]);
 }
 
 // Checks that every length is within the table, and that every block that a row sees is within the cache.
 void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_blocks, int64_t max_blocks_per_seq) {
-  const int64_t num_slots = max_blocks_per_seq * p.block_size;
+  const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * p.block_size, INT32_MAX);
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     const int64_t seq_len = p.seq_lens[seq];
     door.check(seq_len >= 0 && seq_len <= num_slots, "seq_lens", "expected 0 to ", num_slots,
                " (the slots of a row of block_tables), got ", seq_len, " at sequence ", seq);
     if (p.row_begin(seq) == p.row_end(seq)) continue;
-    const int32_t* table = p.block_tables + seq * p.block_table_stride;
+    const Indices table = p.block_table(seq);
     const int64_t end = (seq_len + p.block_size - 1) / p.block_size;
     for (int64_t i = p.first_visible(p.position(seq, p.row_begin(seq))) / p.block_size; i < end; ++i) {
       door.check(table[i] >= 0 && table[i] < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1,
@@ -51,7 +77,7 @@ void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_b
 
 void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t max_seq_len) {
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    door.check(p.seq_lens[seq] <= max_seq_len, "max_seq_len", "expected at least ", p.seq_lens[seq],
+    door.check(p.seq_len(seq) <= max_seq_len, "max_seq_len", "expected at least ", p.seq_len(seq),
                " (the length of sequence ", seq, "), got ", max_seq_len);
   }
 }
@@ -64,24 +90,47 @@ void check_values(const Door& door, const PagedAttentionParams& params, const Te
   const Tensor host_lens = on_host(seq_lens);
   std::optional<Tensor> host_starts;
   PagedAttentionParams host_params = params;
-  host_params.block_tables = host_tables.const_data_ptr<int32_t>();
+  host_params.block_tables = door.indices("block_tables", host_tables);
   host_params.block_table_stride = host_tables.stride(0);
-  host_params.seq_lens = host_lens.const_data_ptr<int32_t>();
+  host_params.seq_lens = door.indices("seq_lens", host_lens);
   if (query_start_loc.has_value()) {
     host_starts = on_host(*query_start_loc);
-    host_params.query_start_loc = host_starts->const_data_ptr<int32_t>();
-    check_query_start_loc(door, host_params.query_start_loc, params.num_seqs, params.num_tokens);
+    host_params.query_start_loc = door.indices("query_start_loc", *host_starts);
+    check_start_loc(door, "query_start_loc", host_params.query_start_loc, params.num_seqs, params.num_tokens,
+                    "query rows");
   }
   check_blocks(door, host_params, num_blocks, block_tables.size(1));
   check_max_seq_len(door, host_params, max_seq_len);
 }
 
-// Checks the arguments that all ops have. The op itself sets `out`, `lse` and the parameters that only some ops have.
+// Sets what query says. dtype, head_size and num_kv_heads are set.
+void set_query(const Door& door, const Tensor& query, PagedAttentionParams& params) {
+  door.shape("query", query, {ANY, ANY, params.head_size});
+  door.contiguous_from("query", query, 1);
+  params.num_tokens = query.size(0);
+  params.num_heads = query.size(1);
+  door.check(params.num_heads > 0 && params.num_heads % params.num_kv_heads == 0, "query",
+             "expected a number of heads that is a multiple of the ", params.num_kv_heads, " KV heads, got ",
+             params.num_heads);
+  params.query = query.const_data_ptr();
+  params.query_stride = query.stride(0);
+}
+
+Indices check_indices(const Door& door, const char* argument, const Tensor& tensor, int64_t size) {
+  const Indices indices = door.indices(argument, tensor);
+  door.present(argument, tensor);
+  door.shape(argument, tensor, {size});
+  door.contiguous(argument, tensor);
+  return indices;
+}
+
+// Checks the arguments that all ops over a cache have. The op itself sets `out`, `lse` and the parameters that only
+// some ops have.
 PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
                                      const Tensor& value_cache, double scale, const Tensor& block_tables,
                                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
                                      int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                                     int64_t sliding_window, int64_t right_window, const std::string& kv_cache_dtype,
+                                     const Windows& windows, const std::string& kv_cache_dtype,
                                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
@@ -90,50 +139,35 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
-  door.check(cache.head_size <= MAX_HEAD_SIZE, "key_cache", "expected a head size of at most ", MAX_HEAD_SIZE, ", got ",
-             cache.head_size);
-  door.check(cache.layout == CacheLayout::NHD || cache.block_size >= MIN_BLOCK_SIZE, "key_cache",
-             "expected a block size of at least ", MIN_BLOCK_SIZE, ", got ", cache.block_size);
-  params.layout = cache.layout;
+  door.check(cache.layout == CacheLayout::NHD || cache.block_size == 1 || cache.block_size >= MIN_BLOCK_SIZE,
+             "key_cache", "expected a block size of 1, or of at least ", MIN_BLOCK_SIZE, ", got ", cache.block_size);
+  // In a block of one token, the elements of a token are adjacent.
+  params.layout = cache.block_size == 1 ? CacheLayout::NHD : cache.layout;
   params.key_cache = key_cache.const_data_ptr();
   params.key_strides = cache.key_strides;
   params.value_cache = value_cache.const_data_ptr();
   params.value_strides = cache.value_strides;
 
   params.dtype = check_meets_cache(door, "query", query, cache, key_cache);
-  door.shape("query", query, {ANY, ANY, cache.head_size});
-  door.contiguous_from("query", query, 1);
-  params.num_tokens = query.size(0);
-  params.num_heads = query.size(1);
-  door.check(params.num_heads > 0 && params.num_heads % params.num_kv_heads == 0, "query",
-             "expected a number of heads that is a multiple of the cache's ", params.num_kv_heads, " KV heads, got ",
-             params.num_heads);
-  params.query = query.const_data_ptr();
-  params.query_stride = query.stride(0);
+  set_query(door, query, params);
   params.logit_scale = door.finite("scale", scale) * cache.key_scale.on_host;
   params.value_scale = cache.value_scale.on_host;
   params.key_scale_on_device = cache.key_scale.on_device;
   params.value_scale_on_device = cache.value_scale.on_device;
   params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
-  params.sliding_window = sliding_window;
-  params.right_window = right_window;
+  params.sliding_window = windows.sliding;
+  params.right_window = windows.right;
 
-  door.dtype("seq_lens", seq_lens, ScalarType::Int);
-  door.rank("seq_lens", seq_lens, 1);
-  door.contiguous("seq_lens", seq_lens);
+  params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
   params.num_seqs = seq_lens.size(0);
-  params.seq_lens = seq_lens.const_data_ptr<int32_t>();
-  door.dtype("block_tables", block_tables, ScalarType::Int);
+  params.block_tables = door.indices("block_tables", block_tables);
+  door.present("block_tables", block_tables);
   door.shape("block_tables", block_tables, {params.num_seqs, ANY});
   door.contiguous_from("block_tables", block_tables, 1);
-  params.block_tables = block_tables.const_data_ptr<int32_t>();
   params.block_table_stride = block_tables.stride(0);
   params.max_seq_len = std::min(max_seq_len, block_tables.size(1) * params.block_size);
   if (query_start_loc.has_value()) {
-    door.dtype("query_start_loc", *query_start_loc, ScalarType::Int);
-    door.shape("query_start_loc", *query_start_loc, {params.num_seqs + 1});
-    door.contiguous("query_start_loc", *query_start_loc);
-    params.query_start_loc = query_start_loc->const_data_ptr<int32_t>();
+    params.query_start_loc = check_indices(door, "query_start_loc", *query_start_loc, params.num_seqs + 1);
   } else {
     door.check(params.num_tokens == params.num_seqs, "query", "expected one row for each of the ", params.num_seqs,
                " sequences (no query_start_loc is given), got ", params.num_tokens);
@@ -142,15 +176,6 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
     check_values(door, params, block_tables, seq_lens, query_start_loc, cache.num_blocks, max_seq_len);
   }
   return params;
-}
-
-// The tokens after its own that a row sees.
-int64_t tokens_after(const Door& door, bool causal, std::optional<int64_t> right_window) {
-  if (!right_window.has_value()) return causal ? 0 : NO_RIGHT_WINDOW;
-  door.check(*right_window == 0 || !causal, "right_window", "expected None or 0 (causal is true), got ", *right_window);
-  door.check(*right_window >= 0, "right_window", "expected a number of tokens that is not negative, got ",
-             *right_window);
-  return std::min(*right_window, NO_RIGHT_WINDOW);
 }
 
 // A line of the CPU's caches. In memory that is aligned to lines, no vector lies in two lines, and no two threads write
@@ -245,6 +270,38 @@ void run(const Door& door, const Tensor& query, const PagedAttentionParams& para
   });
 }
 
+std::tuple<Tensor, Tensor> run_into_new(const Door& door, const Tensor& query, PagedAttentionParams params) {
+  const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};
+  Tensor out = torch::stable::new_empty(query, {sizes, 3});
+  Tensor lse = torch::stable::new_empty(query, {sizes, 2}, ScalarType::Float);
+  params.out = out.mutable_data_ptr();
+  params.out_stride = params.num_heads * params.head_size;
+  params.lse = lse.mutable_data_ptr<float>();
+  run(door, query, params);
+  return {out, lse};
+}
+
+// Sets what key and value say, which are not in blocks: a single block that is as large as it may be.
+void set_keys_and_values(const Door& door, const Tensor& key, const Tensor& value, ScalarType dtype,
+                         PagedAttentionParams& params) {
+  door.dtype("key", key, dtype);
+  door.shape("key", key, {ANY, ANY, ANY});
+  door.contiguous_from("key", key, 2);
+  door.dtype("value", value, dtype);
+  door.shape("value", value, key.sizes());
+  door.contiguous_from("value", value, 2);
+  params.num_kv_heads = key.size(1);
+  door.check(params.num_kv_heads > 0, "key", "expected at least 1 KV head, got shape ", key.sizes());
+  params.head_size = key.size(2);
+  check_head_size(door, "key", key, params.head_size, params.dtype);
+  params.layout = CacheLayout::NHD;
+  params.block_size = INT32_MAX;
+  params.key_cache = key.const_data_ptr();
+  params.key_strides = {0, key.stride(0), key.stride(1)};
+  params.value_cache = value.const_data_ptr();
+  params.value_strides = {0, value.stride(0), value.stride(1)};
+}
+
 // Checks the arguments of v1 and v2: one row for each sequence, which goes into `out`.
 PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
                                   const Tensor& value_cache, int64_t num_kv_heads, double scale,
@@ -254,7 +311,7 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
                                   const std::optional<Tensor>& v_scale) {
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, max_seq_len,
-                      alibi_slopes, NO_SLIDING_WINDOW, 0, kv_cache_dtype, k_scale, v_scale);
+                      alibi_slopes, Windows{}, kv_cache_dtype, k_scale, v_scale);
   door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
@@ -316,25 +373,55 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            bool causal, std::optional<int64_t> right_window) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention", query);
-  const int64_t window = sliding_window.value_or(NO_SLIDING_WINDOW);
-  door.check(window > 0, "sliding_window", "expected a positive number of tokens, got ", window);
-  const float float_softcap = door.finite("softcap", softcap);
-  door.check(float_softcap > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
+  const Windows windows = check_windows(door, sliding_window, causal, right_window);
+  const float float_softcap = check_softcap(door, softcap);
   PagedAttentionParams params =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, window,
-                      tokens_after(door, causal, right_window), cache_dtype, k_scale, v_scale);
+                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, cache_dtype, k_scale, v_scale);
   params.softcap = float_softcap;
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
+  return run_into_new(door, query, params);
+}
 
-  const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};
-  Tensor out = torch::stable::new_empty(query, {sizes, 3});
-  Tensor lse = torch::stable::new_empty(query, {sizes, 2}, ScalarType::Float);
-  params.out = out.mutable_data_ptr();
-  params.out_stride = params.num_heads * params.head_size;
-  params.lse = lse.mutable_data_ptr<float>();
-  run(door, query, params);
-  return {out, lse};
+std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Tensor& query_start_loc, const Tensor& key_start_loc, double scale,
+                                            std::optional<int64_t> max_seq_len,
+                                            const std::optional<Tensor>& alibi_slopes,
+                                            std::optional<int64_t> sliding_window, double softcap,
+                                            const std::optional<Tensor>& sinks, bool causal,
+                                            std::optional<int64_t> right_window) {
+  const Door door("varlen_attention", query);
+  const Windows windows = check_windows(door, sliding_window, causal, right_window);
+  PagedAttentionParams params{};
+  params.sliding_window = windows.sliding;
+  params.right_window = windows.right;
+  params.softcap = check_softcap(door, softcap);
+  params.logit_scale = door.finite("scale", scale);
+  params.value_scale = 1.0f;
+  params.dtype = params.cache_dtype = door.float_dtype("query", query);
+  set_keys_and_values(door, key, value, query.scalar_type(), params);
+  set_query(door, query, params);
+  params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
+  params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
+
+  params.query_start_loc = check_indices(door, "query_start_loc", query_start_loc, ANY);
+  params.num_seqs = query_start_loc.size(0) - 1;
+  door.check(params.num_seqs >= 0, "query_start_loc", "expected at least 1 element, got 0");
+  params.key_start_loc = check_indices(door, "key_start_loc", key_start_loc, params.num_seqs + 1);
+  const int64_t bound = max_seq_len.value_or(NO_MAX_SEQ_LEN);
+  door.check(bound >= 0, "max_seq_len", "expected a number that is not negative, got ", bound);
+  params.max_seq_len = std::min(bound, key.size(0));
+  if (door.checks_values()) {
+    const Tensor host_query_starts = on_host(query_start_loc);
+    const Tensor host_key_starts = on_host(key_start_loc);
+    PagedAttentionParams host_params = params;
+    host_params.key_start_loc = door.indices("key_start_loc", host_key_starts);
+    check_start_loc(door, "query_start_loc", door.indices("query_start_loc", host_query_starts), params.num_seqs,
+                    params.num_tokens, "query rows");
+    check_start_loc(door, "key_start_loc", host_params.key_start_loc, params.num_seqs, key.size(0), "keys");
+    check_max_seq_len(door, host_params, bound);
+  }
+  return run_into_new(door, query, params);
 }
 
 }  // namespace pagedattn

@@ -1,5 +1,6 @@
-// Attention of a ragged batch of query rows over a paged cache: parameters, work items and kernels. The ops
-// paged_attention_v1, paged_attention_v2 and paged_attention fill the same parameters and run the same kernels.
+// Attention of a ragged batch of query rows over a paged cache, or over keys and values that lie one after the other:
+// parameters, work items and kernels. The ops paged_attention_v1, paged_attention_v2, paged_attention and
+// varlen_attention fill the same parameters and run the same kernels.
 #pragma once
 
 #include <cstdint>
@@ -38,20 +39,24 @@ struct PagedAttentionParams {
   CacheStrides key_strides;
   const void* value_cache;
   CacheStrides value_strides;
-  const int32_t* block_tables;     // [num_seqs, max_num_blocks_per_seq]; nullptr, in the NHD layout: key_start_loc
-  int64_t block_table_stride;      // elements between sequences
-  const int32_t* key_start_loc;    // [num_seqs], in block 0: the token offset of a sequence's first key and value
-  int64_t max_seq_len;             // no sequence is longer; at most the slots of a row of block_tables
-  const int32_t* seq_lens;         // [num_seqs], tokens in cache, including the tokens of this batch
-  const int32_t* query_start_loc;  // [num_seqs + 1]; nullptr: one row a sequence
-  const float* alibi_slopes;       // [num_heads]; may be nullptr
-  const float* sinks;              // [num_heads], a logit without a value; may be nullptr
+  Indices block_tables;        // [num_seqs, max_num_blocks_per_seq]; not given: key_start_loc
+  int64_t block_table_stride;  // elements between sequences
+  Indices key_start_loc;       // [num_seqs + 1], in the NHD layout: a sequence's first key and value in block 0
+  int64_t max_seq_len;         // no sequence is longer; at most the slots of a row of block_tables
+  Indices seq_lens;            // [num_seqs], tokens in cache, including the tokens of this batch; or key_start_loc
+  Indices query_start_loc;     // [num_seqs + 1]; not given: one row a sequence
+  const float* alibi_slopes;   // [num_heads]; may be nullptr
+  const float* sinks;          // [num_heads], a logit without a value; may be nullptr
 
-  constexpr int64_t row_begin(int64_t seq) const { return query_start_loc == nullptr ? seq : query_start_loc[seq]; }
+  constexpr int64_t row_begin(int64_t seq) const { return query_start_loc.is_given() ? query_start_loc[seq] : seq; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
+  constexpr int64_t seq_len(int64_t seq) const {
+    return key_start_loc.is_given() ? key_start_loc[seq + 1] - key_start_loc[seq] : seq_lens[seq];
+  }
+  constexpr Indices block_table(int64_t seq) const { return block_tables.from(seq * block_table_stride); }
   // The position of a row's token. The rows are the last tokens of their sequence. If there are more rows than tokens,
   // the first positions are negative.
-  constexpr int64_t position(int64_t seq, int64_t row) const { return seq_lens[seq] - row_end(seq) + row; }
+  constexpr int64_t position(int64_t seq, int64_t row) const { return seq_len(seq) - row_end(seq) + row; }
   constexpr int64_t first_visible(int64_t position) const {
     return position >= sliding_window ? position - sliding_window + 1 : 0;
   }
@@ -60,7 +65,7 @@ struct PagedAttentionParams {
   // The end of the tokens that a row sees; not above 0 if the row sees nothing.
   constexpr int64_t visible_end(int64_t seq, int64_t position) const {
     const int64_t end = end_of_window(position);
-    return end < seq_lens[seq] ? end : seq_lens[seq];
+    return end < seq_len(seq) ? end : seq_len(seq);
   }
 };
 

@@ -38,13 +38,13 @@ struct SharedPart {
 
 // The blocks of a partition that a sequence sees.
 struct VisibleBlocks {
-  int64_t first;       // in the sequence's table
-  const int32_t* ids;  // [num_blocks]
+  int64_t first;  // in the sequence's table
+  Indices ids;    // [num_blocks]
   int64_t num_blocks;
   size_t decode;
 };
 
-bool begin_alike(const VisibleBlocks& a, const VisibleBlocks& b) { return a.first == b.first && *a.ids == *b.ids; }
+bool begin_alike(const VisibleBlocks& a, const VisibleBlocks& b) { return a.first == b.first && a.ids[0] == b.ids[0]; }
 
 bool is_before(const VisibleBlocks& a, const VisibleBlocks& b) {
   if (a.first != b.first) return a.first < b.first;
@@ -67,7 +67,7 @@ class Planner {
     for (int32_t seq = 0; seq < p_.num_seqs; ++seq) {
       const int64_t num_rows = p_.row_end(seq) - p_.row_begin(seq);
       if (num_rows == 0) continue;
-      plan_.multiply_adds += 2 * num_rows * p_.num_heads * p_.head_size * p_.seq_lens[seq];
+      plan_.multiply_adds += 2 * num_rows * p_.num_heads * p_.head_size * p_.seq_len(seq);
       const auto begin = static_cast<int64_t>(plan_.rows.size());
       for (int64_t row = p_.row_begin(seq); row < p_.row_end(seq); ++row) {
         plan_.rows.push_back({seq, row, p_.position(seq, row), -1});
@@ -100,8 +100,8 @@ class Planner {
     const int64_t begin = std::max(partition * PARTITION_TOKENS, p_.first_visible(first_row.position));
     const int64_t end = std::min((partition + 1) * PARTITION_TOKENS, p_.visible_end(last_row.seq, last_row.position));
     const int64_t first = begin / p_.block_size;
-    return {first, p_.block_tables + first_row.seq * p_.block_table_stride + first,
-            (end + p_.block_size - 1) / p_.block_size - first, decode};
+    return {first, p_.block_table(first_row.seq).from(first), (end + p_.block_size - 1) / p_.block_size - first,
+            decode};
   }
 
   void add_item(int64_t row_begin, int64_t row_end, int64_t head_begin, int64_t head_end, PartitionRange partitions,
@@ -161,7 +161,7 @@ class Planner {
 
   std::vector<SharedPart> find_shared_parts() const {
     std::vector<SharedPart> parts;
-    if (decodes_.size() < 2 || p_.block_tables == nullptr) return parts;
+    if (decodes_.size() < 2 || !p_.block_tables.is_given()) return parts;
     PartitionRange all{INT64_MAX, 0};
     for (const Decode& decode : decodes_) {
       all = {std::min(all.begin, decode.partitions.begin), std::max(all.end, decode.partitions.end)};

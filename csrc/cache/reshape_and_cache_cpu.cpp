@@ -130,7 +130,7 @@ float scale_of(float on_host, const float* on_device) { return on_device == null
 
 template <typename T, typename CacheT>
 void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
-  CacheT buffer[sizeof(CacheT) == 1 ? MAX_RUN_LENGTH * MAX_CACHE_HEAD_SIZE : 1];
+  CacheT buffer[sizeof(CacheT) == 1 ? MAX_RUN_LENGTH * MAX_HEAD_SIZE : 1];
   const T* keys = static_cast<const T*>(p.key);
   const T* values = static_cast<const T*>(p.value);
   const float key_scale = scale_of(p.key_scale, p.key_scale_on_device);

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._C import MAX_BLOCK_SIZE, MAX_CACHE_HEAD_SIZE
+from ._C import MAX_BLOCK_SIZE
 from ._C import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from .huge_pages import empty_huge_pages
 
@@ -35,9 +35,9 @@ def allocate_kv_cache(
     Args:
         num_blocks: blocks of each layer.
         num_kv_heads: KV heads.
-        head_size: elements of a head, a multiple of 16 / element size up to 512. Attention takes up to 256.
+        head_size: elements of a head, a multiple of 16 / element size up to 512.
         block_size: tokens of a block, a power of two from 1 to 256; in the layout "nhd" any number from 1 on. Attention
-            takes powers of two from 8 on.
+            takes 1, and from 8 on.
         dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         device: where the caches lie.
         num_layers: pairs to allocate.
@@ -55,7 +55,7 @@ def allocate_kv_cache(
     x = 16 // dtype.itemsize
     _check_size("num_blocks", num_blocks, 0)
     _check_size("num_kv_heads", num_kv_heads, 1)
-    _check_size("head_size", head_size, x, MAX_CACHE_HEAD_SIZE)
+    _check_size("head_size", head_size, x, MAX_HEAD_SIZE)
     _check_size("block_size", block_size, 1, None if layout == "nhd" else MAX_BLOCK_SIZE)
     _check_size("num_layers", num_layers, 0)
     if head_size != padded_head_size(head_size, dtype):

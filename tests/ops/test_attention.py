@@ -46,8 +46,8 @@ def test_paged_attention_v1_and_v2(device, case, out_gap):
     assert_row_gap_untouched(v2_arguments["out"])
 
 
-HEAD_SIZES = [64, 80, 96, 112, 120, 128, 192, 256]
-BLOCK_SIZES = [8, 16, 32, 64, 128, 256]
+HEAD_SIZES = [64, 80, 96, 112, 120, 128, 192, 256, 512]
+BLOCK_SIZES = [1, 8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -101,11 +101,21 @@ ERRORS = {
     "value_cache shape": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"][:-1]}),
     "value_cache layout": ("value_cache", ValueError, lambda a: {"value_cache": a["value_cache"].mT.contiguous()}),
     "value_cache not contiguous": ("value_cache", ValueError, lambda a: columns_first(a, "value_cache")),
-    "block_tables dtype": ("block_tables", TypeError, lambda a: {"block_tables": a["block_tables"].long()}),
+    "block_tables dtype": ("block_tables", TypeError, lambda a: {"block_tables": a["block_tables"].short()}),
     "block_tables rank": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"].flatten()}),
     "block_tables rows": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"][:1]}),
-    "seq_lens dtype": ("seq_lens", TypeError, lambda a: {"seq_lens": a["seq_lens"].long()}),
+    "seq_lens dtype": ("seq_lens", TypeError, lambda a: {"seq_lens": a["seq_lens"].short()}),
     "seq_lens rank": ("seq_lens", ValueError, lambda a: {"seq_lens": a["seq_lens"][:, None]}),
+    "seq_lens of 2 ** 32 + 1": (
+        "seq_lens",
+        ValueError,
+        lambda a: {"seq_lens": a["seq_lens"].long() + 2**32},
+    ),
+    "block id of 2 ** 32": (
+        "block_tables",
+        ValueError,
+        lambda a: {"block_tables": a["block_tables"].long() + 2**32},
+    ),
     "seq_lens negative": ("seq_lens", ValueError, lambda a: entry(a, "seq_lens", (1,), -1)),
     "seq_lens past block_tables": ("seq_lens", ValueError, lambda a: entry(a, "seq_lens", (1,), 99)),
     "block id too large": ("block_tables", ValueError, lambda a: entry(a, "block_tables", (1, 1), 7)),
@@ -116,12 +126,17 @@ ERRORS = {
     "head size": (
         "(query|key_cache)",
         ValueError,
-        lambda a: with_query(a, 2, 4, 260) | with_caches(260, 8),
+        lambda a: with_query(a, 2, 4, 516) | with_caches(516, 8),
     ),
     "block size": (
         "(key_cache|value_cache|block_size)",
         ValueError,
         lambda a: with_caches(16, 12) | ({"block_size": 12} if "block_size" in a else {}),
+    ),
+    "block size of 4": (
+        "key_cache",
+        ValueError,
+        lambda a: with_caches(16, 4) | ({"block_size": 4} if "block_size" in a else {}),
     ),
 }
 V1_ERRORS = {
@@ -147,7 +162,11 @@ V2_ERRORS = {
     ),
 }
 RAGGED_ERRORS = {
-    "query_start_loc dtype": ("query_start_loc", TypeError, lambda a: {"query_start_loc": torch.tensor([0, 1, 2])}),
+    "query_start_loc dtype": (
+        "query_start_loc",
+        TypeError,
+        lambda a: {"query_start_loc": torch.tensor([0, 1, 2]).short()},
+    ),
     "query_start_loc shape": ("query_start_loc", ValueError, lambda a: starts(0, 2)),
     "query_start_loc start": ("query_start_loc", ValueError, lambda a: starts(1, 1, 2)),
     "query_start_loc end": ("query_start_loc", ValueError, lambda a: starts(0, 1, 3)),

@@ -256,7 +256,7 @@ def test_copy_blocks(device, data):
     draw, layout = data.draw, data.draw(st.sampled_from(LAYOUTS))
     dtype, generator = draw(st.sampled_from(BLOCK_DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     num_blocks, num_kv_heads = draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    head_size, block_size = 16 // dtype.itemsize * draw(st.integers(1, 9)), draw(st.sampled_from([8, 16, 32, 64]))
+    head_size, block_size = 16 // dtype.itemsize * draw(st.integers(1, 9)), draw(st.sampled_from([1, 8, 16, 32, 64]))
     key_caches, value_caches = [], []
     for _ in range(draw(st.integers(0, 3))):
         sizes, block_gap = (num_blocks, num_kv_heads, head_size, block_size), draw(st.sampled_from([0, 3, 512]))

@@ -50,6 +50,7 @@ WAYS = {
     "heads of 64": Way(replace(MIXED, head_size=64), {BULK, CLUSTER, WGMMA, PDL}),
     "heads of 80": Way(replace(MIXED, head_size=80), {WGMMA, PDL}),
     "heads of 256": Way(replace(MIXED, head_size=256), {BULK, CLUSTER, PDL}),
+    "heads of 512": Way(replace(MIXED, head_size=512), {PDL}),
     "e4m3": Way(replace(MIXED, cache=("fp8", torch.uint8), scales=(0.5, 0.25)), {BULK, CLUSTER, PDL}),
     "e5m2": Way(replace(MIXED, cache=("fp8_e5m2", torch.uint8), scales=(0.5, 0.25)), {BULK, CLUSTER, PDL}),
     "200 rows": Way(replace(BF16, lens=((200, 200),)), {WGMMA}),

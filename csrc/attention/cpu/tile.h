@@ -75,7 +75,7 @@ inline TokenRange visible_in_tile(TokenRange visible, int64_t token) {
 template <typename T>
 void locate_tokens(const PagedAttentionParams& p, int32_t seq, Tile<T, CacheLayout::CHUNKED>& tile) {
   const int64_t token = tile.token;
-  const int32_t* block_table = p.block_tables + seq * p.block_table_stride;
+  const Indices block_table = p.block_table(seq);
   const int block_bits = __builtin_ctzll(p.block_size);
   const int64_t first_block = (token + tile.begin) >> block_bits;
   const int64_t last_block = (token + tile.end - 1) >> block_bits;
@@ -99,10 +99,10 @@ void locate_tokens(const PagedAttentionParams& p, int32_t seq, Tile<T, CacheLayo
     }
   };
   const int64_t first = tile.token + tile.begin;
-  if (p.block_tables == nullptr) {
+  if (!p.block_tables.is_given()) {
     locate_adjacent(tile.begin, tile.end, 0, p.key_start_loc[seq] + first);
   } else {
-    const int32_t* block_table = p.block_tables + seq * p.block_table_stride;
+    const Indices block_table = p.block_table(seq);
     int64_t block_idx = first / p.block_size;
     int64_t slot = first % p.block_size;
     for (int t = tile.begin; t < tile.end; ++block_idx, slot = 0) {
@@ -141,12 +141,15 @@ inline bool sees_same(const PagedAttentionParams& p, int32_t seq, TokenRange vis
                       TokenRange other_visible, int64_t token) {
   const TokenRange range = visible_in_tile(visible, token);
   const TokenRange other = visible_in_tile(other_visible, token);
-  if (p.block_tables == nullptr || range.begin != other.begin || range.end != other.end) return false;
+  if (!p.block_tables.is_given() || range.begin != other.begin || range.end != other.end) return false;
   const int64_t first_block = range.begin / p.block_size;
   const int64_t end_block = (range.end - 1) / p.block_size + 1;
-  return __builtin_memcmp(p.block_tables + seq * p.block_table_stride + first_block,
-                          p.block_tables + other_seq * p.block_table_stride + first_block,
-                          (end_block - first_block) * sizeof(int32_t)) == 0;
+  const Indices table = p.block_table(seq);
+  const Indices other_table = p.block_table(other_seq);
+  for (int64_t i = first_block; i < end_block; ++i) {
+    if (table[i] != other_table[i]) return false;
+  }
+  return true;
 }
 
 // Some rows of an item that see the same tokens of a tile, in the same blocks. No rows: the end of a partition.

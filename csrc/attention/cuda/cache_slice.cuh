@@ -37,10 +37,10 @@ struct SliceBlocks {
 // The blocks of the slice at `token`. 0 for a half that no row of the work sees, as its table entry may be anything.
 __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Work& work, int token) {
   constexpr int HALF = SLICE_TOKENS / 2;
-  const int32_t* table = a.p.block_tables + work.seq * a.p.block_table_stride;
+  const Indices table = a.p.block_table(work.seq);
   const auto block_of = [&](int begin, int num_tokens) -> int32_t {
     const int first = max(begin, work.begin);
-    return first < min(begin + num_tokens, work.end) ? table[first >> a.block_shift] : 0;
+    return first < min(begin + num_tokens, work.end) ? static_cast<int32_t>(table[first >> a.block_shift]) : 0;
   };
   // Two loads, even of the same entry: a copy of the first result would wait for the first load.
   const bool is_parted = (1 << a.block_shift) == HALF;

@@ -150,7 +150,7 @@ __device__ inline void set_sequence(const AttentionArguments& a, int seq, Work& 
   work.first_row = static_cast<int>(a.p.row_begin(seq));
   const auto num_rows = static_cast<int>(a.p.row_end(seq) - work.first_row);
   work.num_packed = num_rows * a.group_size;
-  work.seq_len = a.p.seq_lens[seq];
+  work.seq_len = static_cast<int>(a.p.seq_len(seq));
   work.position = work.seq_len - num_rows;
   work.is_prefill = num_rows > a.max_decode_rows;
 }
@@ -177,9 +177,9 @@ struct TokenPlace {
 // For a token that no row of the work sees the place is 0, as its table entry may be anything.
 __device__ inline TokenPlace find_token(const AttentionArguments& a, const Work& work, int token) {
   if (token < work.begin || token >= work.end) return {0, 0};
-  if (a.p.block_tables == nullptr) return {0, a.p.key_start_loc[work.seq] + token};
+  if (!a.p.block_tables.is_given()) return {0, static_cast<int32_t>(a.p.key_start_loc[work.seq] + token)};
   const int index = a.block_divisor.divide(token);
-  return {a.p.block_tables[work.seq * a.p.block_table_stride + index], token - index * a.block_size};
+  return {static_cast<int32_t>(a.p.block_table(work.seq)[index]), token - index * a.block_size};
 }
 
 // The work's head of a token, in a cache in the NHD layout.
@@ -200,7 +200,7 @@ struct Partitions {
 // partitions.
 __device__ inline Partitions find_partitions(const AttentionArguments& a, const Work& work) {
   Partitions partitions{MIN_PARTITION_SHIFT, 0, 0};
-  const int64_t seq_len = a.p.seq_lens[work.seq];
+  const int64_t seq_len = a.p.seq_len(work.seq);
   constexpr int MAX_SHIFT = 30;  // ends the loop, whatever seq_len is
   while (int64_t{split_of(a, work).num_partitions} << partitions.shift < seq_len && partitions.shift < MAX_SHIFT) {
     ++partitions.shift;
@@ -282,7 +282,7 @@ inline int64_t prefill_tiles(const PagedAttentionParams& p, int tile_rows) {
 
 // Without query_start_loc every sequence has one row.
 inline bool may_have_prefill(const AttentionArguments& a) {
-  return a.p.query_start_loc != nullptr && a.p.num_tokens > a.max_decode_rows;
+  return a.p.query_start_loc.is_given() && a.p.num_tokens > a.max_decode_rows;
 }
 
 inline dim3 prefill_grid(const AttentionArguments& a) {
@@ -331,6 +331,12 @@ __device__ inline float logit_scale(const AttentionArguments& a) {
 // three blocks of 4 warps share a multiprocessor (head of 128), where there would be one block of 8 warps.
 constexpr bool has_wide_tiles(int64_t head_size, int64_t cache_element_bytes) {
   return head_size <= 128 && cache_element_bytes > 1;
+}
+
+// Whether tensor cores multiply. Larger heads have more queries and values than the registers of a warp hold.
+constexpr int64_t MAX_MMA_HEAD_SIZE = 256;
+constexpr bool is_on_tensor_cores(const PagedAttentionParams& p) {
+  return p.dtype != DType::FLOAT32 && p.head_size <= MAX_MMA_HEAD_SIZE;
 }
 
 // The head size that the kernel on tensor cores is compiled for: the smallest that holds the head.

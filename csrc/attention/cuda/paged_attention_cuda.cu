@@ -67,20 +67,18 @@ void launch_merge(const AttentionArguments& a, bool prefill, const Memory& parti
 
 template <CacheLayout LAYOUT>
 void attend(const AttentionArguments& a, cudaStream_t stream) {
-  const bool on_tensor_cores = a.p.dtype != DType::FLOAT32;
+  const bool mma = is_on_tensor_cores(a.p);
   switch (a.p.cache_dtype) {
     case DType::FLOAT32:
       return attend_fma<float, LAYOUT>(a, stream);
     case DType::FLOAT16:
-      return attend_mma<float16, float16, LAYOUT>(a, stream);
+      return mma ? attend_mma<float16, float16, LAYOUT>(a, stream) : attend_fma<float16, LAYOUT>(a, stream);
     case DType::BFLOAT16:
-      return attend_mma<bfloat16, bfloat16, LAYOUT>(a, stream);
+      return mma ? attend_mma<bfloat16, bfloat16, LAYOUT>(a, stream) : attend_fma<bfloat16, LAYOUT>(a, stream);
     case DType::FLOAT8_E4M3:
-      return on_tensor_cores ? attend_mma<float16, float8_e4m3, LAYOUT>(a, stream)
-                             : attend_fma<float8_e4m3, LAYOUT>(a, stream);
+      return mma ? attend_mma<float16, float8_e4m3, LAYOUT>(a, stream) : attend_fma<float8_e4m3, LAYOUT>(a, stream);
     case DType::FLOAT8_E5M2:
-      return on_tensor_cores ? attend_mma<float16, float8_e5m2, LAYOUT>(a, stream)
-                             : attend_fma<float8_e5m2, LAYOUT>(a, stream);
+      return mma ? attend_mma<float16, float8_e5m2, LAYOUT>(a, stream) : attend_fma<float8_e5m2, LAYOUT>(a, stream);
   }
 }
 
@@ -130,17 +128,17 @@ Split make_split(const PagedAttentionParams& p, int64_t max_partitions) {
 // have a multiprocessor of its own, though with most kernels two blocks fit there: a cluster lies within a part of the
 // GPU, and must find room. Two works for each multiprocessor are to be tried on a GPU.
 bool fits_in_clusters(const AttentionArguments& a) {
-  return a.may_use.cluster && a.p.dtype != DType::FLOAT32 && a.decode.num_partitions > 1 &&
+  return a.may_use.cluster && is_on_tensor_cores(a.p) && a.decode.num_partitions > 1 &&
          a.decode.num_partitions <= MAX_CLUSTER_BLOCKS && has_bulk_slices(a, head_size_of_kernel(a.p.head_size)) &&
          num_decode_works(a) <= num_multiprocessors() && runs_code_of_sm90(merge_kernel<float>);
 }
 
 AttentionArguments make_arguments(const PagedAttentionParams& p) {
-  const bool on_tensor_cores = p.dtype != DType::FLOAT32;
+  const bool on_tensor_cores = is_on_tensor_cores(p);
   const auto group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
   const int prefill_tile_rows = on_tensor_cores ? PREFILL_WARPS * MMA_ROWS : FMA_ROWS;
   const int64_t prefill_blocks = std::max<int64_t>(1, prefill_tiles(p, prefill_tile_rows) * p.num_kv_heads);
-  const int max_decode_rows = p.query_start_loc == nullptr ? 1 : std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS);
+  const int max_decode_rows = p.query_start_loc.is_given() ? std::clamp(MMA_ROWS / group_size, 1, MAX_DECODE_ROWS) : 1;
   const int64_t element_bytes = element_size(p.cache_dtype);
   const bool has_wide_decode_tiles = group_size > MMA_ROWS && has_wide_tiles(p.head_size, element_bytes);
   const int mma_decode_rows = has_wide_decode_tiles ? WIDE_TILES * MMA_ROWS : MMA_ROWS;

@@ -1,5 +1,5 @@
-// Attention in fp32, for fp32 queries: multiply-adds on the CUDA cores, as tensor cores would round fp32 to 10 bits.
-// The cache may be fp32 or 8 bit.
+// Attention in fp32: multiply-adds on the CUDA cores. For fp32 queries, as tensor cores would round fp32 to 10 bits,
+// over a cache of fp32 or 8 bits; and for heads of more than MAX_MMA_HEAD_SIZE of any type.
 //
 // A block has a tile of 8 packed rows. Its warps share out the tokens, 32 at a time. For query . key, a lane has a
 // token, and reads 16 bytes at a time of its key; in the CHUNKED layout neighbouring lanes read neighbours. For
@@ -30,7 +30,8 @@ template <typename CacheT, int NUM>
 __device__ inline void load_elements(const AttentionArguments& a, const CacheT* source, float (&elements)[NUM]) {
   alignas(16) CacheT loaded[NUM];
   if (a.aligned) {
-    using Word = std::conditional_t<sizeof loaded == 16, uint4, uint32_t>;
+    using Word =
+        std::conditional_t<sizeof loaded == 16, uint4, std::conditional_t<sizeof loaded == 8, uint2, uint32_t>>;
     const Word word = *reinterpret_cast<const Word*>(source);
     memcpy(loaded, &word, sizeof loaded);
   } else {
@@ -39,6 +40,20 @@ __device__ inline void load_elements(const AttentionArguments& a, const CacheT* 
   }
 #pragma unroll
   for (int i = 0; i < NUM; ++i) elements[i] = to_float(loaded[i]);
+}
+
+// Calls function.operator()<T>() with the type of query and out.
+template <typename CacheT, int HEAD_SIZE, typename Function>
+__device__ void with_query_type(const AttentionArguments& a, const Function& function) {
+  if constexpr (sizeof(CacheT) == 2) {
+    function.template operator()<CacheT>();
+  } else {
+    if constexpr (sizeof(CacheT) == 1 && HEAD_SIZE > MAX_MMA_HEAD_SIZE) {
+      if (a.p.dtype == DType::FLOAT16) return function.template operator()<float16>();
+      if (a.p.dtype == DType::BFLOAT16) return function.template operator()<bfloat16>();
+    }
+    function.template operator()<float>();
+  }
 }
 
 template <int HEAD_SIZE>
@@ -108,8 +123,8 @@ class FmaWarp {
 
   // CHUNKED: where the KV head's part of a token's block begins.
   __device__ int64_t head_offset(int token, int64_t block_stride) const {
-    const int32_t* table = a_.p.block_tables + work_.seq * a_.p.block_table_stride;
-    return table[token >> a_.block_shift] * block_stride + (work_.kv_head * a_.p.head_size << a_.block_shift);
+    return a_.p.block_table(work_.seq)[token >> a_.block_shift] * block_stride +
+           (work_.kv_head * a_.p.head_size << a_.block_shift);
   }
 
   __device__ const CacheT* key_of(int token) const {
@@ -238,16 +253,18 @@ template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
 __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   auto& shared = *reinterpret_cast<FmaShared<HEAD_SIZE>*>(shared_memory);
   const auto head_size = static_cast<int>(a.p.head_size);
-  for (int i = threadIdx.x; i < FMA_ROWS * head_size; i += FMA_THREADS) {
-    const int row = i / head_size;
-    const int packed = work.tile_begin + row;
-    float element = 0.0f;
-    if (packed < work.tile_end) {
-      element = static_cast<const float*>(a.p.query)[row_of(a, work, packed) * a.p.query_stride +
-                                                     head_of(a, work, packed) * a.p.head_size + i % head_size];
+  with_query_type<CacheT, HEAD_SIZE>(a, [&]<typename T>() {
+    for (int i = threadIdx.x; i < FMA_ROWS * head_size; i += FMA_THREADS) {
+      const int row = i / head_size;
+      const int packed = work.tile_begin + row;
+      float element = 0.0f;
+      if (packed < work.tile_end) {
+        element = to_float(static_cast<const T*>(a.p.query)[row_of(a, work, packed) * a.p.query_stride +
+                                                            head_of(a, work, packed) * a.p.head_size + i % head_size]);
+      }
+      shared.query[row][i % head_size] = element;
     }
-    shared.query[row][i % head_size] = element;
-  }
+  });
   __syncthreads();
 
   FmaWarp<CacheT, HEAD_SIZE, LAYOUT> warp(a, work, shared);
@@ -255,12 +272,16 @@ __device__ void attend_with_fma(const AttentionArguments& a, const Work& work) {
   for (int token = first_token; token < work.end; token += FMA_THREADS) warp.attend(token);
   warp.write();
   __syncthreads();
-  shared.results.template store<float, FMA_WARPS>(a, work);
+  with_query_type<CacheT, HEAD_SIZE>(a, [&]<typename T>() { shared.results.template store<T, FMA_WARPS>(a, work); });
 }
+
+// Blocks of a multiprocessor. Values of larger heads take all registers.
+template <int HEAD_SIZE>
+constexpr int FMA_BLOCKS = HEAD_SIZE > MAX_MMA_HEAD_SIZE ? 1 : 2;
 
 // Grid: decode_grid.
 template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
-__global__ void __launch_bounds__(FMA_THREADS, 2)
+__global__ void __launch_bounds__(FMA_THREADS, FMA_BLOCKS<HEAD_SIZE>)
     fma_decode_kernel(const __grid_constant__ AttentionArguments a, int64_t num_works) {
   ptx::griddepcontrol_launch_dependents();  // merge_kernel may begin: its blocks that wait take no place of ours
   for_each_decode_work(a, num_works, [&](const Work& work) { attend_with_fma<CacheT, HEAD_SIZE, LAYOUT>(a, work); });
@@ -268,7 +289,8 @@ __global__ void __launch_bounds__(FMA_THREADS, 2)
 
 // Grid: prefill_grid.
 template <typename CacheT, int HEAD_SIZE, CacheLayout LAYOUT>
-__global__ void __launch_bounds__(FMA_THREADS, 2) fma_prefill_kernel(const __grid_constant__ AttentionArguments a) {
+__global__ void __launch_bounds__(FMA_THREADS, FMA_BLOCKS<HEAD_SIZE>)
+    fma_prefill_kernel(const __grid_constant__ AttentionArguments a) {
   Work work;
   if (find_prefill_work(a, work)) attend_with_fma<CacheT, HEAD_SIZE, LAYOUT>(a, work);
 }
@@ -286,11 +308,11 @@ void launch_fma(const AttentionArguments& a, cudaStream_t stream) {
 
 template <typename CacheT, CacheLayout LAYOUT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream) {
-  if (a.p.head_size <= 128) {
-    launch_fma<CacheT, 128, LAYOUT>(a, stream);
-  } else {
-    launch_fma<CacheT, 256, LAYOUT>(a, stream);
+  if constexpr (sizeof(CacheT) != 2) {
+    if (a.p.head_size <= 128) return launch_fma<CacheT, 128, LAYOUT>(a, stream);
+    if (a.p.head_size <= 256) return launch_fma<CacheT, 256, LAYOUT>(a, stream);
   }
+  launch_fma<CacheT, MAX_HEAD_SIZE, LAYOUT>(a, stream);
 }
 
 }  // namespace pagedattn::cuda

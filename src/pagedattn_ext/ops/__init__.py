@@ -10,8 +10,8 @@ Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]
 Token t of a sequence is in block `block_table[t // block_size]` at offset `t % block_size`; its slot is
 `block * block_size + offset`. Caches may be strided in dimension 0. dtypes are fp32, fp16 and bf16; a cache and all
-data tensors of a call have the same dtype. block_size is a power of two up to 256, from 1 in the cache ops and from 8
-in attention. head_size is a multiple of x, up to 512 in the cache ops and 256 in attention.
+data tensors of a call have the same dtype. block_size is a power of two up to 256; attention takes 1, and from 8 on.
+head_size is a multiple of x up to 512.
 
 The attention ops, `reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads,
 head_size], both 4-D, with any block_size, the last dimension contiguous and any other strides.
@@ -38,7 +38,7 @@ RuntimeError with the same text.
 
 from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
-from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2
+from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, reshape_and_cache_flash, swap_blocks
 from .collectives import all_gather_shared, all_reduce_shared
 from .layernorm import fused_add_rms_norm, rms_norm
@@ -87,6 +87,7 @@ __all__ = [
     "rotary_embedding_neox",
     "silu_and_mul",
     "swap_blocks",
+    "varlen_attention",
 ]
 
 refuse_negated_outputs(__all__)

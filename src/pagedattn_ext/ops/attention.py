@@ -33,8 +33,8 @@ def paged_attention_v1(
     Args:
         query: [num_seqs, num_heads, head_size], any stride in dimension 0.
         key_cache, value_cache: see the module; slots past a sequence's end may hold anything, NaN included.
-        block_tables: int32 [num_seqs, max_num_blocks_per_seq].
-        seq_lens: int32 [num_seqs], tokens in the cache, the new one included.
+        block_tables: int32 or int64 [num_seqs, max_num_blocks_per_seq].
+        seq_lens: int32 or int64 [num_seqs], tokens in the cache, the new one included.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens; default the slots of a row of block_tables.
         alibi_slopes: fp32 [num_heads].
@@ -184,7 +184,7 @@ def paged_attention(
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
         key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
             sliding window) may have any id.
-        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
+        query_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
             than sequences are long, CUDA kernels choose their way by it.
@@ -220,16 +220,62 @@ def paged_attention(
     )  # fmt: skip
 
 
-@torch.library.register_fake("pagedattn_ext::paged_attention")
-def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    check_one_device(
-        "paged_attention",
-        query,
-        *args,
-        *(value for name, value in kwargs.items() if not (name in MAYBE_ON_CPU and value is not None and value.is_cpu)),
-    )
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    right_window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` of a ragged batch whose keys and values lie one after the other, without a cache.
+
+    Sequence s has the keys and values of rows key_start_loc[s] to key_start_loc[s + 1], and its query rows are the
+    last of its tokens. Nothing is copied.
+
+    Args:
+        query: [num_tokens, num_heads, head_size], any stride in dimension 0.
+        key, value: [num_keys, num_kv_heads, head_size], any strides in dimensions 0 and 1.
+        query_start_loc, key_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens and to num_keys.
+        scale: default head_size ** -0.5.
+        max_seq_len: at least every sequence's keys; default num_keys. It does not change a result.
+        alibi_slopes, sliding_window, softcap, sinks, causal, right_window: as in `paged_attention`.
+
+    Returns:
+        out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads], as `paged_attention` does.
+    """
+    if scale is None:
+        check_tensors("varlen_attention", query=query)
+        check_rank("varlen_attention", "query", query, 3)
+        scale = _default_scale(query)
+    check_bool("varlen_attention", "causal", causal)
+    return call(
+        "varlen_attention", query, key, value, query_start_loc, key_start_loc,
+        scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+        softcap=softcap, sinks=sinks, causal=causal, right_window=right_window,
+    )  # fmt: skip
+
+
+def _register_fake(op: str) -> None:
+    @torch.library.register_fake(f"pagedattn_ext::{op}")
+    def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        elsewhere = [name for name, value in kwargs.items() if name in MAYBE_ON_CPU and value is not None]
+        on_one_device = [value for name, value in kwargs.items() if not (name in elsewhere and value.is_cpu)]
+        check_one_device(op, query, *args, *on_one_device)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+_register_fake("paged_attention")
+_register_fake("varlen_attention")
 
 
 def merge_attn_states(

@@ -1,9 +1,11 @@
-// Attention of fp32 queries over a cache of fp32 or 8 bits.
+// Attention in fp32: of fp32 queries over a cache of fp32 or 8 bits, and of large heads.
 #include "attention/cuda/paged_attention_fma.cuh"
 
 namespace pagedattn::cuda {
 
 template void attend_fma<float, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<float16, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<bfloat16, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 template void attend_fma<float8_e4m3, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 template void attend_fma<float8_e5m2, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 
