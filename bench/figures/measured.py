@@ -90,10 +90,11 @@ def preemption(effort: Effort) -> Figure:
     experiment = EXPERIMENTS["preemption"]
     with one_thread(), TemporaryDirectory() as directory:
         make_model(experiment.shape, SEED, directory, MAX_LEN)
+        alone = {size: time_alone(directory, size) for size in BLOCK_SIZES}
         rows = [
             Row(f"{name} {SWAPPED_TOKENS:,} tokens, blocks of {size}", 1e3 * seconds, "{:.2f} ms", "measured")
-            for size in BLOCK_SIZES
-            for name, seconds in time_alone(directory, size).items()
+            for size, each in alone.items()
+            for name, seconds in each.items()
         ]
         config = transformers.AutoConfig.from_pretrained(directory)
         start = partial(LLMEngine, directory, device="cpu", **engine_options("float32"))
@@ -104,13 +105,15 @@ def preemption(effort: Effort) -> Figure:
             if row.series == "swap":
                 name = f"end to end, {row.place}: time of recomputing over swapping"
                 rows.append(Row(name, row.numbers["ratio"], "{:.2f}x", "measured", RECOMPUTE_IN_PAPER))
+    factors = [each["recompute"] / (each["swap out"] + each["swap in"]) for each in alone.values()]
     return Figure(
         "Figure 19: swapping and recomputing",
         rows,
         f"End to end: {experiment.title}, a LLaMA of shape {experiment.shape} in fp32, CPU time a token. Here both "
         "pools lie in one memory, which copies blocks of any size about as fast; the paper copies over PCIe, where "
         "small blocks are slow. Alone, the cache of all layers is copied or computed. A CPU computes slowly and copies "
-        "fast, so recomputing takes 70 to 100 times as long as copying; end to end few sequences are preempted.",
+        f"fast, so recomputing takes {min(factors):.0f} to {max(factors):.0f} times as long as copying out "
+        "and back; end to end few sequences are preempted.",
         "copies over PCIe, and blocks of 1, 2 and 4 tokens, which the kernels do not have (8 and more).",
     )
 
