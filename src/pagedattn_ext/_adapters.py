@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
     """Refuses arguments that ask for what is not offered: all but the defaults in the signature of `function`.
@@ -68,16 +66,3 @@ def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
     """Block tables of sequences whose pages lie one after the other, from `first` [num_seqs] on."""
     return first[:, None] + torch.arange(num_pages, dtype=first.dtype, device=first.device)
-
-
-def attend_ragged(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention over keys and values [num_tokens, num_kv_heads, head_size] that lie one after the other: a cache whose
-    pages are tokens."""
-    seq_lens = key_starts.diff()
-    block_tables = consecutive_pages(key_starts[:-1], int(seq_lens.max()) if seq_lens.shape[0] else 0)
-    key_cache, value_cache = key[:, None], value[:, None]
-    return ops.paged_attention(
-        query, key_cache, value_cache, block_tables, seq_lens, query_start_loc=query_starts, **options
-    )

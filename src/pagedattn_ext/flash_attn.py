@@ -30,7 +30,6 @@ from torch.nn.functional import pad
 
 from . import ops
 from ._adapters import (
-    attend_ragged,
     consecutive_pages,
     expect_defaults,
     refuse_gradients,
@@ -172,7 +171,7 @@ def flash_attn_varlen_func(
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
         k, v = (_with_contiguous_heads(tensor) for tensor in (k, v))
         if seqused_k is None:
-            out, lse = attend_ragged(_rows(q), k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), **options)
+            out, lse = ops.varlen_attention(_rows(q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
             return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
         k, v = k[:, None], v[:, None]  # tokens are pages
         block_table = consecutive_pages(cu_seqlens_k[:-1], int(seqused_k.max()))
@@ -184,9 +183,9 @@ def flash_attn_varlen_func(
         _rows(q),
         k,
         v,
-        block_table.int(),
-        seqused_k.int(),
-        query_start_loc=cu_seqlens_q.int(),
+        block_table,
+        seqused_k,
+        query_start_loc=cu_seqlens_q,
         **options,
         k_scale=scale_tensor(function, "k_descale", k_descale),
         v_scale=scale_tensor(function, "v_descale", v_descale),
@@ -310,7 +309,7 @@ def flash_attn_with_kvcache(
         seq_lens = seq_lens - cache_leftpad
     options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
     out, lse = ops.paged_attention(
-        query, k_cache, v_cache, block_table.int(), seq_lens.int(), query_start_loc=query_starts, **options, **scales
+        query, k_cache, v_cache, block_table, seq_lens, query_start_loc=query_starts, **options, **scales
     )
     return _results(q, out, lse, return_lse=return_lse or return_softmax_lse)
 
@@ -367,7 +366,7 @@ def _with_contiguous_heads(tensor: Tensor) -> Tensor:
 def _starts(tensor: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Where the rows of each sequence begin; without cu_seqlens the tensor is [batch, seqlen, ...]."""
     if cu_seqlens is not None:
-        return cu_seqlens.int()
+        return cu_seqlens
     batch, seqlen = tensor.shape[:2]
     return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
 

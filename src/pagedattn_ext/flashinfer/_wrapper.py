@@ -107,12 +107,12 @@ class PagedWrapper(Wrapper):
         self, qo_indptr: Tensor | None, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int
     ) -> None:
         indptr, last_page_len = indptr.to(indices.device), last_page_len.to(indices.device)
-        self._query_starts = None if qo_indptr is None else qo_indptr.to(indices.device).int()
+        self._query_starts = None if qo_indptr is None else qo_indptr.to(indices.device)
         num_pages = int(indptr.diff().max()) if indptr.shape[0] > 1 else 0
         entries = indptr[:-1, None] + torch.arange(num_pages, device=indices.device)
-        pages = indices[entries.clamp(max=indices.shape[0] - 1)]  # behind a list's own pages any others
-        self._block_tables = pages.int()
-        self._seq_lens = get_seq_lens(indptr, last_page_len, page_size).int()
+        # Behind a list's own pages stand any others.
+        self._block_tables = indices[entries.clamp(max=indices.shape[0] - 1)]
+        self._seq_lens = get_seq_lens(indptr, last_page_len, page_size)
 
     def _attend(
         self,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import attend_ragged, expect_defaults
+from .. import ops
+from .._adapters import expect_defaults
 from ._wrapper import Dtype, PagedWrapper, Plan, Scale, Wrapper, attend_one, options_of, results_of, scale_of
 from .page import PagedCache
 
@@ -214,7 +215,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
         )
-        self._starts = qo_indptr.int(), kv_indptr.int()
+        self._starts = qo_indptr, kv_indptr
         shapes = (num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk)
         self._planned = Plan(*shapes, causal, window_left, logits_soft_cap, sm_scale)
 
@@ -237,7 +238,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         plan = self._plan
         plan.check_shapes(type(self).run, q, k)
         starts = (indptr.to(q.device) for indptr in self._starts)
-        attended, natural_lse = attend_ragged(q, k, v, *starts, **plan.options(q_scale, k_scale))
+        attended, natural_lse = ops.varlen_attention(q, k, v, *starts, **plan.options(q_scale, k_scale))
         return results_of(attended, natural_lse, v_scale, out, lse, return_lse)
 
     begin_forward = plan
