@@ -25,14 +25,18 @@ namespace {
 constexpr int FMA_WARPS = 4;
 constexpr int FMA_THREADS = FMA_WARPS * WARP_SIZE;
 
+// What a thread loads at once, of 2 to 16 bytes.
+template <int BYTES>
+using Word =
+    std::conditional_t<BYTES == 16, uint4,
+                       std::conditional_t<BYTES == 8, uint2, std::conditional_t<BYTES == 4, uint32_t, uint16_t>>>;
+
 // Loads NUM elements of the cache from `source`: 16 bytes at most, all in one block.
 template <typename CacheT, int NUM>
 __device__ inline void load_elements(const AttentionArguments& a, const CacheT* source, float (&elements)[NUM]) {
   alignas(16) CacheT loaded[NUM];
   if (a.aligned) {
-    using Word =
-        std::conditional_t<sizeof loaded == 16, uint4, std::conditional_t<sizeof loaded == 8, uint2, uint32_t>>;
-    const Word word = *reinterpret_cast<const Word*>(source);
+    const auto word = *reinterpret_cast<const Word<sizeof loaded>*>(source);
     memcpy(loaded, &word, sizeof loaded);
   } else {
 #pragma unroll
@@ -169,11 +173,12 @@ class FmaWarp {
     probabilities_[row][lane_] = probability;
   }
 
+  // Tokens whose values are added at a time. With large heads, registers hold the probabilities of two.
+  static constexpr int STEP = HEAD_SIZE > MAX_MMA_HEAD_SIZE ? 2 : 4;
+
   // The values of STEP tokens. A slot that no row sees may hold anything, and is 0 here.
   class Values {
    public:
-    static constexpr int STEP = 4;
-
     __device__ Values(const FmaWarp& warp, int token) : warp_(warp), token_(token) {
       const AttentionArguments& a = warp.a_;
       if constexpr (LAYOUT == CacheLayout::NHD) {
@@ -209,15 +214,16 @@ class FmaWarp {
 
   // values += probabilities * V, some tokens at a time.
   __device__ void add_values(int first_token) {
-    constexpr int STEP = Values::STEP;
     const auto head_size = static_cast<int>(a_.p.head_size);
     const int begin = max(first_token, work_.begin / STEP * STEP);
     const int end = min(first_token + WARP_SIZE, work_.end);
     for (int token = begin; token < end; token += STEP) {
-      float4 probabilities[FMA_ROWS];
+      alignas(16) float probabilities[FMA_ROWS][STEP];
 #pragma unroll
       for (int row = 0; row < FMA_ROWS; ++row) {
-        probabilities[row] = *reinterpret_cast<const float4*>(&probabilities_[row][token - first_token]);
+        using Floats = std::conditional_t<STEP == 4, float4, float2>;
+        const auto floats = *reinterpret_cast<const Floats*>(&probabilities_[row][token - first_token]);
+        memcpy(probabilities[row], &floats, sizeof floats);
       }
       const Values values(*this, token);
 #pragma unroll
@@ -228,11 +234,8 @@ class FmaWarp {
         values.load(d, v);
 #pragma unroll
         for (int row = 0; row < FMA_ROWS; ++row) {
-          float& value = values_[row][i];
-          value = fmaf(probabilities[row].x, v[0], value);
-          value = fmaf(probabilities[row].y, v[1], value);
-          value = fmaf(probabilities[row].z, v[2], value);
-          value = fmaf(probabilities[row].w, v[3], value);
+#pragma unroll
+          for (int t = 0; t < STEP; ++t) values_[row][i] = fmaf(probabilities[row][t], v[t], values_[row][i]);
         }
       }
     }
