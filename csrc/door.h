@@ -193,10 +193,10 @@ class Door {
   // The elements of a tensor of int32 or int64, which may be on another device.
   Indices indices(const char* argument, const Tensor& tensor) const {
     defined(argument, tensor);
-    if (tensor.scalar_type() == ScalarType::Int) return {nullptr, tensor.const_data_ptr<int32_t>()};
-    check(tensor.scalar_type() == ScalarType::Long, argument, "expected dtype int32 or int64, got ",
+    const bool are_int64 = tensor.scalar_type() == ScalarType::Long;
+    check(are_int64 || tensor.scalar_type() == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
           tensor.scalar_type());
-    return {tensor.const_data_ptr<int64_t>(), nullptr};
+    return {tensor.const_data_ptr(), are_int64};
   }
 
   void rank(const char* argument, const Tensor& tensor, int64_t expected) const {

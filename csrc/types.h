@@ -39,15 +39,19 @@ struct CacheStrides {
   int64_t kv_head;
 };
 
-// Indices as a tensor of int64 or of int32 holds them. One of the two pointers is nullptr.
+// Indices as a tensor of int64 or of int32 holds them.
 struct Indices {
-  const int64_t* as_int64;
-  const int32_t* as_int32;
+  const void* data;  // nullptr: not given
+  bool are_int64;
 
-  constexpr int64_t operator[](int64_t i) const { return as_int64 != nullptr ? as_int64[i] : as_int32[i]; }
-  constexpr bool is_given() const { return as_int64 != nullptr || as_int32 != nullptr; }
+  constexpr int64_t operator[](int64_t i) const {
+    return are_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+  // Of an index that int32 holds, the low half, by one load for both widths: CUDA kernels have no registers for more.
+  constexpr int32_t low(int64_t i) const { return static_cast<const int32_t*>(data)[are_int64 ? 2 * i : i]; }
+  constexpr bool is_given() const { return data != nullptr; }
   constexpr Indices from(int64_t first) const {
-    return as_int64 != nullptr ? Indices{as_int64 + first, nullptr} : Indices{nullptr, as_int32 + first};
+    return {static_cast<const char*>(data) + first * (are_int64 ? 8 : 4), are_int64};
   }
 };
 

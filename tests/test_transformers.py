@@ -339,8 +339,8 @@ def test_wrong_dtype() -> None:
             "attention without masks, through transformers' AttentionInterface, got BloomForCausalLM",
         ),
         (
-            transformers.LlamaConfig(**SHAPE | dict(head_dim=264)),
-            "a head size of at most 256, got 264",
+            transformers.LlamaConfig(**SHAPE | dict(head_dim=520)),
+            "a head size of at most 512, got 520",
         ),
     ],
 )  # fmt: skip

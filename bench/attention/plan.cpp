@@ -16,10 +16,10 @@ extern "C" int64_t plan_decode(int64_t num_seqs, const int32_t* seq_lens, const 
   params.head_size = 128;
   params.block_size = block_size;
   params.sliding_window = pagedattn::NO_SLIDING_WINDOW;
-  params.block_tables = {nullptr, block_tables};
+  params.block_tables = {block_tables, false};
   params.block_table_stride = block_table_stride;
   params.max_seq_len = block_table_stride * block_size;
-  params.seq_lens = {nullptr, seq_lens};
+  params.seq_lens = {seq_lens, false};
   const pagedattn::AttentionPlan plan = pagedattn::plan_attention(params, num_threads, /*prefill_results=*/64);
   const auto num_items = static_cast<int64_t>(plan.items.size());
   for (int64_t i = 0; i < std::min(num_items, max_items); ++i) {

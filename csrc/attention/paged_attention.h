@@ -48,10 +48,10 @@ struct PagedAttentionParams {
   const float* alibi_slopes;   // [num_heads]; may be nullptr
   const float* sinks;          // [num_heads], a logit without a value; may be nullptr
 
-  constexpr int64_t row_begin(int64_t seq) const { return query_start_loc.is_given() ? query_start_loc[seq] : seq; }
+  constexpr int64_t row_begin(int64_t seq) const { return query_start_loc.is_given() ? query_start_loc.low(seq) : seq; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
   constexpr int64_t seq_len(int64_t seq) const {
-    return key_start_loc.is_given() ? key_start_loc[seq + 1] - key_start_loc[seq] : seq_lens[seq];
+    return key_start_loc.is_given() ? key_start_loc.low(seq + 1) - key_start_loc.low(seq) : seq_lens.low(seq);
   }
   constexpr Indices block_table(int64_t seq) const { return block_tables.from(seq * block_table_stride); }
   // The position of a row's token. The rows are the last tokens of their sequence. If there are more rows than tokens,

@@ -40,7 +40,7 @@ __device__ inline SliceBlocks find_blocks(const AttentionArguments& a, const Wor
   const Indices table = a.p.block_table(work.seq);
   const auto block_of = [&](int begin, int num_tokens) -> int32_t {
     const int first = max(begin, work.begin);
-    return first < min(begin + num_tokens, work.end) ? static_cast<int32_t>(table[first >> a.block_shift]) : 0;
+    return first < min(begin + num_tokens, work.end) ? table.low(first >> a.block_shift) : 0;
   };
   // Two loads, even of the same entry: a copy of the first result would wait for the first load.
   const bool is_parted = (1 << a.block_shift) == HALF;

@@ -136,8 +136,7 @@ class BulkStages {
     keys_ = static_cast<const CacheT*>(a.p.key_cache) + head_offset;
     values_ = static_cast<const CacheT*>(a.p.value_cache) + head_offset;
     next_token_ = Shape::first_token(work);
-    next_entry_ = low_half(a.p.block_table(work.seq).from(next_token_ / SLICE_TOKENS));
-    look_up(work);
+    look_up(a, work);
   }
 
   __device__ void load_next(const AttentionArguments& a, const Work& work) {
@@ -153,8 +152,7 @@ class BulkStages {
       __syncwarp();  // ldmatrix and mma come next, and want all lanes together
       next_stage_ = Shape::stage_after(next_stage_);
       next_token_ += Shape::STEP;
-      next_entry_ += a.p.block_tables.as_int64 != nullptr ? 2 * Shape::NUM_TEAMS : Shape::NUM_TEAMS;
-      look_up(work);
+      look_up(a, work);
     }
   }
 
@@ -183,21 +181,15 @@ class BulkStages {
     }
   }
 
-  // The first index, of which the low half is the whole of a block's number. One pointer for both widths takes as many
-  // registers as there are left.
-  static __device__ const int32_t* low_half(const Indices& indices) {
-    return indices.as_int64 != nullptr ? reinterpret_cast<const int32_t*>(indices.as_int64) : indices.as_int32;
-  }
-
-  __device__ void look_up(const Work& work) {
-    if (next_token_ < work.end) next_block_ = *next_entry_;
+  __device__ void look_up(const AttentionArguments& a, const Work& work) {
+    if (next_token_ >= work.end) return;
+    next_block_ = a.p.block_table(work.seq).low(next_token_ / SLICE_TOKENS);
   }
 
   unsigned char* stages_;
   uint64_t* barriers_;
   bool is_first_warp_;            // of the team; found by a shuffle, which tells the compiler that lanes do not part
   const CacheT *keys_, *values_;  // of the work's head in block 0
-  const int32_t* next_entry_;     // of the block table
   int32_t next_block_ = 0;
   int next_token_;
   int stage_ = 0, next_stage_ = 0;

@@ -177,9 +177,9 @@ struct TokenPlace {
 // For a token that no row of the work sees the place is 0, as its table entry may be anything.
 __device__ inline TokenPlace find_token(const AttentionArguments& a, const Work& work, int token) {
   if (token < work.begin || token >= work.end) return {0, 0};
-  if (!a.p.block_tables.is_given()) return {0, static_cast<int32_t>(a.p.key_start_loc[work.seq] + token)};
+  if (!a.p.block_tables.is_given()) return {0, a.p.key_start_loc.low(work.seq) + token};
   const int index = a.block_divisor.divide(token);
-  return {static_cast<int32_t>(a.p.block_table(work.seq)[index]), token - index * a.block_size};
+  return {a.p.block_table(work.seq).low(index), token - index * a.block_size};
 }
 
 // The work's head of a token, in a cache in the NHD layout.

@@ -127,7 +127,7 @@ class FmaWarp {
 
   // CHUNKED: where the KV head's part of a token's block begins.
   __device__ int64_t head_offset(int token, int64_t block_stride) const {
-    return a_.p.block_table(work_.seq)[token >> a_.block_shift] * block_stride +
+    return a_.p.block_table(work_.seq).low(token >> a_.block_shift) * block_stride +
            (work_.kv_head * a_.p.head_size << a_.block_shift);
   }
 
