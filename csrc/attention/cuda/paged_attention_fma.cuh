@@ -143,7 +143,7 @@ class FmaWarp {
     const CacheT* key = key_of(token);
     const int chunk_shift = LAYOUT == CacheLayout::NHD ? 0 : a_.block_shift;
     const auto head_size = static_cast<int>(a_.p.head_size);
-#pragma unroll(16 / ELEMENTS)  // so many loads of 16 bytes under way
+#pragma unroll(HEAD_SIZE > MAX_MMA_HEAD_SIZE ? 1 : 16 / ELEMENTS)  // so many loads of 16 bytes under way
     for (int d = 0; d < head_size; d += ELEMENTS) {
       float elements[ELEMENTS];
       load_elements(a_, key + (d << chunk_shift), elements);
@@ -173,8 +173,9 @@ class FmaWarp {
     probabilities_[row][lane_] = probability;
   }
 
-  // Tokens whose values are added at a time. With large heads, registers hold the probabilities of two.
-  static constexpr int STEP = HEAD_SIZE > MAX_MMA_HEAD_SIZE ? 2 : 4;
+  // Tokens whose values are added at a time: fewer with large heads, whose sums take half of the registers, and fewer
+  // where each token has a pointer of its own.
+  static constexpr int STEP = HEAD_SIZE <= MAX_MMA_HEAD_SIZE ? 4 : LAYOUT == CacheLayout::NHD ? 1 : 2;
 
   // The values of STEP tokens. A slot that no row sees may hold anything, and is 0 here.
   class Values {
@@ -221,7 +222,7 @@ class FmaWarp {
       alignas(16) float probabilities[FMA_ROWS][STEP];
 #pragma unroll
       for (int row = 0; row < FMA_ROWS; ++row) {
-        using Floats = std::conditional_t<STEP == 4, float4, float2>;
+        using Floats = std::conditional_t<STEP == 4, float4, std::conditional_t<STEP == 2, float2, float>>;
         const auto floats = *reinterpret_cast<const Floats*>(&probabilities_[row][token - first_token]);
         memcpy(probabilities[row], &floats, sizeof floats);
       }
