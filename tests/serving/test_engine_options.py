@@ -259,8 +259,8 @@ def test_a_pool_on_the_host_that_does_not_fit(llama: Checkpoint, monkeypatch: py
 
 def test_a_head_size_without_a_kernel(tmp_path: Path) -> None:
     """An error of the model, when it is loaded, not of the first request."""
-    make_model("llama-gqa", head_dim=260).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="head_size: expected at most 256, got 260"):
+    make_model("llama-gqa", head_dim=520).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="head_size: expected at most 512, got 520"):
         LLMEngine(str(tmp_path))
 
 

@@ -409,8 +409,8 @@ def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_head_sizes_that_the_ops_do_not_have(tmp_path: Path) -> None:
-    architecture = save_config(tmp_path, "gemma2", **SHAPE, head_dim=264)
-    expect_refusal(tmp_path, architecture, "its heads of size 264 are larger than the ops know, up to 256")
+    architecture = save_config(tmp_path, "gemma2", **SHAPE, head_dim=520)
+    expect_refusal(tmp_path, architecture, "its heads of size 520 are larger than the ops know, up to 512")
 
 
 def test_other_positions_are_found_when_the_weights_are_there(save: Save) -> None:
