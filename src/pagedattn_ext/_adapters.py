@@ -22,16 +22,6 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
 
 
-def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
-    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
-
-
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
     """The scale of a cache as the ops take it, fp32 of one element. A tensor may be one element expanded to any shape
     (a scale for each sequence and head, all the same)."""
@@ -61,8 +51,3 @@ def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     sequences = torch.arange(starts.shape[0] - 1, device=starts.device)
     sequence = sequences.repeat_interleave(starts.diff().long(), output_size=num_rows)
     return sequence, torch.arange(num_rows, device=starts.device) - starts[sequence]
-
-
-def consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
-    """Block tables of sequences whose pages lie one after the other, from `first` [num_seqs] on."""
-    return first[:, None] + torch.arange(num_pages, dtype=first.dtype, device=first.device)

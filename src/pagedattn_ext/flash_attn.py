@@ -29,14 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import ops
-from ._adapters import (
-    consecutive_pages,
-    expect_defaults,
-    refuse_gradients,
-    rows_of,
-    scale_tensor,
-    window_of,
-)
+from ._adapters import expect_defaults, rows_of, scale_tensor, window_of
 from .ops._call import check_rank
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -89,7 +82,7 @@ def flash_attn_func(
     """
     function = flash_attn_func
     expect_defaults(function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
-    refuse_gradients(function, q=q, k=k, v=v)
+    _refuse_gradients(function, q=q, k=k, v=v)
     _check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
     batch, seqlen_k = k.shape[:2]
     if seqlen_k == 0:  # a page has at least one token
@@ -102,8 +95,7 @@ def flash_attn_func(
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
         query_start_loc=_starts(q, None),
         **_options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux),
-        k_scale=scale_tensor(function, "k_descale", k_descale),
-        v_scale=scale_tensor(function, "v_descale", v_descale),
+        **_scales(function, k_descale, v_descale),
     )
     return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
@@ -161,7 +153,7 @@ def flash_attn_varlen_func(
     expect_defaults(
         function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk, seqused_q=seqused_q
     )
-    refuse_gradients(function, q=q, k=k, v=v)
+    _refuse_gradients(function, q=q, k=k, v=v)
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
@@ -174,7 +166,7 @@ def flash_attn_varlen_func(
             out, lse = ops.varlen_attention(_rows(q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
             return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
         k, v = k[:, None], v[:, None]  # tokens are pages
-        block_table = consecutive_pages(cu_seqlens_k[:-1], int(seqused_k.max()))
+        block_table = _consecutive_pages(cu_seqlens_k[:-1], int(seqused_k.max()))
     elif seqused_k is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without seqused_k, got None")
@@ -187,8 +179,7 @@ def flash_attn_varlen_func(
         seqused_k,
         query_start_loc=cu_seqlens_q,
         **options,
-        k_scale=scale_tensor(function, "k_descale", k_descale),
-        v_scale=scale_tensor(function, "v_descale", v_descale),
+        **_scales(function, k_descale, v_descale),
     )
     return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
@@ -259,7 +250,7 @@ def flash_attn_with_kvcache(
     """
     function = flash_attn_with_kvcache
     expect_defaults(function, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
-    refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    _refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     query = _rows(q)
@@ -275,10 +266,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((batch,), cache_seqlens, device=q.device)
-    scales: dict[str, Any] = {
-        "k_scale": scale_tensor(function, "k_descale", k_descale),
-        "v_scale": scale_tensor(function, "v_descale", v_descale),
-    }
+    scales = _scales(function, k_descale, v_descale)
 
     seq_lens = cache_seqlens
     if k is None or v is None:
@@ -304,7 +292,7 @@ def flash_attn_with_kvcache(
         seq_lens = cache_seqlens + new_starts.diff()
 
     if cache_leftpad is not None:  # tokens are pages
-        block_table = consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
+        block_table = _consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
         k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
         seq_lens = seq_lens - cache_leftpad
     options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
@@ -344,6 +332,14 @@ def _options(
     }
 
 
+def _scales(function: Callable[..., Any], k_descale: Tensor | None, v_descale: Tensor | None) -> dict[str, Any]:
+    """The scales of an fp8 cache, as keyword arguments of the ops."""
+    return {
+        "k_scale": scale_tensor(function, "k_descale", k_descale),
+        "v_scale": scale_tensor(function, "v_descale", v_descale),
+    }
+
+
 def _results(q: Tensor, out: Tensor, lse: Tensor, *, return_lse: bool, return_attn_probs: bool = False) -> Any:
     """What a function returns, of the op's [num_rows, num_heads, head_size] and [num_rows, num_heads]."""
     out = out.view(q.shape)
@@ -371,6 +367,11 @@ def _starts(tensor: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
 
 
+def _consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
+    """Block tables of sequences whose pages lie one after the other, from `first` [num_seqs] on."""
+    return first[:, None] + torch.arange(num_pages, dtype=first.dtype, device=first.device)
+
+
 def _slots(block_table: Tensor, sequence: Tensor, position: Tensor, page_size: int) -> Tensor:
     """slot_mapping of the tokens at these positions of these sequences."""
     capacity = block_table.shape[1] * page_size
@@ -386,6 +387,16 @@ def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved
     rotated = rows.clone()
     ops.rotary_embedding(positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
     return rotated
+
+
+def _refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
+    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
 
 
 def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import window_of
+from .._adapters import expect_defaults, window_of
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
 Scale = float | Tensor | None
@@ -80,6 +80,11 @@ class Wrapper:
         if self._planned is None:
             raise RuntimeError(f"{type(self).__name__}.run: expected a plan, got none: call plan() first")
         return self._planned
+
+    def _replace_options(self, pos_encoding_mode: str, **options: Any) -> None:
+        """What the older `forward` does before it runs: its options replace the plan's."""
+        expect_defaults(type(self).forward, pos_encoding_mode=pos_encoding_mode)
+        self._planned = replace(self._plan, **options)
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Does nothing: there is no workspace."""

@@ -1,6 +1,5 @@
 """Attention of one new token of each sequence."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -117,8 +116,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        expect_defaults(type(self).forward, pos_encoding_mode=pos_encoding_mode)
-        self._planned = replace(self._plan, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
+        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
+        self._replace_options(pos_encoding_mode, **options)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 

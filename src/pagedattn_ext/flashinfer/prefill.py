@@ -1,7 +1,6 @@
 """Attention of the last rows of each sequence, over pages or over keys and values that lie one after the other."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,10 +137,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        expect_defaults(type(self).forward, pos_encoding_mode=pos_encoding_mode)
-        self._planned = replace(
-            self._plan, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale
-        )
+        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
+        self._replace_options(pos_encoding_mode, causal=causal, **options)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 
@@ -260,10 +257,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        expect_defaults(type(self).forward, pos_encoding_mode=pos_encoding_mode)
-        self._planned = replace(
-            self._plan, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale
-        )
+        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
+        self._replace_options(pos_encoding_mode, causal=causal, **options)
         return self.run(q, k, v, return_lse=return_lse)
 
 
