@@ -1,8 +1,8 @@
 """What Prometheus scrapes at /metrics. Names are vLLM's, with `pagedattn:` in place of `vllm:`; docs/operations.md says
 which are our own.
 
-A scrape reads the counts of the engine's last step. The times of a request are observed as its outputs pass to the
-client.
+A scrape reads the counts of the engine's last step, or of some steps before. The times of a request are observed as its
+outputs pass to the client.
 """
 
 import time

@@ -173,8 +173,9 @@ def test_replicas_that_are_killed() -> None:
         pids = [int(pid) for pid in re.findall(r"replicas +2 \(processes (\d+), (\d+)\)", server.stdout)[0]]
         assert sorted(pids) == sorted(children_of(server.process.pid))
         streams = Streams(server, 4)
+        running_on = [f'num_requests_running{{replica="{i}"}}' for i in range(2)]
+        wait_for(lambda: [server.metrics()[name] for name in running_on] == [2, 2])  # counts may be some steps old
         metrics = server.metrics()
-        assert [metrics[f'num_requests_running{{replica="{i}"}}'] for i in range(2)] == [2, 2]
         assert all(metrics[f'engine_core_process_cpu_seconds_total{{replica="{i}"}}'] > 0 for i in range(2))
         os.kill(pids[0], signal.SIGKILL)
         streams.join()
