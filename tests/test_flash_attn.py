@@ -476,7 +476,11 @@ REFUSED_OF_CACHES: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.ones(1, 1, KV_HEADS, HEAD_SIZE)}, "k: expected None without both k and v, got a tensor"),
     (
         {**dict(zip("kv", torch.ones(2, 1, 2, KV_HEADS, HEAD_SIZE), strict=True)), "cache_seqlens": 4},
-        "cache_seqlens: expected room for the new tokens, got a sequence that ends at 6 in a cache for 5",
+        "cache_seqlens: expected 0 or more, and room for the new tokens, got new tokens from 4 to 5 in caches for 5",
+    ),
+    (
+        {**dict(zip("kv", torch.ones(2, 1, 2, KV_HEADS, HEAD_SIZE), strict=True)), "cache_seqlens": -1},
+        "cache_seqlens: expected 0 or more, and room for the new tokens, got new tokens from -1 to 0 in caches for 5",
     ),
 ]
 

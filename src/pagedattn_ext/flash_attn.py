@@ -166,7 +166,9 @@ def flash_attn_varlen_func(
             out, lse = ops.varlen_attention(_rows(q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
             return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
         k, v = k[:, None], v[:, None]  # tokens are pages
-        block_table = _consecutive_pages(cu_seqlens_k[:-1], int(seqused_k.max()))
+        if max_seqlen_k is None:
+            max_seqlen_k = int(seqused_k.max())
+        block_table = _consecutive_pages(cu_seqlens_k[:-1], max_seqlen_k)
     elif seqused_k is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without seqused_k, got None")
@@ -254,8 +256,7 @@ def flash_attn_with_kvcache(
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     query = _rows(q)
-    query_starts = _starts(q, cu_seqlens_q)
-    batch = query_starts.shape[0] - 1
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if block_table is not None:
         expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     else:  # each sequence of the cache is a page
@@ -276,20 +277,16 @@ def flash_attn_with_kvcache(
     else:
         rank = 4 if cu_seqlens_k_new is None else 3
         _check_ranks(function, k=(k, rank), v=(v, rank))
-        key, new_starts = _rows(k), _starts(k, cu_seqlens_k_new)
-        sequence, place = rows_of(new_starts, key.shape[0])
-        slots = _slots(block_table, sequence, cache_seqlens[sequence] + place, k_cache.shape[1])
+        key = _rows(k)
+        slots = _slots(block_table, _positions(cache_seqlens, k, cu_seqlens_k_new), cu_seqlens_k_new, k_cache.shape[1])
         if rotary_cos is not None and rotary_sin is not None:
             cos_sin = torch.cat([rotary_cos, rotary_sin], dim=-1)
             first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-            key = _rotated(key, first[sequence] + place, cos_sin, rotary_interleaved)
-            sequence, place = rows_of(query_starts, query.shape[0])
-            if causal or any(side is not None and side >= 0 for side in window_size):
-                query = _rotated(query, first[sequence] + place, cos_sin, rotary_interleaved)
-            else:
-                query = _rotated(query, first[sequence], cos_sin, rotary_interleaved)
+            key = _rotated(key, _positions(first, k, cu_seqlens_k_new), cos_sin, rotary_interleaved)
+            successive = causal or any(side is not None and side >= 0 for side in window_size)
+            query = _rotated(query, _positions(first, q, cu_seqlens_q, successive), cos_sin, rotary_interleaved)
         ops.reshape_and_cache(key, _rows(v), k_cache, v_cache, slots, **scales)
-        seq_lens = cache_seqlens + new_starts.diff()
+        seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
 
     if cache_leftpad is not None:  # tokens are pages
         block_table = _consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
@@ -297,7 +294,7 @@ def flash_attn_with_kvcache(
         seq_lens = seq_lens - cache_leftpad
     options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
     out, lse = ops.paged_attention(
-        query, k_cache, v_cache, block_table, seq_lens, query_start_loc=query_starts, **options, **scales
+        query, k_cache, v_cache, block_table, seq_lens, query_start_loc=_starts(q, cu_seqlens_q), **options, **scales
     )
     return _results(q, out, lse, return_lse=return_lse or return_softmax_lse)
 
@@ -359,12 +356,22 @@ def _with_contiguous_heads(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _starts(tensor: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Where the rows of each sequence begin; without cu_seqlens the tensor is [batch, seqlen, ...]."""
-    if cu_seqlens is not None:
-        return cu_seqlens
-    batch, seqlen = tensor.shape[:2]
-    return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
+def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
+    """The query_start_loc of the ops. Without cu_seqlens_q the queries are [batch, seqlen, ...]."""
+    if cu_seqlens_q is not None:
+        return cu_seqlens_q
+    batch, seqlen = q.shape[:2]
+    return None if seqlen == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+
+
+def _positions(first: Tensor, rows: Tensor, cu_seqlens: Tensor | None, successive: bool = True) -> Tensor:
+    """The position of each row, in sequences whose first rows stand at `first` [batch]; the other rows behind these,
+    or if not successive at the same positions. [total] with cu_seqlens, otherwise rows are [batch, seqlen, ...]."""
+    if cu_seqlens is None:
+        place = torch.arange(rows.shape[1], device=first.device)
+        return first[:, None] + (place if successive else 0 * place)
+    sequence, place = rows_of(cu_seqlens, rows.shape[0])
+    return first[sequence] + (place if successive else 0)
 
 
 def _consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
@@ -372,20 +379,27 @@ def _consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
     return first[:, None] + torch.arange(num_pages, dtype=first.dtype, device=first.device)
 
 
-def _slots(block_table: Tensor, sequence: Tensor, position: Tensor, page_size: int) -> Tensor:
-    """slot_mapping of the tokens at these positions of these sequences."""
-    capacity = block_table.shape[1] * page_size
-    if position.is_cpu and position.numel() and int(position.max()) >= capacity:
-        raise ValueError(
-            "flash_attn_with_kvcache: cache_seqlens: expected room for the new tokens, got a sequence that ends at "
-            f"{int(position.max()) + 1} in a cache for {capacity}"
-        )
-    return block_table[sequence, position // page_size].long() * page_size + position % page_size
+def _slots(block_table: Tensor, position: Tensor, cu_seqlens: Tensor | None, page_size: int) -> Tensor:
+    """slot_mapping of the tokens at these positions [batch, seqlen], with cu_seqlens [total]."""
+    if position.is_cpu and position.numel():
+        first, last = map(int, position.aminmax())
+        if first < 0 or last >= block_table.shape[1] * page_size:
+            raise ValueError(
+                "flash_attn_with_kvcache: cache_seqlens: expected 0 or more, and room for the new tokens, got new "
+                f"tokens from {first} to {last} in caches for {block_table.shape[1] * page_size}"
+            )
+    pages = torch.div(position, page_size, rounding_mode="floor")
+    if cu_seqlens is None:
+        blocks = block_table.gather(1, pages)
+    else:
+        blocks = block_table[rows_of(cu_seqlens, position.shape[0])[0], pages]
+    return torch.add(position % page_size, blocks.long(), alpha=page_size).flatten()
 
 
 def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> Tensor:
     rotated = rows.clone()
-    ops.rotary_embedding(positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
+    positions = positions.long().flatten()
+    ops.rotary_embedding(positions, rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
     return rotated
 
 
