@@ -285,6 +285,17 @@ def test_fp8_cache() -> None:
     assert_close_to_reference(out, expected.view(2, 2, HEADS, HEAD_SIZE))
 
 
+def test_fp8_without_cache() -> None:
+    """Ragged keys, which the op for them does not take in fp8."""
+    q, *kv = (rows([2, 3], heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k, v = ([tensor.to(torch.float8_e4m3fn) for tensor in tensors] for tensors in kv)
+    out = flash_attn_varlen_func(
+        *map(torch.cat, (q, k, v)), starts([2, 3]), starts([2, 3]), 3, 3, k_descale=torch.tensor(0.5), causal=True
+    )
+    expected, _ = attend_all(q, [keys.float() * 0.5 for keys in k], [values.float() for values in v], causal=True)
+    assert_close_to_reference(out, expected)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 4)}, {}], ids=str)
 def test_rotary(interleaved: bool, options: dict[str, Any]) -> None:

@@ -133,8 +133,8 @@ def test_single(options: dict[str, Any], layout: str) -> None:
     q, k, v = torch.randn(3, HEADS, HEAD_SIZE), *torch.randn(2, 5, KV_HEADS, HEAD_SIZE)
     given = (k, v) if layout == "NHD" else (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
     for causal in (True, False):
-        actual = flashinfer.single_prefill_with_kv_cache(
-            q, *given, causal=causal, kv_layout=layout, return_lse=True, **options
+        actual = flashinfer.single_prefill_with_kv_cache_return_lse(
+            q, *given, causal=causal, kv_layout=layout, **options
         )
         assert_results(actual, attend(q, k, v, causal=causal, **in_brute_force(options)))
     actual = flashinfer.single_decode_with_kv_cache(q[2], *given, kv_layout=layout, return_lse=True, **options)
@@ -198,6 +198,31 @@ def test_pages_of_one_token() -> None:
     assert_close_to_reference(wrapper.run(q[0], (k[0], v[0])), attend(q[0], k[0], v[0])[0])
 
 
+def test_sequences_without_pages() -> None:
+    """Callers that pad a batch write anything into last_page_len, and leave what they like behind the last page."""
+    batch = Batch([7, 4])
+    q = rows([1] * 4, HEADS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    pages = {
+        "indptr": torch.cat([batch.indptr, batch.indptr[-1:].expand(2)]),
+        "indices": torch.cat([batch.indices, torch.tensor([999, -1], dtype=torch.int32)]),
+        "last_page_len": torch.cat([batch.last_page_len, torch.tensor([1, 3], dtype=torch.int32)]),
+    }
+    wrapper.plan(**batch.plan | pages)
+    out, lse = wrapper.run(torch.cat(q), batch.cache, return_lse=True)
+    expected, expected_lse = attend_all(q[:2], batch.key, batch.value, causal=True)
+    assert_results((out[:2], lse[:2]), (expected, expected_lse))
+    assert not out[2:].any()
+    assert (lse[2:] == -math.inf).all()
+
+
+def test_shared_workspace() -> None:
+    """mini-sglang hands the prefill wrapper's int workspace to its decode wrapper."""
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, kv_layout="NHD", backend="fa2")
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_tensor_cores=True, backend="fa2")
+    decode._int_workspace_buffer = prefill._int_workspace_buffer
+
+
 # ---- the cache, and merges -------------------------------------------------------------------------------------------
 
 
@@ -220,6 +245,22 @@ def test_append(layout: str) -> None:
             page, offset = batch.indices[batch.indptr[sequence] + position // PAGE_SIZE], position % PAGE_SIZE
             (old[page, :, offset] if batch.kv_layout == "HND" else old[page, offset]).copy_(row)
         assert_same_bits(cache, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_append_of_fp8(dtype: torch.dtype) -> None:
+    """FlashInfer's callers bring the cache's dtype themselves: every finite number arrives as it is."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    numbers = numbers[numbers.float().isfinite()]
+    key = numbers[: len(numbers) // HEAD_SIZE * HEAD_SIZE].view(-1, 1, HEAD_SIZE)
+    value = key.flip(0)
+    tokens = torch.arange(len(key), dtype=torch.int32)
+    cache = torch.zeros(len(key), 2, 1, 1, HEAD_SIZE).to(dtype)
+    flashinfer.append_paged_kv_cache(
+        key, value, torch.zeros_like(tokens), tokens, cache, tokens, starts([len(key)]), torch.ones(1)
+    )
+    assert_same_bits(cache[:, 0, 0].view(torch.uint8), key.view(torch.uint8))
+    assert_same_bits(cache[:, 1, 0].view(torch.uint8), value.view(torch.uint8))
 
 
 def test_merges() -> None:
@@ -506,7 +547,9 @@ def test_refused() -> None:
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
 
 
-@pytest.mark.parametrize("name", ["sampling", "gemma_rmsnorm"])
+@pytest.mark.parametrize(
+    "name", ["sampling", "gemma_rmsnorm", "fast_decode_plan", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
+)
 def test_left_out(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):
         getattr(flashinfer, name)

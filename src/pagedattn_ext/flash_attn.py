@@ -162,10 +162,12 @@ def flash_attn_varlen_func(
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
         k, v = (_with_contiguous_heads(tensor) for tensor in (k, v))
-        if seqused_k is None:
+        if seqused_k is None and k.itemsize > 1:
             out, lse = ops.varlen_attention(_rows(q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
             return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
         k, v = k[:, None], v[:, None]  # tokens are pages
+        if seqused_k is None:
+            seqused_k = cu_seqlens_k.diff()
         if max_seqlen_k is None:
             max_seqlen_k = int(seqused_k.max())
         block_table = _consecutive_pages(cu_seqlens_k[:-1], max_seqlen_k)

@@ -18,7 +18,8 @@ rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says h
 Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
 custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
 those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, `gemma_rmsnorm`,
-`gemma_fused_add_rmsnorm`, MLA, cascade wrappers, quantization, communication, mixtures of experts.
+`gemma_fused_add_rmsnorm`, MLA, cascade wrappers, `fast_decode_plan` and all else that is for CUDA graphs, quantization,
+communication, mixtures of experts.
 """
 
 from typing import NoReturn
@@ -32,6 +33,7 @@ from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
 )
 from .rope import apply_rope_with_cos_sin_cache_inplace
 
@@ -53,10 +55,9 @@ __all__ = [
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
 ]
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in ("sampling", "gemma_rmsnorm", "gemma_fused_add_rmsnorm"):
-        raise AttributeError(f"pagedattn_ext.flashinfer: {name} is left out; it has {', '.join(__all__)}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"pagedattn_ext.flashinfer: {name} is left out; it has {', '.join(__all__)}")

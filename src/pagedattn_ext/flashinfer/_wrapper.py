@@ -73,6 +73,7 @@ class Wrapper:
     def __init__(self, kv_layout: str) -> None:
         check_layout(type(self), kv_layout)
         self._kv_layout = kv_layout
+        self._int_workspace_buffer = torch.empty(0)  # callers make wrappers share it
         self._planned: Plan | None = None
 
     @property
@@ -117,7 +118,8 @@ class PagedWrapper(Wrapper):
         entries = indptr[:-1, None] + torch.arange(num_pages, device=indices.device)
         # Behind a list's own pages stand any others.
         self._block_tables = indices[entries.clamp(max=indices.shape[0] - 1)]
-        self._seq_lens = get_seq_lens(indptr, last_page_len, page_size)
+        # last_page_len of a sequence without pages may be anything.
+        self._seq_lens = get_seq_lens(indptr, last_page_len, page_size) * (indptr.diff() > 0)
 
     def _attend(
         self,

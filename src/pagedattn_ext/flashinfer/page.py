@@ -23,12 +23,15 @@ def append_paged_kv_cache(
     kv_layout: str = "NHD",
 ) -> None:
     """Writes keys and values [num_tokens, num_kv_heads, head_dim] to these positions (int [num_tokens]) of these
-    sequences (batch_indices, int [num_tokens]), whose pages kv_indptr and kv_indices name as in `plan`."""
+    sequences (batch_indices, int [num_tokens]), whose pages kv_indptr and kv_indices name as in `plan`. What is fp8
+    already is written as it is."""
     check_layout(append_paged_kv_cache, kv_layout)
     key_cache, value_cache = pages_of(paged_kv_cache, kv_layout)
     page_size = key_cache.shape[1]
     pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
     slots = pages.long() * page_size + positions % page_size
+    if append_key.itemsize == 1:
+        append_key, append_value = append_key.half(), append_value.half()  # exact, and so is the way back
     ops.reshape_and_cache(append_key, append_value, key_cache, value_cache, slots)
 
 

@@ -1,6 +1,7 @@
 """Attention of the last rows of each sequence, over pages or over keys and values that lie one after the other."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -299,6 +300,9 @@ def single_prefill_with_kv_cache(
     options = options_of(scale_of(sm_scale, q.shape[-1]), causal, window_left, logits_soft_cap)
     out, lse = attend_one(single_prefill_with_kv_cache, q, k, v, kv_layout, options)
     return results_of(out, lse, None, None, None, return_lse)
+
+
+single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
 
 
 def _refuse_in_plan(
