@@ -204,7 +204,8 @@ __device__ inline void griddepcontrol_wait() {
 
 // ---- bulk copies to shared memory, and the barriers that count their bytes. sm_90
 
-// Whether the functions of this section may be called: known when the kernel is compiled.
+// Whether the functions of this section may be called: known when the kernel is compiled. In code for older GPUs they
+// are nothing, as ptxas takes no instruction that the GPU does not have, not even one that is never reached.
 __device__ constexpr bool is_sm90() {
 #if __CUDA_ARCH__ >= 900
   return true;
@@ -216,24 +217,28 @@ __device__ constexpr bool is_sm90() {
 // `barrier` is in shared memory. A phase of the barrier ends when `num_arrivals` arrivals have come, and all bytes that
 // they announced. One thread calls this, then calls fence_proxy_async, and then comes to a barrier of all threads.
 __device__ inline void mbarrier_init(uint64_t* barrier, uint32_t num_arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+  if constexpr (is_sm90())
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
+                 : "memory");
 }
 
 // Arrives, and announces that bulk copies of so many bytes belong to the phase.
 __device__ inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  if constexpr (is_sm90())
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 }
 
 // Waits for the end of a phase, of which only the parity is given; the first phase has parity 0. Returns at once if the
 // current phase of the barrier has the other parity. Then this thread sees what was copied.
 __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t is_over = 0;
+  uint32_t is_over = !is_sm90();
   while (!is_over) {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-                 : "=r"(is_over)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+    if constexpr (is_sm90())
+      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+                   : "=r"(is_over)
+                   : "r"(shared_address(barrier)), "r"(parity)
+                   : "memory");
   }
 }
 
@@ -241,43 +246,50 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 // lane starts bulk copies, and makes no loop over lanes.
 __device__ inline bool elect() {
   uint32_t is_elected = 0;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
+  if constexpr (is_sm90())
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(is_elected));
   return is_elected != 0;
 }
 
 // Copies from global to shared memory. Both addresses and the number of bytes are multiples of 16. One thread calls
 // this, and `barrier` counts the bytes as they come.
 __device__ inline void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(target)),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  if constexpr (is_sm90())
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
 }
 
 // Orders what threads have written to shared memory before later bulk copies into it, and before wgmma that read it.
 // For bulk copies, the thread that starts them calls this after a barrier, or the threads that wrote call it before a
 // barrier. For wgmma, the threads that wrote call it.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async() {
+  if constexpr (is_sm90()) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- clusters: up to 8 blocks that run at the same time and can read each other's shared memory. sm_90
 
 // Waits for all threads of all blocks of the cluster. After this, all can read what they wrote to shared memory before
 // it. The lanes of a warp call this together. In a kernel that was not launched in clusters, each block is a cluster.
 __device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if constexpr (is_sm90())
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // As cluster_sync, but orders nothing. For the end of a block that other blocks read from: they have used what they
 // read.
 __device__ inline void cluster_sync_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+  if constexpr (is_sm90())
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // `pointer` is in the shared memory of this block. Returns the address of the same place in the `rank`-th block of the
 // cluster.
 __device__ inline uint32_t map_shared(const void* pointer, uint32_t rank) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  uint32_t address = 0;
+  if constexpr (is_sm90())
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
 
@@ -285,12 +297,14 @@ __device__ inline uint32_t map_shared(const void* pointer, uint32_t rank) {
 // that the other block has begun. Another cluster_sync or a cluster_sync_relaxed comes after, so that the other block
 // has not ended.
 __device__ inline void load_cluster(uint32_t (&words)[2], uint32_t address) {
-  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+  if constexpr (is_sm90())
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
 }
 __device__ inline void load_cluster(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address));
+  if constexpr (is_sm90())
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
 }
 
 // ---- numbers

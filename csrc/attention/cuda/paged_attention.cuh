@@ -252,24 +252,6 @@ __device__ inline bool find_decode_work(const AttentionArguments& a, unsigned in
   return take_partition(a, static_cast<int>(seq_and_partition / num_seqs), work);
 }
 
-// Calls attend(work) for this block's share of the decode works, with a barrier after each call. The lanes of a warp
-// look for 32 works at a time, and all warps look for the same works.
-template <typename Attend>
-__device__ void for_each_decode_work(const AttentionArguments& a, int64_t num_works, const Attend& attend) {
-  for (int64_t first = blockIdx.x; first < num_works; first += int64_t{WARP_SIZE} * gridDim.x) {
-    const int64_t of_lane = first + int64_t{threadIdx.x % WARP_SIZE} * gridDim.x;
-    Work work;
-    unsigned found =
-        __ballot_sync(ALL_LANES, of_lane < num_works && find_decode_work(a, static_cast<unsigned>(of_lane), work));
-    for (; found != 0; found &= found - 1) {
-      const int lane = __ffs(static_cast<int>(found)) - 1;
-      find_decode_work(a, static_cast<unsigned>(first + int64_t{lane} * gridDim.x), work);
-      attend(work);
-      __syncthreads();  // shared memory is free again
-    }
-  }
-}
-
 // The number of tiles before the first tile of sequence `seq` in a grid over prefill tiles: at least as many as the
 // sequences before `seq` have. So a block finds the sequence of its tile without a table.
 __device__ inline int64_t tiles_before(const AttentionArguments& a, int seq) {
@@ -314,6 +296,31 @@ __device__ inline bool find_prefill_work(const AttentionArguments& a, Work& work
   return take_partition(a, static_cast<int>(blockIdx.z), work);
 }
 
+// Calls attend(work) for this block's share of num_works works, with a barrier after each call. In prefill, whose works
+// are as many as gridDim.x, this is the block's own work. In decode, the lanes of a warp look for 32 works at a time,
+// and all warps look for the same works.
+template <typename Attend>
+__device__ void for_each_work(const AttentionArguments& a, bool prefill, int64_t num_works, const Attend& attend) {
+  for (int64_t first = blockIdx.x; first < num_works; first += int64_t{WARP_SIZE} * gridDim.x) {
+    const int64_t of_lane = first + int64_t{threadIdx.x % WARP_SIZE} * gridDim.x;
+    Work work;
+    unsigned found = prefill ? find_prefill_work(a, work)
+                             : __ballot_sync(ALL_LANES, of_lane < num_works &&
+                                                            find_decode_work(a, static_cast<unsigned>(of_lane), work));
+    for (; found != 0; found &= found - 1) {
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      if (!prefill) find_decode_work(a, static_cast<unsigned>(first + int64_t{lane} * gridDim.x), work);
+      attend(work);
+      __syncthreads();  // shared memory is free again
+    }
+  }
+}
+
+template <typename Attend>
+__device__ void for_each_decode_work(const AttentionArguments& a, int64_t num_works, const Attend& attend) {
+  for_each_work(a, false, num_works, attend);
+}
+
 __device__ inline float cap_logit(const AttentionArguments& a, float logit) {
   return a.p.softcap * tanhf(logit * (1.0f / a.p.softcap));
 }
@@ -351,7 +358,7 @@ constexpr bool has_bulk_slices(const AttentionArguments& a, int kernel_head_size
 // Each instantiation has a file of its own. Runs decode and, where there may be any, prefill.
 template <typename T, typename CacheT, CacheLayout LAYOUT>
 void attend_mma(const AttentionArguments& a, cudaStream_t stream);
-template <typename CacheT, CacheLayout LAYOUT>
+template <CacheLayout LAYOUT>
 void attend_fma(const AttentionArguments& a, cudaStream_t stream);
 
 // Runs prefill alone, on GPUs of compute capability 9.0, over a cache of T and heads of at most 128. Only a build with

@@ -67,18 +67,18 @@ void launch_merge(const AttentionArguments& a, bool prefill, const Memory& parti
 
 template <CacheLayout LAYOUT>
 void attend(const AttentionArguments& a, cudaStream_t stream) {
-  const bool mma = is_on_tensor_cores(a.p);
+  if (!is_on_tensor_cores(a.p)) return attend_fma<LAYOUT>(a, stream);
   switch (a.p.cache_dtype) {
     case DType::FLOAT32:
-      return attend_fma<float, LAYOUT>(a, stream);
+      return;  // with fp32 queries alone
     case DType::FLOAT16:
-      return mma ? attend_mma<float16, float16, LAYOUT>(a, stream) : attend_fma<float16, LAYOUT>(a, stream);
+      return attend_mma<float16, float16, LAYOUT>(a, stream);
     case DType::BFLOAT16:
-      return mma ? attend_mma<bfloat16, bfloat16, LAYOUT>(a, stream) : attend_fma<bfloat16, LAYOUT>(a, stream);
+      return attend_mma<bfloat16, bfloat16, LAYOUT>(a, stream);
     case DType::FLOAT8_E4M3:
-      return mma ? attend_mma<float16, float8_e4m3, LAYOUT>(a, stream) : attend_fma<float8_e4m3, LAYOUT>(a, stream);
+      return attend_mma<float16, float8_e4m3, LAYOUT>(a, stream);
     case DType::FLOAT8_E5M2:
-      return mma ? attend_mma<float16, float8_e5m2, LAYOUT>(a, stream) : attend_fma<float8_e5m2, LAYOUT>(a, stream);
+      return attend_mma<float16, float8_e5m2, LAYOUT>(a, stream);
   }
 }
 

@@ -3,10 +3,6 @@
 
 namespace pagedattn::cuda {
 
-template void attend_fma<float, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float16, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<bfloat16, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e4m3, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e5m2, CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<CacheLayout::CHUNKED>(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda

@@ -3,10 +3,6 @@
 
 namespace pagedattn::cuda {
 
-template void attend_fma<float, CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float16, CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<bfloat16, CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e4m3, CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
-template void attend_fma<float8_e5m2, CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
+template void attend_fma<CacheLayout::NHD>(const AttentionArguments& a, cudaStream_t stream);
 
 }  // namespace pagedattn::cuda
