@@ -65,8 +65,9 @@ class Router:
         """Choose the replica of a request, and count the request there until `end`. There has to be a replica."""
         pieces = split(prompt, cache_salt)
         replicas = list(self._replicas.values())
-        cached = {each.index: each.num_cached_tokens(pieces) for each in replicas} if pieces.hashes else {}
-        if not any(cached.values()):
+        first = pieces.hashes[0] if pieces.hashes else None
+        cached = {each.index: each.num_cached_tokens(pieces) for each in replicas if first in each.pieces}
+        if not cached:
             replicas = self._random.sample(replicas, min(2, len(replicas)))
         else:
             self._random.shuffle(replicas)  # so that equal ones take turns

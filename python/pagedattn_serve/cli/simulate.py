@@ -1,6 +1,7 @@
 """`pagedattn simulate`: what a deployment would do under a load, without its hardware and without weights."""
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +39,8 @@ def simulate(args: argparse.Namespace) -> int:
     deployment = deployment_of(args)
     make_routing = partial(routing_of, deployment, args.seed)
     run = partial(run_with_progress, deployment, make_routing, form)
+    gc.collect()
+    gc.freeze()  # what was imported is looked at by no collection again
     runs: list[tuple[str, str, Summary]] = []
     if args.trace is not None:
         trace = read_trace(args.trace)

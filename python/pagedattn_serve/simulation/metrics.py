@@ -112,12 +112,14 @@ class Metrics:
         seconds = now - steps.begin
         self._seconds += seconds
         self._batch_seconds += seconds * num_running
-        num_tokens = len(result.got_tokens)  # in each step
+        num_tokens = len(result.got_tokens) + result.num_going_on  # in each step
         self.num_output_tokens += num_tokens * steps.count
         begun: list[SimulatedRequest] = []
         between = self._between
         num_after_step = num_tokens  # of the first step's tokens, those that come after a token of the step before
         begin = steps.begin
+        for request in result.left:
+            request.last_token = begin
         before: float | None = None
         previous = None
         for request in result.got_tokens:

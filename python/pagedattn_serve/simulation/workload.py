@@ -92,14 +92,11 @@ ONE_OUTPUT = RequestForm()
 
 def requests_of(trace: list[TraceEntry], form: RequestForm) -> Iterator[SimulatedRequest]:
     """The requests of a trace, in order of arrival. A shared prefix comes before the tokens of the trace. All other
-    tokens are unique, so that nothing else is found in a cache."""
+    tokens of a prompt are its number, so that nothing else is found in a cache."""
     shared = [*range(-form.num_shared_tokens, 0)]
     seeds = Random(form.seed)
-    next_token = 0
-    for entry in trace:
-        end = next_token + entry.num_prompt_tokens
-        prompt = [*shared, *range(next_token, end)]
-        next_token = end
+    for number, entry in enumerate(trace):
+        prompt = shared + [number] * entry.num_prompt_tokens
         beams = None
         if form.beam_width:
             beams = SimulatedBeams(form.beam_width, entry.num_output_tokens, seeds.getrandbits(64))

@@ -39,18 +39,21 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "priority": lambda: paged({"policy": "priority"}),
     "small steps": lambda: paged({"max_num_batched_tokens": 24, "max_num_seqs": 12}),
     "steps that leave some out": lambda: paged({"max_num_batched_tokens": 6, "max_num_seqs": 6}),
+    "long prompts": lambda: paged({"max_num_batched_tokens": 16, "max_num_seqs": 10}),
     **{each: (lambda each=each: OrcaSystem(scheduler_config(), NUM_SLOTS, each)) for each in RESERVATIONS},
     "fastertransformer": lambda: FasterTransformerSystem(scheduler_config(), NUM_SLOTS),
 }
 
 
 class Counted:
-    """A system, whose steps are counted. If `alone`, each step is taken by itself."""
+    """A system, whose steps are counted. If `alone`, each step is taken by itself, and scheduled by the engine."""
 
     def __init__(self, system: System, alone: bool) -> None:
         self._system = system
         self._alone = alone
         self.num_ends = 0
+        if alone and isinstance(system, PagedSystem):
+            vars(system)["_goes_on"] = lambda batch: False
 
     def num_alike(self) -> int:
         return 0 if self._alone else self._system.num_alike()

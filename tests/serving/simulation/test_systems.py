@@ -102,7 +102,7 @@ def test_fastertransformer_waits_for_the_longest() -> None:
     assert system.end_step(0.01).finished == []  # the second request has all of its tokens, and waits
     assert run(system, 3) == [2, 2, 2]
     system.begin_step()
-    assert system.end_step(0.01) == ([requests[0]], requests[:2])
+    assert system.end_step(0.01)[:2] == ([requests[0]], requests[:2])
     assert run(system, 3) == [1, 1, 1]
     assert system.begin_step() is None
 
@@ -164,7 +164,8 @@ def test_the_engine_preempts_and_all_outputs_come() -> None:
         system.add(request(20, 30))
     num_tokens = 0
     while system.begin_step() is not None:
-        num_tokens += len(system.end_step(0.01).got_tokens)
+        result = system.end_step(0.01)
+        num_tokens += len(result.got_tokens) + result.num_going_on
     assert num_tokens == 60
     assert system.num_preemptions > 0
 
@@ -220,6 +221,7 @@ def test_every_output_gets_all_of_its_tokens(name: str) -> None:
     for each in requests:
         system.add(each)
     counts = dict.fromkeys(requests, 0)
+    num_going_on = 0  # of the paged system, beside these
     finished = []
     while system.begin_step() is not None:
         memory = system.memory()
@@ -227,6 +229,12 @@ def test_every_output_gets_all_of_its_tokens(name: str) -> None:
         result = system.end_step(0.01)
         for each in result.got_tokens:
             counts[each] += 1
+        num_going_on += result.num_going_on
         finished += result.finished
-    assert counts == {each: each.num_output_tokens * each.num_sequences for each in requests}
+    wanted = {each: each.num_output_tokens * each.num_sequences for each in requests}
+    assert sum(counts.values()) + num_going_on == sum(wanted.values())
+    if name == "paged":
+        assert all(len(each.output_token_ids) == each.num_output_tokens for each in requests)
+    else:
+        assert counts == wanted
     assert sorted(map(id, finished)) == sorted(map(id, requests))

@@ -1,5 +1,6 @@
 """What the simulation asks of a system."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from pagedattn_serve.simulation.cost_model import StepWork
@@ -28,10 +29,14 @@ class StepResult(NamedTuple):
 
     got_tokens: requests, once for each output that got a token, in each of the steps; once for all beams.
     finished: requests that are over, with the last of the steps.
+    num_going_on: outputs beside these that got a token in each of the steps, and in the step before the first.
+    left: requests that were among these, and are not any more. They had a token in the step before the first.
     """
 
     got_tokens: list[SimulatedRequest]
     finished: list[SimulatedRequest]
+    num_going_on: int = 0
+    left: Sequence[SimulatedRequest] = ()
 
 
 class Row(NamedTuple):
