@@ -1,8 +1,18 @@
 """The attention backend that `vllm_plugin` registers. Only vLLM imports this module."""
 
+from copy import copy
+
+import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from . import ops
 
@@ -13,6 +23,28 @@ class PagedAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_impl_cls() -> type["PagedAttentionImpl"]:
         return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PagedAttentionMetadataBuilder"]:
+        return PagedAttentionMetadataBuilder
+
+
+class PagedAttentionMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """vLLM's builder, which refuses fp8 caches where vLLM's kernels cannot read them: on CPUs without AVX512. Layers of
+    decoders do not run on these kernels, so that the plan for them may be that of another cache."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        try:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        except NotImplementedError:
+            if isinstance(kv_cache_spec, (CrossAttentionSpec, EncoderOnlyAttentionSpec)):
+                raise
+            vllm_config = copy(vllm_config)
+            vllm_config.cache_config = copy(vllm_config.cache_config)
+            vllm_config.cache_config.cache_dtype = "auto"
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
 
 class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]

@@ -23,9 +23,9 @@ def make_model(kind: str = "Qwen3", **fields: Any) -> transformers.PreTrainedMod
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 2.0 if parameter.dim() == 1 else 0.0  # of norms
+            mean = 2.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0  # of norms
             std = 0.5 if "q_proj" in name or "k_proj" in name else 0.2
-            if "embed_tokens" in name and config.tie_word_embeddings:
+            if "embed" in name and config.tie_word_embeddings:
                 std = 0.02  # otherwise the last token is the likeliest
             parameter.normal_(mean, std, generator=generator)
     return model.eval()

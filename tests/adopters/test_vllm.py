@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,15 +17,18 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
+import torch
 from checkpoints import make_prompts, save_model
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from pagedattn_ext import ops, vllm_plugin
 from pagedattn_ext.vllm_backend import PagedAttentionBackend, PagedAttentionImpl
 
+E4M3 = torch.float8_e4m3fn
 BLOCK_SIZE, CHUNK, SHARED = 32, 48, 65
 PROMPTS = make_prompts([100, 1, 7, 90, 255, 33, 97, 66], shared=SHARED)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
@@ -38,32 +42,56 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "Bloom": {"tie_word_embeddings": True},  # ALiBi
+    "GptOss": {  # with sinks
+        "sliding_window": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def make_llm(directory: Path, kind: str, **options: Any) -> LLM:
     """An engine that chunks prompts, finds prefixes, and preempts: not all of PROMPTS fit into its cache at once."""
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    save_model(directory, request.param, **MODELS[request.param])
-    yield LLM(
+    save_model(directory, kind, **MODELS[kind])
+    return LLM(
         str(directory),
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         block_size=BLOCK_SIZE,
         max_model_len=320,
-        num_gpu_blocks_override=20,
+        num_gpu_blocks_override=20 if "sliding_window" in MODELS[kind] else 14,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=6,
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
+        **options,
     )
+
+
+@pytest.fixture(params=MODELS)
+def llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
+    yield make_llm(tmp_path, request.param)
     cleanup_dist_env_and_memory()
 
 
 def attention_layers(llm: LLM) -> list[Any]:
-    return list(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if hasattr(layer, "impl")]  # experts are among them
+
+
+def has_window(llm: LLM) -> bool:
+    return any(layer.impl.sliding_window >= 0 for layer in attention_layers(llm))
 
 
 def generate(llm: LLM) -> tuple[list[list[int]], list[int]]:
@@ -74,18 +102,25 @@ def generate(llm: LLM) -> tuple[list[list[int]], list[int]]:
 
 def test_tokens_of_its_own_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    attend = ops.paged_attention
+    preempted: list[Any] = []
+    attend, preempt = ops.paged_attention, Scheduler._preempt_request
 
     def count(query: Any, *args: Any, **kwargs: Any) -> Any:
         rows.append(len(query))
         return attend(query, *args, **kwargs)
 
+    def count_preempted(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request)
+        preempt(scheduler, request, *args, **kwargs)
+
     monkeypatch.setattr(ops, "paged_attention", count)
+    monkeypatch.setattr(Scheduler, "_preempt_request", count_preempted)
     assert {type(layer.impl) for layer in attention_layers(llm)} == {PagedAttentionImpl}
     tokens, found = generate(llm)
     assert sum(rows) > len(attention_layers(llm)) * sum(map(len, PROMPTS)) / 2
     assert max(rows) == CHUNK  # longer prompts came in chunks
     assert max(found) == SHARED // BLOCK_SIZE * BLOCK_SIZE
+    assert preempted or has_window(llm)  # which gives blocks back
 
     rows.clear()
     for layer in attention_layers(llm):
@@ -93,7 +128,49 @@ def test_tokens_of_its_own_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert llm.reset_prefix_cache()
     assert generate(llm) == (tokens, found)
     assert not rows
+    assert median(len(set(each)) for each in tokens) > 3
+
+
+@pytest.fixture(params=["fp8", "fp8_e5m2"])
+def fp8_llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
+    yield make_llm(tmp_path, "Qwen3", kv_cache_dtype=request.param)
+    cleanup_dist_env_and_memory()
+
+
+def test_fp8_cache(fp8_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs without AVX512, too, where vLLM's own attention refuses it. Stored is what comes, divided by the layer's
+    scales, and attention sees what was stored, times the scales."""
+    dtype = torch.float8_e5m2 if fp8_llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_e5m2" else E4M3
+    attend, store = ops.paged_attention, ops.reshape_and_cache
+    dtypes, scales = set(), set()
+
+    def check_attention(query: Any, key_cache: Any, value_cache: Any, *args: Any, **options: Any) -> Any:
+        caches = (cache.view(dtype).float() for cache in (key_cache, value_cache))
+        k_scale, v_scale = (options[name] for name in ("k_scale", "v_scale"))
+        dtypes.add(options["kv_cache_dtype"])
+        scales.add((float(k_scale), float(v_scale)))
+        keys, values = (cache * scale for cache, scale in zip(caches, (k_scale, v_scale), strict=True))
+        out, lse = attend(query, key_cache, value_cache, *args, **options)
+        unquantized = options | {"kv_cache_dtype": "auto", "k_scale": None, "v_scale": None}
+        torch.testing.assert_close(out, attend(query, keys, values, *args, **unquantized)[0], rtol=1e-4, atol=1e-4)
+        return out, lse
+
+    def check_store(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, **options: Any) -> None:
+        store(key, value, key_cache, value_cache, slots, **options)
+        block, offset = slots[-1] // key_cache.shape[1], slots[-1] % key_cache.shape[1]
+        for new, cache, name in ((key, key_cache, "k_scale"), (value, value_cache, "v_scale")):
+            expected = (new[-1] / options[name]).to(dtype).float()
+            torch.testing.assert_close(cache[block, offset].view(dtype).float(), expected, rtol=0, atol=0)
+
+    monkeypatch.setattr(ops, "paged_attention", check_attention)
+    monkeypatch.setattr(ops, "reshape_and_cache", check_store)
+    for layer in attention_layers(fp8_llm):
+        layer._k_scale.fill_(0.5)
+        layer._v_scale.fill_(2.0)
+    tokens, _ = generate(fp8_llm)
     assert min(len(set(each)) for each in tokens) > 3
+    assert dtypes == {fp8_llm.llm_engine.vllm_config.cache_config.cache_dtype}
+    assert scales == {(0.5, 2)}
 
 
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
