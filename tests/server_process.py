@@ -13,13 +13,17 @@ from pathlib import Path
 
 COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
 # For tests of what happens amid requests: as `slow_steps`, a token takes some milliseconds. The engine's process calls
-# the function that sets up its log, so that function slows the steps as well.
+# the function that sets up its log, so that function slows the steps as well. The server's own log is set up before.
 SLOW_COMMAND = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent / "serving")!r})
-from async_runs import set_up_logs_and_slow_steps
-import pagedattn_serve.cli.serve
-pagedattn_serve.cli.serve.set_up_logs = set_up_logs_and_slow_steps
+from slow_engine import set_up_logs_and_slow_steps
+import pagedattn_serve.cli.serve as serve
+make_engine = serve.make_engine
+def make_slow_engine(*args):
+    serve.set_up_logs = set_up_logs_and_slow_steps
+    return make_engine(*args)
+serve.make_engine = make_slow_engine
 {COMMAND}
 """
 START_SECONDS = 120  # on a busy machine

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.async_engine.thread_core import ThreadCore
-from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.batch import ScheduledBatch
-from pagedattn_serve.server.http.logs import set_up_logs
 
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds, for what would hang otherwise
@@ -69,36 +67,6 @@ async def handed_over(serving: AsyncLLMEngine, num_requests: int) -> None:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def slowed(execute: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
-    """`ModelRunner.execute` with a wait before each step: those of models this small are over before an event loop gets
-    its turn."""
-
-    def slow(*args: Any) -> SamplerOutput:
-        time.sleep(0.003)
-        return execute(*args)
-
-    return slow
-
-
-def slow_steps() -> None:
-    """For an engine in a process of its own, before it is made."""
-    ModelRunner.execute = slowed(ModelRunner.execute)  # type: ignore[method-assign]
-
-
-def set_up_logs_and_slow_steps(log_format: str, level: str) -> None:
-    set_up_logs(log_format, level)
-    slow_steps()
-
-
-def set_up_logs_and_fail_steps(log_format: str, level: str) -> None:
-    set_up_logs(log_format, level)
-
-    def fail(*_: Any) -> SamplerOutput:
-        raise RuntimeError("planted")
-
-    ModelRunner.execute = fail  # type: ignore[method-assign, assignment]
 
 
 class Runner:

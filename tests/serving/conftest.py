@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from async_runs import slowed
 from checkpoints import (
     BEGINNING,
     SPEECH,
@@ -18,6 +17,7 @@ from checkpoints import (
     make_text_model,
     make_tokenizer,
 )
+from slow_engine import slowed
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from warm_ranks import StartedRanks
 

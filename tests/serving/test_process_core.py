@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from async_runs import TIMEOUT, greedy, play, read, slow_steps
+from async_runs import TIMEOUT, greedy, play, read
 from checkpoints import run
 from server_process import children_of, is_running, wait_for
+from slow_engine import slow_steps
 from test_async_engine import PARAMS, PROMPTS, REFUSALS
 
 from pagedattn_serve import (
@@ -407,7 +408,7 @@ def test_many_starts_leave_nothing_open(text_model: str, monkeypatch: pytest.Mon
 FRONT = """
 import asyncio, os, sys, time
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, SamplingParams
-from async_runs import slow_steps
+from slow_engine import slow_steps
 
 def make():
     return AsyncLLMEngine.from_engine_args(EngineArgs(sys.argv[1]), initializer=slow_steps)

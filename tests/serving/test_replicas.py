@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from async_runs import greedy, play, read, slow_steps, until
+from async_runs import greedy, play, read, until
 from server_process import is_running
+from slow_engine import slow_steps
 from warm_ranks import StartedRanks
 
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, LLMEngine, RequestOutput
@@ -245,10 +246,11 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
             while not engine.replicas()[0].is_running:  # whenever they come, the other replica gets them
                 requests.append(asyncio.create_task(read(engine, "the")))
                 await asyncio.sleep(0.001)
-            assert len(cores[1].keys) == len(requests)
+            assert len(requests) - 1 <= len(cores[1].keys) <= len(requests)  # replica 0 may run when the last one comes
             requests.append(asyncio.create_task(read(engine, "the")))
             await asyncio.sleep(0)
-            assert len(cores[-1].keys) == 1 and engine.num_unfinished == len(requests)
+            assert cores[-1].keys and len(cores[-1].keys) + len(cores[1].keys) == len(requests)
+            assert engine.num_unfinished == len(requests)
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)

@@ -55,6 +55,10 @@ class BlockAllocator:
             raise ValueError(f"block: expected 0 to {self.num_blocks - 1}, got {block}")
         return self._ref_counts[block]
 
+    def ref_counts(self) -> list[int]:
+        """Number of owners of each block."""
+        return self._ref_counts.copy()
+
     def states(self) -> list[str]:
         """Of each block: "used" by one owner, "shared" by several, "cached" if it can be found without, or "free"."""
         states = ["free" if count == 0 else "used" if count == 1 else "shared" for count in self._ref_counts]
@@ -128,13 +132,13 @@ class BlockAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block without an owner is either free or evictable or pinned."""
         assert min(self._ref_counts, default=0) >= 0, f"negative reference count in {self._ref_counts}"
-        owned = sum(count > 0 for count in self._ref_counts)
+        owned = self.num_blocks - self._ref_counts.count(0)
         assert self._num_owned == owned, f"{owned} blocks with an owner, counted {self._num_owned}"
         assert {block: key for key, block in self._block_of.items()} == self._key_of
         unowned = [block for block, count in enumerate(self._ref_counts) if count == 0]
-        pinned = [block for block in unowned if self._key_of.get(block) in self.pinned]
+        pinned = [block for block, key in self._key_of.items() if key in self.pinned and not self._ref_counts[block]]
         assert sorted([*self._free, *self._evictable, *pinned]) == unowned, (
             f"free {sorted(self._free)}, evictable {sorted(self._evictable)}, pinned {pinned}, no owner {unowned}"
         )
-        assert all(block in self._key_of for block in self._evictable), "an evictable block that nobody can find"
-        assert not any(block in self._key_of for block in self._free), "a free block that can be found"
+        assert self._evictable.keys() <= self._key_of.keys(), "an evictable block that nobody can find"
+        assert self._key_of.keys().isdisjoint(self._free), "a free block that can be found"

@@ -324,10 +324,16 @@ class BlockManager:
             allocator.check_integrity()
             for sequence, table in tables.items():
                 assert len(set(table)) == len(table), f"{sequence.request_id} holds a block twice: {table}"
-            holders = Counter(block for table in tables.values() for block in table)
-            for block in range(allocator.num_blocks):
-                count = allocator.ref_count(block)
-                assert count == holders[block], f"block {block}: reference count {count}, in {holders[block]} tables"
+            num_holders = [0] * allocator.num_blocks
+            for table in tables.values():
+                for block in table:
+                    num_holders[block] += 1
+            counts = allocator.ref_counts()
+            assert counts == num_holders, "; ".join(
+                f"block {block}: reference count {count}, in {number} tables"
+                for block, (count, number) in enumerate(zip(counts, num_holders, strict=True))
+                if count != number
+            )
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         return -(-sequence.num_tokens // self.block_size)
