@@ -418,9 +418,10 @@ NEWER = {"qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "pack_g
 NEWER |= {"learnable_sink", "s_aux", "return_lse"}
 ALSO = {
     flash_attn_func: {"num_splits"},
-    flash_attn_varlen_func: {"num_splits", "page_table", "seqused_q", "seqused_k", "scheduler_metadata"},
+    flash_attn_varlen_func: {"num_splits", "page_table", "seqused_q", "seqused_k", "scheduler_metadata"}
+    | {"sinks", "ver"},
     flash_attn_with_kvcache: {"page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"}
-    | {"scheduler_metadata"},
+    | {"scheduler_metadata", "sinks", "ver"},
 }
 
 
@@ -441,7 +442,18 @@ def test_hints_change_nothing() -> None:
     hints: dict[str, Any] = {"num_splits": 4, "pack_gqa": True, "sm_margin": 2}
     assert_same_bits(flash_attn_func(q, k, v, causal=True, deterministic=True, **hints), plain)
     metadata = torch.zeros(2, dtype=torch.int32)
-    assert_same_bits(flash_attn_with_kvcache(q, k, v, causal=True, scheduler_metadata=metadata, **hints), plain)
+    hints |= {"scheduler_metadata": metadata, "ver": 4}
+    assert_same_bits(flash_attn_with_kvcache(q, k, v, causal=True, **hints), plain)
+
+
+def test_spellings_of_sgl_kernel() -> None:
+    q, k, v = torch.randn(3, HEADS, HEAD_SIZE), *torch.randn(2, 5, KV_HEADS, HEAD_SIZE)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    expected, _ = attend(q, k, v, sinks=sinks)
+    out = flash_attn_varlen_func(q, k, v, starts([3]), starts([5]), 3, 5, sinks=sinks, ver=3)
+    assert_close_to_reference(out, expected)
+    out = flash_attn_with_kvcache(q[None], k[None], v[None], sinks=sinks, ver=3)
+    assert_close_to_reference(out[0], expected)
 
 
 def test_return_attn_probs_is_a_triple() -> None:

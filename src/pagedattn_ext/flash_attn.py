@@ -3,14 +3,14 @@
     from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Names, order, defaults and meaning of the arguments are those of flash-attn 2.8. Behind them, as keywords, stand the
-arguments that FlashAttention-3 and 4 have added or renamed: page_table is block_table, s_aux and learnable_sink are
-sinks, return_lse asks for the lse beside the output.
+arguments that FlashAttention-3 and 4 and sgl_kernel have added or renamed: page_table is block_table, s_aux and
+learnable_sink are sinks, return_lse asks for the lse beside the output.
 
 More than theirs: fp32; pages of any size, whose table is int32 or int64, and -1 or anything else behind a sequence's
 own pages; fp8 caches beside queries of 16 or 32 bits; caches of any strides whose last dimension is contiguous.
 
-Taken, and without effect: max_seqlen_q, max_seqlen_k, deterministic (all results are), num_splits, pack_gqa, sm_margin,
-scheduler_metadata.
+Taken, and without effect: max_seqlen_q, max_seqlen_k (a bound, where there is seqused_k and no block table),
+deterministic (all results are), num_splits, pack_gqa, sm_margin, scheduler_metadata, ver.
 
 Different: a row without keys has an lse of -inf, as in FlashAttention-3 (flash-attn 2 says +inf). With ALiBi the lse is
 that of the bias -slope * |t - p|, where flash-attn 2 leaves a constant out of causal rows.
@@ -87,6 +87,7 @@ def flash_attn_func(
     batch, seqlen_k = k.shape[:2]
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
+    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux)
     out, lse = ops.paged_attention(
         _rows(q),
         _with_contiguous_heads(k),
@@ -94,7 +95,7 @@ def flash_attn_func(
         torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
         query_start_loc=_starts(q, None),
-        **_options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux),
+        **_options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks),
         **_scales(function, k_descale, v_descale),
     )
     return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
@@ -132,7 +133,9 @@ def flash_attn_varlen_func(
     scheduler_metadata: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    ver: int = 3,
 ) -> Any:
     """`flash_attn_func` for a ragged batch, over keys and values that lie one after the other or in pages.
 
@@ -157,7 +160,8 @@ def flash_attn_varlen_func(
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
-    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
+    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
@@ -224,7 +228,9 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    ver: int = 3,
 ) -> Any:
     """Attention over a cache. With k and v it first appends them to the cache, in place.
 
@@ -269,6 +275,8 @@ def flash_attn_with_kvcache(
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((batch,), cache_seqlens, device=q.device)
+    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     scales = _scales(function, k_descale, v_descale)
 
     seq_lens = cache_seqlens
@@ -294,7 +302,6 @@ def flash_attn_with_kvcache(
         block_table = _consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
         k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
         seq_lens = seq_lens - cache_leftpad
-    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux)
     out, lse = ops.paged_attention(
         query, k_cache, v_cache, block_table, seq_lens, query_start_loc=_starts(q, cu_seqlens_q), **options, **scales
     )
@@ -311,15 +318,13 @@ def _options(
     window_size: WindowSize,
     softcap: float,
     alibi_slopes: Tensor | None,
-    learnable_sink: Tensor | None,
-    s_aux: Tensor | None,
+    sinks: Tensor | None,
 ) -> dict[str, Any]:
     """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
     left, right = window_size
     if alibi_slopes is not None and alibi_slopes.dim() != 1:
         expected = "expected [num_heads], the same slopes for each sequence"
         raise ValueError(f"{function.__name__}: alibi_slopes: {expected}, got shape {list(alibi_slopes.shape)}")
-    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux)
     return {
         "scale": softmax_scale,
         "causal": causal,
@@ -416,10 +421,10 @@ def _refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) ->
 
 
 def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor | None:
-    """The argument of two names that is given."""
+    """The argument of several names that is given."""
     given = {name: tensor for name, tensor in spellings.items() if tensor is not None}
     if len(given) > 1:
-        first, second = given
+        first, second = list(given)[:2]
         raise ValueError(f"{function.__name__}: {second}: expected None beside {first}, of which it is another name")
     return next(iter(given.values()), None)
 
