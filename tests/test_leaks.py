@@ -16,7 +16,7 @@ from op_calls import OPS, SCHEMA_OF, make_arguments, positional, raw_op, wrapper
 from pagedattn_ext import CPUGraph
 
 WARM_UP_CALLS = 300  # what torch, Python and malloc take once
-CALLS = 5_000
+CALLS = 2_000
 MAX_BYTES_PER_CALL = 24  # the smallest piece that malloc gives away takes 32
 MAX_BLOCKS_PER_CALL = 0.5  # a Python object takes one
 
@@ -125,11 +125,11 @@ def serve():
     return malloc_bytes()
 
 before = [serve() for _ in range(5)][-1]  # block tables and free lists grow to their sizes
-print([serve() for _ in range(10)][-1] - before)
+print([serve() for _ in range(5)][-1] - before)
 """
 
 
-def test_two_thousand_requests():
+def test_a_thousand_requests():
     """In a process whose Python takes all memory from malloc, in steps of equal sizes, by malloc's own count."""
     done = subprocess.run(
         [sys.executable, "-c", REQUESTS],
@@ -138,4 +138,4 @@ def test_two_thousand_requests():
         check=True,
         env=os.environ | {"PYTHONMALLOC": "malloc"},
     )
-    assert int(done.stdout) < 64 * 2_000  # one request takes 3,000 bytes
+    assert int(done.stdout) < 64 * 1_000  # one request takes 3,000 bytes
