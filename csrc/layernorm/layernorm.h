@@ -6,18 +6,31 @@
 
 namespace pagedattn {
 
+// Where rows lie: `num_adjacent` rows a stride apart, and such groups a group stride apart, as the heads of tokens are
+// in a tensor of queries, keys and values.
+struct RowPlaces {
+  int64_t num_adjacent;  // all rows, where there is one stride
+  int64_t stride;        // elements
+  int64_t group_stride;
+
+  constexpr int64_t operator[](int64_t row) const {
+    if (row < num_adjacent) return row * stride;
+    return row / num_adjacent * group_stride + row % num_adjacent * stride;
+  }
+};
+
 struct RmsNormParams {
   DType dtype;
   int64_t num_rows;
   int64_t hidden_size;
   float epsilon;
-  const void* input;     // [num_rows, hidden_size]
-  int64_t input_stride;  // elements between rows
-  const void* weight;    // [hidden_size]
-  void* out;             // [num_rows, hidden_size]; may be input
-  int64_t out_stride;
+  const void* input;  // [num_rows, hidden_size]
+  RowPlaces input_rows;
+  const void* weight;  // [hidden_size]
+  void* out;           // [num_rows, hidden_size]; may be input
+  RowPlaces out_rows;
   void* residual;  // [num_rows, hidden_size], updated; nullptr for plain rms_norm
-  int64_t residual_stride;
+  RowPlaces residual_rows;
 };
 
 // Rows [begin, end).

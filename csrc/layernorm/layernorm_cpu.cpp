@@ -11,10 +11,10 @@ namespace {
 
 template <typename T, bool HAS_RESIDUAL, bool STREAM>
 void rms_norm_row(const RmsNormParams& p, int64_t row) {
-  const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+  const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
   const T* weight = static_cast<const T*>(p.weight);
-  T* out = static_cast<T*>(p.out) + row * p.out_stride;
-  T* residual = HAS_RESIDUAL ? static_cast<T*>(p.residual) + row * p.residual_stride : nullptr;
+  T* out = static_cast<T*>(p.out) + p.out_rows[row];
+  T* residual = HAS_RESIDUAL ? static_cast<T*>(p.residual) + p.residual_rows[row] : nullptr;
 
   const auto sum_at = [&](int64_t i, auto load) {
     Vec x = load(input + i);
@@ -42,8 +42,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
 
   // The residual is added again in fp32, because the sum in memory would be rounded.
   const auto norm = [&](Vec x, int64_t i, auto load) {
-    if constexpr (FETCHES) prefetch_line<TRIES>(input + p.input_stride + i);
-    if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<TRIES>(residual + p.residual_stride + i);
+    if constexpr (FETCHES) prefetch_line<TRIES>(input + p.input_rows.stride + i);
+    if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<TRIES>(residual + p.residual_rows.stride + i);
     return x * inverse_rms * load(weight + i);
   };
   if constexpr (HAS_RESIDUAL) {
@@ -65,8 +65,10 @@ void rms_norm(const RmsNormParams& params, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, false>(params, row);
       return;
     }
-    choose_stream(MIN_STREAMED_BYTES, params.input, static_cast<const T*>(params.out), params.out_stride,
-                  params.num_rows, params.hidden_size, [&]<bool STREAM>() {
+    // The places of all rows are multiples of what divides both strides.
+    choose_stream(MIN_STREAMED_BYTES, params.input, static_cast<const T*>(params.out),
+                  params.out_rows.stride | params.out_rows.group_stride, params.num_rows, params.hidden_size,
+                  [&]<bool STREAM>() {
                     for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, STREAM>(params, row);
                   });
   });

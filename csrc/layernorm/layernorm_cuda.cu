@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(RmsNormParams p) 
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   // Past the last row, threads have nothing to load or store, but their lanes take part in the sum.
   const int64_t width = row < p.num_rows ? p.hidden_size : 0;
-  const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
+  const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
   const T* weight = static_cast<const T*>(p.weight);
-  T* out = static_cast<T*>(p.out) + row * p.out_stride;
-  T* residual = HAS_RESIDUAL ? static_cast<T*>(p.residual) + row * p.residual_stride : nullptr;
+  T* out = static_cast<T*>(p.out) + p.out_rows[row];
+  T* residual = HAS_RESIDUAL ? static_cast<T*>(p.residual) + p.residual_rows[row] : nullptr;
 
   const int64_t begin = static_cast<int64_t>(threadIdx.x) * N;
   const int64_t step = static_cast<int64_t>(blockDim.x) * N;
@@ -122,9 +122,10 @@ void launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
 void rms_norm(const RmsNormParams& params, cudaStream_t stream) {
   if (params.hidden_size == 0) return;
   const int64_t bytes = element_size(params.dtype);
+  const auto strides = [&](const RowPlaces& rows) { return (rows.stride | rows.group_stride) * bytes; };
   const bool is_aligned = is_aligned_16({params.input, params.weight, params.out, params.residual},
-                                        {params.hidden_size * bytes, params.input_stride * bytes,
-                                         params.out_stride * bytes, params.residual_stride * bytes});
+                                        {params.hidden_size * bytes, strides(params.input_rows),
+                                         strides(params.out_rows), strides(params.residual_rows)});
   dispatch_access(params.dtype, is_aligned, [&]<typename T, int N>() { launch_rms_norm<T, N>(params, stream); });
 }
 

@@ -100,6 +100,30 @@ def test_evenly_spaced_rows_of_several_dimensions(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [40, 33])
+def test_heads_of_a_fused_qkv(device, dtype, head_size):
+    """[tokens, heads, head_size] whose tokens are further apart than their heads, alone and by sequences, in place."""
+    qkv = normal(2, 3, 6 * head_size + 8, dtype=dtype, device=device)
+    before = qkv.clone()
+    weight = normal(head_size, dtype=dtype, device=device, seed=1)
+    keys = qkv[..., 2 * head_size : 4 * head_size].unflatten(-1, (2, head_size))
+    expected = reference.rms_norm(keys, weight, EPSILON)
+    out = torch.full_like(qkv, math.nan)
+    out_keys = out[..., head_size : 3 * head_size].unflatten(-1, (2, head_size))
+    OPS.rms_norm(out_keys, keys, weight, EPSILON)
+    assert_close_to_reference(out_keys, expected)
+    assert out[..., :head_size].isnan().all() and out[..., 3 * head_size :].isnan().all()
+    OPS.rms_norm(keys[1], keys[1], weight, EPSILON)
+    assert_same_bits(keys[1].contiguous(), out_keys[1].contiguous())
+    assert_same_bits(qkv[0], before[0])
+    outside = [*range(2 * head_size), *range(4 * head_size, 6 * head_size + 8)]
+    assert_same_bits(qkv[..., outside], before[..., outside])
+    residual = torch.zeros(3, 2, head_size, dtype=dtype, device=device)
+    assert_fused_add_rms_norm(keys[0], residual, weight)
+    assert_same_bits(qkv[..., outside], before[..., outside])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows(device, several_threads, dtype):
     """Large enough to run in parallel."""
     input = normal(300, 1024, dtype=dtype, device=device)
@@ -186,7 +210,7 @@ RMS_NORM_ERRORS = {
     "input rows not evenly spaced": (
         "input",
         ValueError,
-        lambda a: {"input": torch.ones(2, 3, 6).transpose(0, 1), "out": torch.ones(3, 2, 6)},
+        lambda a: {"input": torch.ones(2, 2, 2, 6).permute(2, 1, 0, 3), "out": torch.ones(2, 2, 2, 6)},
     ),
     "weight shape": ("weight", ValueError, lambda a: {"weight": a["weight"][:5]}),
     "weight rank": ("weight", ValueError, lambda a: {"weight": a["weight"][None]}),

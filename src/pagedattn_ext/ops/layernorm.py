@@ -10,7 +10,7 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tenso
     """out = input / sqrt(mean(input ** 2) + epsilon) * weight, over the last dimension (Zhang and Sennrich, 2019).
 
     Args:
-        input: [..., hidden_size], evenly spaced rows.
+        input: [..., hidden_size], rows of one stride or of two, as of the heads of a fused qkv.
         weight: [hidden_size].
         out: like input (it may be input); allocated by default.
 
@@ -28,7 +28,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     """residual += input, then input = rms_norm(residual), both in place; the norm sees the unrounded sum.
 
     Args:
-        input, residual: [..., hidden_size], evenly spaced rows; updated.
+        input, residual: [..., hidden_size], rows of one stride or of two; updated.
         weight: [hidden_size].
 
     Returns:
