@@ -12,6 +12,10 @@ namespace {
 // So far ahead of the walk lines are fetched.
 constexpr int64_t NHD_LEAD_BYTES = 64 << 10;
 
+// Nothing is fetched of tokens that are as large: with 8 of them at a time, head by head, the hardware follows 8 streams
+// in pages of their own, and reads faster than one stream in the order of memory is fetched (measured on a Zen 3).
+constexpr int64_t HARDWARE_TOKEN_BYTES = VEC_SIZE == 8 ? 2 * PAGE_BYTES : INT64_MAX;
+
 // Fetches some heads of a tile, as the walk reads them: token by token, the keys before the values. The first
 // NHD_LEAD_BYTES were fetched before the walk came to the tile. Beside the tile's last tokens, as much is fetched of
 // what the walk comes to next. Lines are fetched in the order of memory, and each is asked for once: the hardware
@@ -28,6 +32,8 @@ class Prefetcher<T, CacheLayout::NHD> {
     const bool adjacent = p.key_strides.kv_head == p.head_size && p.value_strides.kv_head == p.head_size;
     num_pieces_ = adjacent ? 1 : num_heads;
     piece_bytes_ = adjacent ? num_heads * head_bytes : head_bytes;
+    lead_ = 0;
+    if (num_heads * head_bytes >= HARDWARE_TOKEN_BYTES) return;
     const int64_t lead = NHD_LEAD_BYTES / (num_heads * head_bytes);
     lead_ = static_cast<int>(lead < MOST_TOKENS ? lead + 1 : MOST_TOKENS);
     add(p, tile, head, lead_, MOST_TOKENS);
