@@ -7,9 +7,7 @@
 
 namespace pagedattn {
 
-constexpr int64_t MIN_BLOCK_SIZE =
-    8;  // of attention over a CHUNKED cache; the cache ops take blocks of any power of two
-constexpr int64_t MAX_BLOCK_SIZE = 256;
+constexpr int64_t MAX_BLOCK_SIZE = 256;  // of a CHUNKED cache
 
 // The factor is on_host times *on_device, and one of the two is always 1 (nullptr stands for 1). The scale of a cache
 // that is not fp8 is 1.

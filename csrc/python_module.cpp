@@ -59,7 +59,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_target") = PAGEDATTN_TORCH_TARGET;
   // Limits and layouts that Python code checks and packs by.
   m.attr("MAX_HEAD_SIZE") = pagedattn::MAX_HEAD_SIZE;
-  m.attr("MIN_BLOCK_SIZE") = pagedattn::MIN_BLOCK_SIZE;
   m.attr("MAX_BLOCK_SIZE") = pagedattn::MAX_BLOCK_SIZE;
   m.attr("LINEAR_PANEL") = pagedattn::LINEAR_PANEL;
   m.attr("LINEAR_QUAD") = pagedattn::QUAD;

@@ -201,7 +201,7 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
     causal = draw(st.booleans()) if options else True
     any_head_size = st.integers(1, 256 // x).map(lambda chunks: chunks * x)
     layout = draw(st.sampled_from(LAYOUTS))
-    block_sizes = [1, 8, 16, 32, 64, 128, 256] if layout == "chunked" else [1, 3, 16, 48, 256, 1200]
+    block_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256] if layout == "chunked" else [1, 3, 16, 48, 256, 1200]
     named_head_size = st.sampled_from([n for n in (64, 80, 96, 112, 120, 128, 192, 256, 288, 512) if n % x == 0])
     return Case(
         lens=tuple(draw(st.lists(st.tuples(rows, seq_len), max_size=4))),

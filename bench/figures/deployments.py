@@ -97,12 +97,6 @@ def shape_of_model(name: str) -> ModelShape:
         return shape_of(directory, "auto", "auto")
 
 
-class AnyBlocks(CacheConfig):
-    """Also of blocks that the kernels do not have."""
-
-    min_block_size = 1
-
-
 def deploy(name: str, **of_cache: Any) -> Deployment:
     """of_cache: of CacheConfig. The paper's system keeps nothing of a request that is over."""
     cache = {"enable_prefix_caching": False, **of_cache}
@@ -112,7 +106,7 @@ def deploy(name: str, **of_cache: Any) -> Deployment:
         num_ranks=MODELS[name].num_ranks,
         num_replicas=1,
         scheduler_config=SchedulerConfig(max_model_len=UNBOUNDED),
-        cache_config=AnyBlocks(num_blocks=UNBOUNDED, **cache),
+        cache_config=CacheConfig(num_blocks=UNBOUNDED, **cache),
     )
 
 

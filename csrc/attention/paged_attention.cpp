@@ -46,6 +46,11 @@ float check_softcap(const Door& door, double softcap) {
   return result;
 }
 
+// Kernels count rows and tokens in int32 (Indices::low).
+void check_count(const Door& door, const char* argument, int64_t num_rows, const char* rows) {
+  door.check(num_rows <= INT32_MAX, argument, "expected at most ", INT32_MAX, " ", rows, ", got ", num_rows);
+}
+
 // `rows` says what there are `num_rows` of.
 void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t num_rows,
                      const char* rows) {
@@ -108,6 +113,7 @@ void set_query(const Door& door, const Tensor& query, PagedAttentionParams& para
   door.shape("query", query, {ANY, ANY, params.head_size});
   door.contiguous_from("query", query, 1);
   params.num_tokens = query.size(0);
+  check_count(door, "query", params.num_tokens, "rows");
   params.num_heads = query.size(1);
   door.check(params.num_heads > 0 && params.num_heads % params.num_kv_heads == 0, "query",
              "expected a number of heads that is a multiple of the ", params.num_kv_heads, " KV heads, got ",
@@ -139,8 +145,6 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
-  door.check(cache.layout == CacheLayout::NHD || cache.block_size == 1 || cache.block_size >= MIN_BLOCK_SIZE,
-             "key_cache", "expected a block size of 1, or of at least ", MIN_BLOCK_SIZE, ", got ", cache.block_size);
   // In a block of one token, the elements of a token are adjacent.
   params.layout = cache.block_size == 1 ? CacheLayout::NHD : cache.layout;
   params.key_cache = key_cache.const_data_ptr();
@@ -189,16 +193,18 @@ struct alignas(64) CacheLine {
 // so that floats that are converted once for many rows are twice as fast.
 bool has_fast_pair_dots() { return cpu_capability() == CpuCapability::AVX512_BF16; }
 
+bool runs_on_amx(const PagedAttentionParams& params) {
+  return cpu_capability() == CpuCapability::AMX && params.layout == CacheLayout::CHUNKED &&
+         params.cache_dtype == DType::BFLOAT16 && !has_small_blocks(params);
+}
+
 // The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
 // better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
 // is converted: more pairs would only take in more tokens that the causal mask hides. On AMX the products are so fast
 // that packing a tile for 128 pairs would be a tenth of the time.
 int64_t prefill_results(const PagedAttentionParams& params) {
   if (params.dtype != DType::BFLOAT16) return 128;
-  if (params.layout == CacheLayout::CHUNKED && params.cache_dtype == DType::BFLOAT16 &&
-      cpu_capability() == CpuCapability::AMX) {
-    return 256;
-  }
+  if (runs_on_amx(params)) return 256;
   return has_fast_pair_dots() ? 64 : 128;
 }
 
@@ -226,7 +232,7 @@ Attend* choose_attend(const PagedAttentionParams& params) {
     case DType::FLOAT16:
       return PAGEDATTN_CPU_KERNEL(attend_f16);
     case DType::BFLOAT16:
-      if (Attend* const attend = PAGEDATTN_CPU_KERNEL(attend_amx_bf16)) return attend;
+      if (runs_on_amx(params)) return PAGEDATTN_CPU_KERNEL(attend_amx_bf16);
       return choose(PAGEDATTN_CPU_KERNEL(attend_bf16), PAGEDATTN_CPU_KERNEL(attend_pairs_bf16));
     case DType::FLOAT8_E4M3:
       return choose(PAGEDATTN_CPU_KERNEL(attend_e4m3), PAGEDATTN_CPU_KERNEL(attend_pairs_e4m3));
@@ -287,6 +293,7 @@ void set_keys_and_values(const Door& door, const Tensor& key, const Tensor& valu
   door.dtype("key", key, dtype);
   door.shape("key", key, {ANY, ANY, ANY});
   door.contiguous_from("key", key, 2);
+  check_count(door, "key", key.size(0), "keys");
   door.dtype("value", value, dtype);
   door.shape("value", value, key.sizes());
   door.contiguous_from("value", value, 2);

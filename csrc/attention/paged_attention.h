@@ -109,8 +109,23 @@ constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return 
 // together as columns, up to twice as many as pairs, and head sizes are rounded up.
 constexpr int64_t item_floats(int64_t num_results, int64_t head_size) { return num_results * (5 * head_size + 288); }
 
+// The kernels for CHUNKED caches read so many adjacent tokens at once.
+constexpr int64_t CHUNKED_TOKENS = 8;
+
+// Whether blocks have fewer tokens. On the CPU, tiles are then copied before they are read (cpu/small_blocks.h). On
+// CUDA, they are loaded by the kernels for the NHD layout (cuda/nhd_slice.cuh).
+constexpr bool has_small_blocks(const PagedAttentionParams& params) {
+  return params.layout == CacheLayout::CHUNKED && params.block_size < CHUNKED_TOKENS;
+}
+
+// Floats of scratch for the copies: keys and values of a tile at one KV head.
+constexpr int64_t small_block_floats(const PagedAttentionParams& params) {
+  return has_small_blocks(params) ? 2 * TILE_TOKENS * params.head_size : 0;
+}
+
 // Items count their rows in `rows`. `partials` holds sets of partial results, one after the other; a set is of all
-// heads of a row. `scratch` has room for the queries of an item, and twice for its partial results. Towards the end,
+// heads of a row. `scratch` has room for the
+// copies of small blocks, for the queries of an item, and twice for its partial results. Towards the end,
 // the start of what `next_item` (may be nullptr) reads is fetched.
 //
 // There is a kernel for each type of the cache. Together they take a compiler longer than all other kernels, so each is

@@ -80,7 +80,7 @@ class Planner {
     }
     add_decodes();
     const int64_t max_results = std::max(max_results_, p_.num_heads);
-    plan_.scratch_floats = item_floats(max_results, p_.head_size);
+    plan_.scratch_floats = small_block_floats(p_) + item_floats(max_results, p_.head_size);
     return std::move(plan_);
   }
 

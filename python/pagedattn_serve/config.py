@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
@@ -191,11 +191,10 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_scales: tuple[tuple[float, float], ...] | None = None
-    min_block_size: ClassVar[int] = 8  # of the kernels
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)
-        check_int("block_size", self.block_size, self.min_block_size, 256)
+        check_int("block_size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ArgumentError("block_size", "a power of two", self.block_size)
         check_int("num_host_blocks", self.num_host_blocks, 0)

@@ -50,7 +50,7 @@ class EngineArgs:
         str,
         "cpu, cuda, cuda:N, or auto: CUDA where there is a device and this build has the kernels, else the CPU",
     ] = "auto"
-    block_size: Annotated[int, "tokens per cache block, a power of two from 8 to 256"] = 16
+    block_size: Annotated[int, "tokens per cache block, a power of two from 1 to 256"] = 16
     kv_cache_memory: Annotated[
         int | None,
         "bytes for the cache, of each rank; the cache takes no more than max_num_seqs sequences of max_model_len "

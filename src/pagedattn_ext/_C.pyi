@@ -2,7 +2,6 @@ torch_target: str
 
 # Of the ops: heads of a cache, tokens of a block.
 MAX_HEAD_SIZE: int
-MIN_BLOCK_SIZE: int
 MAX_BLOCK_SIZE: int
 
 # Of packed weights: output features that lie together, adjacent weights of one of them, weights that share a scale.

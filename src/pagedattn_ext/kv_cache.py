@@ -36,8 +36,7 @@ def allocate_kv_cache(
         num_blocks: blocks of each layer.
         num_kv_heads: KV heads.
         head_size: elements of a head, a multiple of 16 / element size up to 512.
-        block_size: tokens of a block, a power of two from 1 to 256; in the layout "nhd" any number from 1 on. Attention
-            takes 1, and from 8 on.
+        block_size: tokens of a block, a power of two from 1 to 256; in the layout "nhd" any number from 1 on.
         dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
         device: where the caches lie.
         num_layers: pairs to allocate.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import ops, padded_head_size
-from ._C import MAX_BLOCK_SIZE, MAX_HEAD_SIZE, MIN_BLOCK_SIZE
+from ._C import MAX_BLOCK_SIZE, MAX_HEAD_SIZE
 
 FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
 
@@ -54,7 +54,7 @@ def use_paged_attention(model: transformers.PreTrainedModel) -> None:
     forward and `generate` run on its own attention, with gradients. While a continuous batching manager of the model
     runs, forward and `generate` raise RuntimeError. Other models are not touched. A second call changes nothing.
 
-    In a ContinuousBatchingConfig, page_size must be a power of two from 8 to 256. CUDA graphs and torch.compile raise
+    In a ContinuousBatchingConfig, page_size must be a power of two up to 256. CUDA graphs and torch.compile raise
     ValueError. auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
 
     Raises TypeError for what is not a model of transformers. Raises ValueError for a model with a layer that is not
@@ -300,9 +300,9 @@ def _enough_blocks(page_size: int, hints: WorkloadHints | None) -> int | None:
 
 
 def _check_config(config: transformers.ContinuousBatchingConfig) -> None:
-    if not MIN_BLOCK_SIZE <= config.page_size <= MAX_BLOCK_SIZE or config.page_size & (config.page_size - 1):
+    if not 1 <= config.page_size <= MAX_BLOCK_SIZE or config.page_size & (config.page_size - 1):
         raise ValueError(
-            f"use_paged_attention: page_size: expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
+            f"use_paged_attention: page_size: expected a power of two from 1 to {MAX_BLOCK_SIZE}, "
             f"got {config.page_size}"
         )
     if any(config.cuda_graph_booleans):

@@ -47,7 +47,7 @@ def test_paged_attention_v1_and_v2(device, case, out_gap):
 
 
 HEAD_SIZES = [64, 80, 96, 112, 120, 128, 192, 256, 512]
-BLOCK_SIZES = [1, 8, 16, 32, 64, 128, 256]
+BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

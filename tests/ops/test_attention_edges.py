@@ -167,7 +167,7 @@ def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.sweep
 def test_sliding_window_may_begin_anywhere(pytestconfig, device, dtype, block_size, rows):

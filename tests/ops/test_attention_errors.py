@@ -133,11 +133,6 @@ ERRORS = {
         ValueError,
         lambda a: with_caches(16, 12) | ({"block_size": 12} if "block_size" in a else {}),
     ),
-    "block size of 4": (
-        "key_cache",
-        ValueError,
-        lambda a: with_caches(16, 4) | ({"block_size": 4} if "block_size" in a else {}),
-    ),
 }
 V1_ERRORS = {
     "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
@@ -206,6 +201,18 @@ def test_paged_attention_rejects(device, what):
     argument, error, change = (ERRORS | RAGGED_ERRORS)[what]
     arguments = make_arguments(SMALL, device)
     assert_rejected("paged_attention", arguments | change(arguments), argument, error)
+
+
+def test_more_rows_than_int32_counts(device):
+    """A row over and over, which takes no memory."""
+    arguments = make_arguments(SMALL, device)
+    query = arguments["query"][:1].expand(2**31, -1, -1)
+    with pytest.raises(RuntimeError, match=r"query: expected at most 2147483647 rows, got 2147483648"):
+        OPS.paged_attention(**arguments | {"query": query})
+    keys = query[:, :2]
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=query.device)
+    with pytest.raises(RuntimeError, match=r"key: expected at most 2147483647 keys, got 2147483648"):
+        OPS.varlen_attention(query[:1], keys, keys, starts, starts, scale=1.0)
 
 
 @pytest.mark.parametrize("block_id", [-1, 7, 2**31 - 1])

@@ -100,7 +100,7 @@ def test_any_number_of_rows_over_whole_tiles(device, dtype, rows):
     assert_as_alone(share_blocks(make_arguments(case, device), case, [(0, 0)] + [(0, 37)] * (rows - 1)), device)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 7, 64])
 @pytest.mark.sweep
 def test_group_and_block_sizes(device, group_size, block_size):

@@ -423,7 +423,7 @@ def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], llama: Checkp
     [
         (["no/such/model"], "model: expected a directory with a config.json, got no/such/model"),
         (["--dtype", "int8"], f"dtype: expected auto, {DTYPES}, got int8"),
-        (["--block-size", "0"], "block_size: expected an int in [8, 256], got 0"),
+        (["--block-size", "0"], "block_size: expected an int in [1, 256], got 0"),
         (["--block-size", "24"], "block_size: expected a power of two, got 24"),
         (["--kv-cache-memory", "1"], "kv_cache_memory: expected at least one block, 32768 bytes, got 1"),
         (["--kv-cache-dtype", "int4"], "kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, got int4"),

@@ -206,7 +206,7 @@ def test_a_max_model_len_that_the_cache_cuts(llama: Checkpoint, caplog: pytest.L
         (dict(max_model_len=20.0), TypeError, "max_model_len"),
         (dict(dtype="float64"), ValueError, "dtype"),
         (dict(seed="x"), TypeError, "seed"),
-        (dict(block_size=512), ValueError, r"block_size: expected an int in \[8, 256\], got 512"),
+        (dict(block_size=512), ValueError, r"block_size: expected an int in \[1, 256\], got 512"),
         (dict(tensor_parallel_size=0), ValueError, r"tensor_parallel_size: expected an int in \[1, 64\], got 0"),
         (dict(distributed_executor_backend="mpi"), ValueError, "distributed_executor_backend: expected one of mp, ray"),
         (dict(tensor_parallel_size="1"), TypeError, "tensor_parallel_size: expected an int"),
@@ -303,7 +303,7 @@ def test_options_that_change_nothing(llama: Checkpoint) -> None:
         assert token_ids(run(engine, llama.prompts[:2], GREEDY)) == llama.expected[:2]
 
 
-@pytest.mark.parametrize("block_size", [8, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [2, 8, 64, 128, 256])
 def test_every_block_size(llama: Checkpoint, block_size: int) -> None:
     """Two sequences' worth of blocks, so that others are preempted where a block is small."""
     engine = LLMEngine(llama.path, block_size=block_size, num_blocks=2 * max(64 // block_size, 1))

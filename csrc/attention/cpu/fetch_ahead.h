@@ -48,9 +48,11 @@ class FetchAhead {
   }
 
   // Starts to fetch what the walk comes to after the heads of `tile` that were fetched together, from `head` on: more
-  // heads of the tile, or the first heads of the next tile, of the next partition, or of the next item.
+  // heads of the tile, or the first heads of the next tile, of the next partition, or of the next item. The walk reads
+  // copies of small blocks, which are made when it comes to a head.
   void start_after(const Tile<T, LAYOUT>& tile, int64_t head, const Tile<T, LAYOUT>& next_tile, int64_t partition,
                    Prefetcher<T, LAYOUT>& prefetcher) const {
+    if (has_small_blocks(p_)) return;
     if constexpr (LAYOUT == CacheLayout::NHD) prefetcher.start(p_, tile, head, end_of_part(head) - head);
     const auto fetch = [&](const AttentionItem& item, const Tile<T, LAYOUT>& from, int64_t first_head) {
       const int64_t heads_left = item.head_end - first_head;

@@ -11,6 +11,7 @@
 #include "attention/cpu/loaded_units.h"
 #include "attention/cpu/many_rows.h"
 #include "attention/cpu/prefetcher.h"
+#include "attention/cpu/small_blocks.h"
 #include "attention/cpu/tile.h"
 #include "cpu_memory.h"
 #include "dispatch.h"
@@ -32,11 +33,12 @@ template <typename T, CacheLayout LAYOUT, typename Arithmetic>
 class ItemWalk {
  public:
   ItemWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
-           const AttentionItem* next_item, float* queries)
+           const AttentionItem* next_item, float* copies, float* queries)
       : p_(params),
         rows_(rows),
         item_(item),
         ahead_(params, rows, item, next_item),
+        small_blocks_(params, copies),
         queries_(queries),
         index_{item.row_end - item.row_begin, params.num_heads / params.num_kv_heads},
         row_floats_(Arithmetic::Dot::row_floats(params.head_size)) {
@@ -88,6 +90,9 @@ class ItemWalk {
   using Head = HeadTile<T, LAYOUT>;
 
   Head head_of(const TileRows<T, LAYOUT>& at, int64_t kv_head, Prefetcher<T, LAYOUT>& prefetcher) const {
+    if constexpr (LAYOUT == CacheLayout::CHUNKED) {
+      if (has_small_blocks(p_)) return small_blocks_.copy(at.tile, rows_[at.begin].seq, kv_head, &prefetcher);
+    }
     return {p_, at.tile, static_cast<const T*>(p_.key_cache) + kv_head * p_.key_strides.kv_head,
             static_cast<const T*>(p_.value_cache) + kv_head * p_.value_strides.kv_head, &prefetcher};
   }
@@ -111,7 +116,7 @@ class ItemWalk {
     const int64_t token_bytes = (head_end - head_begin) * p_.head_size * static_cast<int64_t>(sizeof(T));
     const int64_t rows_of_head = index_.group_size * (at.end - at.begin);
     int at_once = TILE_TOKENS;
-    while (at_once > 16 && at_once * token_bytes > NHD_LEAD_BYTES / 2) at_once /= 2;
+    while (at_once > VEC_SIZE && at_once * token_bytes > NHD_LEAD_BYTES / 2) at_once /= 2;
     for (int begin = at.tile.begin; begin < at.tile.end;) {
       const int next = (begin / at_once + 1) * at_once;
       const TileTokens tokens{begin, next < at.tile.end ? next : at.tile.end};
@@ -158,7 +163,7 @@ class ItemWalk {
     const int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
     if constexpr (Arithmetic::MANY_ROWS) {
-      if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Arithmetic::Strip>(p_)) {
+      if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Arithmetic::Strip>(head_tile.params)) {
         return attend_many(head_tile, i, end, kv_head, results);
       }
     }
@@ -224,6 +229,7 @@ class ItemWalk {
   const AttentionRow* rows_;
   const AttentionItem& item_;
   FetchAhead<T, LAYOUT> ahead_;
+  SmallBlocks<T> small_blocks_;
   float* queries_;  // [num_results, row_floats], unpacked
   ResultIndex index_;
   int64_t row_floats_;
@@ -248,9 +254,10 @@ void walk_item(const PagedAttentionParams& params, const AttentionRow* rows, con
   const PagedAttentionParams p = in_loaded_units(params);
   const int64_t num_results =
       (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * (p.num_heads / p.num_kv_heads);
-  float* const memory = scratch + query_floats(num_results, p.head_size);
+  float* const queries = scratch + small_block_floats(p);
+  float* const memory = queries + query_floats(num_results, p.head_size);
   const Results partition_results(memory, num_results);
-  const ItemWalk<T, LAYOUT, Arithmetic> walk(p, rows, item, next_item, scratch);
+  const ItemWalk<T, LAYOUT, Arithmetic> walk(p, rows, item, next_item, scratch, queries);
   if (item.is_partial) {
     for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
       walk.attend_partition(partition, partition_results);

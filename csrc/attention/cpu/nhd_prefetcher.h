@@ -12,8 +12,9 @@ namespace {
 // So far ahead of the walk lines are fetched.
 constexpr int64_t NHD_LEAD_BYTES = 64 << 10;
 
-// Nothing is fetched of tokens that are as large: with 8 of them at a time, head by head, the hardware follows 8 streams
-// in pages of their own, and reads faster than one stream in the order of memory is fetched (measured on a Zen 3).
+// Nothing is fetched of tokens that are as large: with 8 of them at a time, head by head, the hardware follows 8
+// streams in pages of their own, and reads faster than one stream in the order of memory is fetched (measured on a Zen
+// 3).
 constexpr int64_t HARDWARE_TOKEN_BYTES = VEC_SIZE == 8 ? 2 * PAGE_BYTES : INT64_MAX;
 
 // Fetches some heads of a tile, as the walk reads them: token by token, the keys before the values. The first

@@ -16,9 +16,9 @@ struct alignas(64) TileLogits {
   float at[TILE_TOKENS];
 };
 
-// Tokens that are located together. In the CHUNKED layout they are adjacent, as no block is smaller.
+// Tokens that are located together. In the CHUNKED layout they are adjacent: smaller blocks are copied together.
 template <CacheLayout LAYOUT>
-constexpr int LOCATED_TOKENS = LAYOUT == CacheLayout::NHD ? 1 : 8;
+constexpr int LOCATED_TOKENS = LAYOUT == CacheLayout::NHD ? 1 : CHUNKED_TOKENS;
 
 // A tile of tokens. Offsets are in elements from the start of a cache, for KV head 0. A token that no row sees is
 // masked. Its slot may hold NaN. Its block may not exist; the nearest visible block (NHD: the nearest visible token)
@@ -74,6 +74,15 @@ inline TokenRange visible_in_tile(TokenRange visible, int64_t token) {
 
 template <typename T>
 void locate_tokens(const PagedAttentionParams& p, int32_t seq, Tile<T, CacheLayout::CHUNKED>& tile) {
+  if (has_small_blocks(p)) {  // in the copy of the tile (small_blocks.h)
+    const int first = tile.begin / tile.LOCATED;
+    const int last = (tile.end - 1) / tile.LOCATED;
+    for (int i = 0; i < TILE_TOKENS / tile.LOCATED; ++i) {
+      const int visible = i < first ? first : i > last ? last : i;
+      tile.key_offset[i] = tile.value_offset[i] = visible * tile.LOCATED * p.head_size;
+    }
+    return;
+  }
   const int64_t token = tile.token;
   const Indices block_table = p.block_table(seq);
   const int block_bits = __builtin_ctzll(p.block_size);

@@ -1,4 +1,6 @@
-// A slice of a cache in the NHD layout, as CacheSlice is of one in the other layout: 16 tokens of one KV head.
+// A slice of a cache in the NHD layout, as CacheSlice is of one in the other layout: 16 tokens of one KV head. Blocks
+// of 2 and 4 tokens of the other layout are loaded here as well, token by token: chunks of a key, and elements of a
+// value, are 1 << block_shift apart.
 //
 // Elements of a token are adjacent, in keys and in values, and tokens lie wherever their blocks and strides put them.
 // So a slice is loaded by tokens: a thread has one token or two, looks up their places, and copies units of 16 bytes.
@@ -138,6 +140,20 @@ struct NhdSlice {
   }
 
  private:
+  // Copies a unit of a token's value, from `element` on. Small blocks are never ALIGNED.
+  template <bool ALIGNED>
+  static __device__ void copy_values(const AttentionArguments& a, unsigned char* target, const CacheT* value,
+                                     int element, bool valid) {
+    if constexpr (ALIGNED) {
+      ptx::cp_async_16(target, value + element, valid);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < ELEMENTS; ++i) {
+        reinterpret_cast<CacheT*>(target)[i] = valid ? value[(element + i) << a.block_shift] : CacheT{};
+      }
+    }
+  }
+
   // Units are numbered by token % 8 first, then by 4 chunks, then by half, then by chunk / 4.
   template <int NUM_THREADS, bool ALIGNED, typename PlacesT>
   static __device__ void load(const AttentionArguments& a, const Work& work, int token,
@@ -158,8 +174,8 @@ struct NhdSlice {
         const int chunk = first_chunk + j * STEP;
         const int element = chunk * ELEMENTS;
         const bool valid = visible && element < head_size;
-        copy_async<16, ALIGNED>(places.key(chunk, of_slice), key + element, valid);
-        copy_async<16, ALIGNED>(places.value(chunk, of_slice), value + element, valid);
+        copy_async<16, ALIGNED>(places.key(chunk, of_slice), key + (element << a.block_shift), valid);
+        copy_values<ALIGNED>(a, places.value(chunk, of_slice), value, element, valid);
       }
     }
   }

@@ -83,7 +83,7 @@ struct AttentionArguments {
   int max_decode_rows;   // a sequence of at most so many rows is decode
   int decode_tile_rows;  // packed rows of a block
   int prefill_tile_rows;
-  int block_shift;             // log2 of block_size; CHUNKED
+  int block_shift;             // log2 of block_size; NHD: 0
   int block_size;              // p.block_size, or the largest int; NHD
   Divisor block_divisor;       // of block_size; NHD
   bool aligned;                // every block of both caches begins at a multiple of 16 bytes; NHD: every row of a token

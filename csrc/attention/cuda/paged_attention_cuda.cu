@@ -107,8 +107,9 @@ Mechanisms allowed_mechanisms() {
   }
 }
 
-// Whether all that is read of both caches at a time begins at a multiple of 16 bytes.
+// Whether all that is read of both caches at a time is 16 adjacent bytes, which begin at a multiple of 16 bytes.
 bool caches_are_aligned(const PagedAttentionParams& p) {
+  if (has_small_blocks(p)) return false;
   const int64_t element_bytes = element_size(p.cache_dtype);
   const auto aligned = [&](const void* cache, const CacheStrides& strides) {
     const int64_t of_token = p.layout == CacheLayout::NHD ? strides.token : 0;  // CHUNKED: no token is read alone
@@ -154,7 +155,7 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .max_decode_rows = max_decode_rows,
       .decode_tile_rows = on_tensor_cores ? mma_decode_rows : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,
-      .block_shift = std::countr_zero(static_cast<uint64_t>(p.block_size)),
+      .block_shift = p.layout == CacheLayout::CHUNKED ? std::countr_zero(static_cast<uint64_t>(p.block_size)) : 0,
       .block_size = block_size,
       .block_divisor = Divisor(block_size),
       .aligned = caches_are_aligned(p),
@@ -196,7 +197,8 @@ void paged_attention(const PagedAttentionParams& p, void* scratch, cudaStream_t 
   AttentionArguments a = make_arguments(p);
   auto* const begin = static_cast<char*>(scratch);
   const Memory partials{begin, static_cast<size_t>(place_splits(a, begin) - begin)};
-  a.p.layout == CacheLayout::NHD ? attend<CacheLayout::NHD>(a, stream) : attend<CacheLayout::CHUNKED>(a, stream);
+  const bool token_by_token = p.layout == CacheLayout::NHD || has_small_blocks(p);
+  token_by_token ? attend<CacheLayout::NHD>(a, stream) : attend<CacheLayout::CHUNKED>(a, stream);
   if (a.decode.num_partitions > 1 && !a.decode_in_clusters) launch_merge(a, false, partials, stream);
   if (may_have_prefill(a) && a.prefill.num_partitions > 1) launch_merge(a, true, partials, stream);
 }

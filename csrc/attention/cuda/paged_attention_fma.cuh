@@ -147,9 +147,7 @@ class FmaWarp {
   }
 
   // Where element d of a key lies, counted from its first element.
-  __device__ int offset_in_key(int d) const {
-    return LAYOUT == CacheLayout::NHD ? d : (d / ELEMENTS * ELEMENTS << a_.block_shift) + d % ELEMENTS;
-  }
+  __device__ int offset_in_key(int d) const { return (d / ELEMENTS * ELEMENTS << a_.block_shift) + d % ELEMENTS; }
 
   __device__ void dot_queries(int token, float (&logits)[FMA_ROWS]) const {
     const BitsT* key = key_of(token);
@@ -210,7 +208,8 @@ class FmaWarp {
       const auto seen = [&](int i) { return token_ + i >= warp_.work_.begin && token_ + i < warp_.work_.end; };
       if constexpr (LAYOUT == CacheLayout::NHD) {
 #pragma unroll
-        for (int i = 0; i < STEP; ++i) values[i] = seen(i) ? float_of(warp_.a_.p.cache_dtype, rows_[i][d]) : 0.0f;
+        for (int i = 0; i < STEP; ++i)
+          values[i] = seen(i) ? float_of(warp_.a_.p.cache_dtype, rows_[i][d << warp_.a_.block_shift]) : 0.0f;
       } else {
         load_elements(warp_.a_, rows_[0] + (d << warp_.a_.block_shift), values);
 #pragma unroll

@@ -10,7 +10,7 @@ Paged cache, for x = 16 / element size (4 for fp32, 8 for fp16 and bf16):
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]
 Token t of a sequence is in block `block_table[t // block_size]` at offset `t % block_size`; its slot is
 `block * block_size + offset`. Caches may be strided in dimension 0. dtypes are fp32, fp16 and bf16; a cache and all
-data tensors of a call have the same dtype. block_size is a power of two up to 256; attention takes 1, and from 8 on.
+data tensors of a call have the same dtype. block_size is a power of two up to 256.
 head_size is a multiple of x up to 512.
 
 The attention ops, `reshape_and_cache` and `gather_cached_kv` also take caches of [num_blocks, block_size, num_kv_heads,
