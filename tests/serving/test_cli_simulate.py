@@ -155,7 +155,8 @@ def test_lengths_of_a_file_are_in_tokens_of_the_model(capsys: pytest.CaptureFixt
         (["--rate", "1", "--block-size", "12"], "block_size: expected a power of two, got 12"),
         (["--rate", "1", "--price", "-1"], "price: expected a number >= 0, got -1.0"),
         (["--max-latency", "0.001"], "max_latency: expected what paged can hold at "),
-        (["--trace", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--trace", "no/such/file"], "trace: expected a CSV file, got no/such/file: No such file or directory"),
+        (["--rate", "1", "--json", "no/such/file"], "json: expected a file in a directory that exists, got no/such/f"),
     ],
 )
 def test_a_mistake_is_one_line(

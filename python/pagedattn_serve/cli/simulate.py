@@ -100,6 +100,8 @@ def check_options(args: argparse.Namespace) -> None:
         check_plot(args.plot)
         if args.trace is not None:
             raise ArgumentError("plot", "--rate or --max-latency, to draw over the rate", "--trace")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ArgumentError("json", "a file in a directory that exists", args.json)
     for system in args.system:
         if system not in SYSTEMS:
             raise ArgumentError("system", f"any of {', '.join(SYSTEMS)}", repr(system))

@@ -15,7 +15,11 @@ COLUMNS = ("arrival", "prompt", "output")
 def read_trace(path: str) -> list[TraceEntry]:
     """A CSV file with a line for each request: `arrival` in seconds, tokens of `prompt` and `output`, and `priority` if
     the file has that column. Other columns are ignored. In order of arrival, whatever the order of the lines."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
+    try:
+        opened = Path(path).open(newline="", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError("trace", "a CSV file", f"{path}: {error.strerror}") from None
+    with opened as file:
         reader = csv.DictReader(file)
         try:
             names = reader.fieldnames or []
