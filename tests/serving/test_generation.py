@@ -30,6 +30,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.sampler import Sampler
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 # The longest request has 64 tokens, so 8 blocks of 8 are the least that holds it.
@@ -46,6 +47,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 PREEMPTING = {"small cache", "smallest cache", "all small"}
 FOR_ALL = {"large cache", "small budget", "small cache"}  # the others for one of each family
 UNSCALED = dict(rope_type="default", rope_theta=10000.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_of_unknown_time() -> Iterator[None]:
+    """How many tokens of a long prompt run, and so how often sequences are preempted, follows from the time that steps
+    take. Here it must not hang on what else the machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "observe", lambda *_: None)
+        yield
+
 
 each_family = pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
 
