@@ -93,6 +93,11 @@ PAGEDATTN_INLINE Vec load_repeated(const float* source) {
   }
 }
 
+template <typename IndexOf>
+PAGEDATTN_INLINE IntVec shuffle(IntVec a, IntVec b, IndexOf index_of) {
+  return (IntVec)shuffle((Vec)a, (Vec)b, index_of);
+}
+
 // Keeps a loaded vector in a register, where loads are the bottleneck. GCC would load the vector again for each use.
 PAGEDATTN_INLINE Vec in_register(Vec loaded) {
 #if defined(__x86_64__)
@@ -157,21 +162,24 @@ PAGEDATTN_INLINE float reduce_sum(Vec v) {
 }
 
 // In every 128-bit lane: a0+a1, a2+a3, b0+b1, b2+b3.
-PAGEDATTN_INLINE Vec add_neighbours(Vec a, Vec b) {
-  const Vec even = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE); });
-  const Vec odd = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE) + 1; });
+template <typename V>
+PAGEDATTN_INLINE V add_neighbours(V a, V b) {
+  const V even = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE); });
+  const V odd = shuffle(a, b, [](int i) { return i / 4 * 4 + i % 2 * 2 + (i % 4 < 2 ? 0 : VEC_SIZE) + 1; });
   return even + odd;
 }
 
 // In every 128-bit lane: the sums of that lane of a, b, c and d.
-PAGEDATTN_INLINE Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+template <typename V>
+PAGEDATTN_INLINE V sum_lanes(V a, V b, V c, V d) {
   return add_neighbours(add_neighbours(a, b), add_neighbours(c, d));
 }
 
 // Of the 128-bit lanes of concat(a, b): the even ones plus the odd ones.
-PAGEDATTN_INLINE Vec add_neighbour_lanes(Vec a, Vec b) {
-  const Vec even = shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4; });
-  const Vec odd = shuffle(a, b, [](int i) { return i / 4 * 8 + 4 + i % 4; });
+template <typename V>
+PAGEDATTN_INLINE V add_neighbour_lanes(V a, V b) {
+  const V even = shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4; });
+  const V odd = shuffle(a, b, [](int i) { return i / 4 * 8 + 4 + i % 4; });
   return even + odd;
 }
 

@@ -70,6 +70,8 @@ inline std::string dtype_name(ScalarType dtype) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Char:
+      return "int8";
     case ScalarType::Byte:
       return "uint8";
     case ScalarType::Float8_e4m3fn:

@@ -41,8 +41,13 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
     return float8(DType::FLOAT8_E4M3, ScalarType::Float8_e4m3fn);
   }
   if (kv_cache_dtype == "fp8_e5m2") return float8(DType::FLOAT8_E5M2, ScalarType::Float8_e5m2);
+  if (kv_cache_dtype == "int8") {
+    door.check(dtype == ScalarType::Char, "key_cache", "expected dtype int8 (kv_cache_dtype is \"int8\"), got ", dtype);
+    return DType::INT8;
+  }
   door.check(kv_cache_dtype == "auto", "kv_cache_dtype",
-             "expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"", kv_cache_dtype, "\"");
+             "expected \"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\" or \"int8\", got \"", kv_cache_dtype, "\"");
+  if (dtype == ScalarType::Char) return DType::INT8;
   if (dtype == ScalarType::Float8_e4m3fn) return DType::FLOAT8_E4M3;
   if (dtype == ScalarType::Float8_e5m2) return DType::FLOAT8_E5M2;
   return door.float_dtype("key_cache", key_cache);
@@ -89,6 +94,7 @@ inline void check_nhd_cache(const Door& door, const Tensor& key_cache, const Ten
 inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const Tensor& value_cache,
                                 PagedCache& cache) {
   const int64_t x = 16 / element_size(cache.dtype);
+  const int64_t scale_rows = cache.dtype == DType::INT8 ? INT8_SCALE_ROWS : 0;
   door.shape("key_cache", key_cache, {ANY, ANY, ANY, ANY, x});
   door.contiguous_from("key_cache", key_cache, 1);
   cache.num_blocks = key_cache.size(0);
@@ -100,11 +106,11 @@ inline void check_chunked_cache(const Door& door, const Tensor& key_cache, const
       cache.block_size >= 1 && cache.block_size <= MAX_BLOCK_SIZE && (cache.block_size & (cache.block_size - 1)) == 0,
       "key_cache", "expected a block size that is a power of two from 1 to ", MAX_BLOCK_SIZE, ", got ",
       cache.block_size, " (shape ", key_cache.sizes(), ")");
-  door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, cache.head_size, cache.block_size});
+  const int64_t value_rows = cache.head_size + scale_rows;
+  door.shape("value_cache", value_cache, {cache.num_blocks, cache.num_kv_heads, value_rows, cache.block_size});
   door.contiguous_from("value_cache", value_cache, 1);
-  const int64_t head_elements = cache.head_size * cache.block_size;
-  cache.key_strides = {key_cache.stride(0), x, head_elements};
-  cache.value_strides = {value_cache.stride(0), 1, head_elements};
+  cache.key_strides = {key_cache.stride(0), x, cache.head_size * cache.block_size};
+  cache.value_strides = {value_cache.stride(0), 1, value_rows * cache.block_size};
 }
 
 inline void check_head_size(const Door& door, const char* argument, const Tensor& tensor, int64_t head_size,
@@ -124,6 +130,13 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
              "[num_blocks, block_size, num_kv_heads, head_size], got ",
              key_cache.dim(), " (shape ", key_cache.sizes(), ")");
   door.dtype("value_cache", value_cache, key_cache.scalar_type());
+  if (cache.dtype == DType::INT8) {
+    door.check(!door.runs_on_cuda(), "key_cache", "expected another dtype on a GPU (int8 caches are for the CPU), got ",
+               key_cache.scalar_type());
+    door.check(key_cache.dim() == 5, "key_cache",
+               "expected 5 dimensions [num_blocks, num_kv_heads, head_size / x, block_size, x] of dtype int8, got ",
+               key_cache.dim(), " (shape ", key_cache.sizes(), ")");
+  }
   if (key_cache.dim() == 4) {
     check_nhd_cache(door, key_cache, value_cache, cache);
   } else {
@@ -136,11 +149,11 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   return cache;
 }
 
-// The dtype of a tensor that is computed with the cache. It must be the cache's dtype. Beside an fp8 cache it may be
-// fp32, fp16 or bf16.
+// The dtype of a tensor that is computed with the cache. It must be the cache's dtype. Beside a cache in 8 bits it may
+// be fp32, fp16 or bf16.
 inline DType check_meets_cache(const Door& door, const char* argument, const Tensor& tensor, const PagedCache& cache,
                                const Tensor& key_cache) {
-  if (!is_float8(cache.dtype)) door.dtype(argument, tensor, key_cache.scalar_type());
+  if (!has_8_bits(cache.dtype)) door.dtype(argument, tensor, key_cache.scalar_type());
   return door.float_dtype(argument, tensor);
 }
 

@@ -60,6 +60,7 @@ PYBIND11_MODULE(_C, m) {
   // Limits and layouts that Python code checks and packs by.
   m.attr("MAX_HEAD_SIZE") = pagedattn::MAX_HEAD_SIZE;
   m.attr("MAX_BLOCK_SIZE") = pagedattn::MAX_BLOCK_SIZE;
+  m.attr("INT8_SCALE_ROWS") = pagedattn::INT8_SCALE_ROWS;
   m.attr("LINEAR_PANEL") = pagedattn::LINEAR_PANEL;
   m.attr("LINEAR_QUAD") = pagedattn::QUAD;
   m.attr("INT4_BLOCK") = pagedattn::INT4_BLOCK;

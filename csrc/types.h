@@ -6,6 +6,10 @@
 //   NHD      both         [num_blocks, block_size, num_kv_heads, head_size], the last dimension contiguous. The other
 //                         dimensions may have any strides, so that HND is this layout with other strides.
 // Token t of a sequence sits in block block_table[t / block_size] at offset t % block_size.
+//
+// A cache of int8 is CHUNKED, and its value_cache has INT8_SCALE_ROWS more rows after the head_size rows of each KV
+// head: 4 * block_size bytes with the keys' scales of the block's tokens, as fp32, then as many with the values'
+// scales.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +18,7 @@ using cudaStream_t = struct CUstream_st*;  // as the CUDA toolkit declares it; o
 
 namespace pagedattn {
 
-enum class DType { FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
+enum class DType { FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, INT8 };
 
 // Storage only: arithmetic is done in fp32 after a load.
 struct float16 {
@@ -28,6 +32,9 @@ struct float8_e4m3 {  // 4 exponent bits of bias 7, 3 mantissa bits; no infinity
 };
 struct float8_e5m2 {  // the upper half of a float16
   uint8_t bits;
+};
+struct int8 {  // -127 to 127, times the scale of the token's key or value at the KV head
+  int8_t value;
 };
 
 enum class CacheLayout { CHUNKED, NHD };
@@ -56,12 +63,14 @@ struct Indices {
 };
 
 constexpr int64_t MAX_HEAD_SIZE = 512;
+constexpr int64_t INT8_SCALE_ROWS = 8;
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.
 template <typename T>
 inline constexpr int ELEMENTS_PER_CHUNK = 16 / sizeof(T);
 
 constexpr bool is_float8(DType dtype) { return dtype == DType::FLOAT8_E4M3 || dtype == DType::FLOAT8_E5M2; }
-constexpr int64_t element_size(DType dtype) { return dtype == DType::FLOAT32 ? 4 : is_float8(dtype) ? 1 : 2; }
+constexpr bool has_8_bits(DType dtype) { return is_float8(dtype) || dtype == DType::INT8; }
+constexpr int64_t element_size(DType dtype) { return dtype == DType::FLOAT32 ? 4 : has_8_bits(dtype) ? 1 : 2; }
 
 }  // namespace pagedattn

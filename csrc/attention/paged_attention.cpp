@@ -145,6 +145,8 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
+  door.check(cache.dtype != DType::INT8 || cache.block_size >= CHUNKED_TOKENS, "key_cache",
+             "expected a block size of at least ", CHUNKED_TOKENS, " for dtype int8, got ", cache.block_size);
   // In a block of one token, the elements of a token are adjacent.
   params.layout = cache.block_size == 1 ? CacheLayout::NHD : cache.layout;
   params.key_cache = key_cache.const_data_ptr();
@@ -238,6 +240,8 @@ Attend* choose_attend(const PagedAttentionParams& params) {
       return choose(PAGEDATTN_CPU_KERNEL(attend_e4m3), PAGEDATTN_CPU_KERNEL(attend_pairs_e4m3));
     case DType::FLOAT8_E5M2:
       return choose(PAGEDATTN_CPU_KERNEL(attend_e5m2), PAGEDATTN_CPU_KERNEL(attend_pairs_e5m2));
+    case DType::INT8:
+      return PAGEDATTN_CPU_KERNEL(attend_int8);
     default:
       return PAGEDATTN_CPU_KERNEL(attend_f32);
   }

@@ -139,6 +139,7 @@ PAGEDATTN_DECLARE_ATTEND(attend_f16)
 PAGEDATTN_DECLARE_ATTEND(attend_bf16)
 PAGEDATTN_DECLARE_ATTEND(attend_e4m3)
 PAGEDATTN_DECLARE_ATTEND(attend_e5m2)
+PAGEDATTN_DECLARE_ATTEND(attend_int8)
 // For queries in bfloat16, where one instruction multiplies pairs of them. No capability before AVX512_BF16 has these.
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_bf16)
 PAGEDATTN_DECLARE_ATTEND(attend_pairs_e4m3)

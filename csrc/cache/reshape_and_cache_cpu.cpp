@@ -1,7 +1,7 @@
 // Works on runs. A run is adjacent tokens with adjacent slots in one block, as the tokens of a prompt have. Keys go to
 // the cache in 16-byte chunks. Values are transposed, as the cache has element d of adjacent tokens side by side: as
-// many tokens as 16 bytes have elements are transposed in registers at a time. For an fp8 cache, a run's rows of one
-// head are converted first.
+// many tokens as 16 bytes have elements are transposed in registers at a time. For a cache in 8 bits, a run's rows of
+// one head are converted first.
 //
 // In an NHD cache a token's elements lie as in its row, so a token is moved at a time.
 #include "cache/reshape_and_cache.h"
@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cpu_memory.h"
+#include "cpu_quantize.h"
 #include "cpu_rows.h"
 #include "dispatch.h"
 
@@ -63,11 +64,23 @@ HeadRows<CacheT> rows_for_cache(const T* rows, int64_t stride, const Run& run, i
   }
 }
 
+// Quantizes a run's rows of one head, each with a scale of its own, which goes to `scales`.
+template <typename T>
+HeadRows<int8> quantized_rows(const T* rows, int64_t stride, const Run& run, int64_t head_size, int8* scales,
+                              int8* buffer) {
+  for (int64_t i = 0; i < run.length; ++i) {
+    const auto store = [&](int64_t d, IntVec codes) { store_bytes(buffer + i * head_size + d, (UintVec)codes); };
+    const float scale = quantize(rows + i * stride, head_size, store).scale;
+    __builtin_memcpy(scales + i * sizeof scale, &scale, sizeof scale);
+  }
+  return {buffer, head_size};
+}
+
 template <typename CacheT>
 void store_key(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
   constexpr int X = ELEMENTS_PER_CHUNK<CacheT>;
-  CacheT* target = static_cast<CacheT*>(p.key_cache) + run.block * p.key_strides.block +
-                   head * p.head_size * p.block_size + run.offset * X;
+  CacheT* target = static_cast<CacheT*>(p.key_cache) + run.block * p.key_strides.block + head * p.key_strides.kv_head +
+                   run.offset * X;
   for (int64_t i = 0; i < run.length; ++i) {
     for (int64_t d = 0; d < p.head_size; d += X) {
       __builtin_memcpy(target + d * p.block_size + i * X, rows.first + i * rows.stride + d, 16);
@@ -108,7 +121,7 @@ struct Square {
 template <typename CacheT>
 void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, const HeadRows<CacheT>& rows) {
   CacheT* target = static_cast<CacheT*>(p.value_cache) + run.block * p.value_strides.block +
-                   head * p.head_size * p.block_size + run.offset;
+                   head * p.value_strides.kv_head + run.offset;
   constexpr int SIZE = Square<CacheT>::SIZE;
   int64_t begin = 0;
   for (; begin + SIZE <= run.length; begin += SIZE) {
@@ -124,6 +137,12 @@ void store_value(const ReshapeAndCacheParams& p, const Run& run, int64_t head, c
   for (int64_t d = 0; d < p.head_size; ++d) {
     for (int64_t i = begin; i < run.length; ++i) target[d * p.block_size + i] = rows.first[i * rows.stride + d];
   }
+}
+
+// Where the scales of a run begin, in row `row` of the rows of scales.
+int8* scales_of(const ReshapeAndCacheParams& p, const Run& run, int64_t head, int64_t row) {
+  return static_cast<int8*>(p.value_cache) + run.block * p.value_strides.block + head * p.value_strides.kv_head +
+         (p.head_size + row) * p.block_size + run.offset * static_cast<int64_t>(sizeof(float));
 }
 
 float scale_of(float on_host, const float* on_device) { return on_device == nullptr ? on_host : *on_device; }
@@ -143,9 +162,16 @@ void store_runs(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
     const Run run = find_run(p, token, end);
     for (int64_t head = 0; head < p.num_kv_heads; ++head) {
       const T* key = keys + token * p.key_stride + head * p.head_size;
-      store_key(p, run, head, rows_for_cache(key, p.key_stride, run, p.head_size, key_scale, buffer));
       const T* value = values + token * p.value_stride + head * p.head_size;
-      store_value(p, run, head, rows_for_cache(value, p.value_stride, run, p.head_size, value_scale, buffer));
+      if constexpr (std::is_same_v<CacheT, int8>) {
+        int8* const key_scales = scales_of(p, run, head, 0);
+        int8* const value_scales = scales_of(p, run, head, INT8_SCALE_ROWS / 2);
+        store_key(p, run, head, quantized_rows(key, p.key_stride, run, p.head_size, key_scales, buffer));
+        store_value(p, run, head, quantized_rows(value, p.value_stride, run, p.head_size, value_scales, buffer));
+      } else {
+        store_key(p, run, head, rows_for_cache(key, p.key_stride, run, p.head_size, key_scale, buffer));
+        store_value(p, run, head, rows_for_cache(value, p.value_stride, run, p.head_size, value_scale, buffer));
+      }
     }
     token += run.length;
   }
@@ -241,6 +267,8 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, int64_t begin, int64
       store_in_layout<T, float8_e4m3>(params, begin, end);
     } else if (params.cache_dtype == DType::FLOAT8_E5M2) {
       store_in_layout<T, float8_e5m2>(params, begin, end);
+    } else if (params.cache_dtype == DType::INT8) {
+      store_runs<T, int8>(params, begin, end);
     } else {
       store_in_layout<T, T>(params, begin, end);
     }

@@ -2,11 +2,11 @@
 // The products of a block of 32 elements are summed in integers, exactly. The sums of blocks are added in fp32, block
 // after block, so a row's results do not depend on the rows beside it.
 #include "cpu_memory.h"
+#include "cpu_quantize.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
 #include "linear/int4_panels.h"
 #include "linear/linear_quantized.h"
-#include "linear/quantize_rows.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -5,12 +5,12 @@
 // tile of rows after another is multiplied with the range. An instruction makes the sums of a block, of 16 rows by a
 // panel. Meanwhile the next range is on its way from memory, as many lines beside each tile of rows.
 #include "cpu_memory.h"
+#include "cpu_quantize.h"
 #include "cpu_tiles.h"
 #include "dispatch.h"
 #include "linear/int4_panels.h"
 #include "linear/linear_quantized.h"
 #include "linear/panels.h"
-#include "linear/quantize_rows.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -6,11 +6,11 @@
 // One tile of rows after another passes over a block of some panels. All tiles but the first find the block in the
 // nearest cache.
 #include "cpu_memory.h"
+#include "cpu_quantize.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
 #include "linear/int8_out.h"
 #include "linear/linear_quantized.h"
-#include "linear/quantize_rows.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

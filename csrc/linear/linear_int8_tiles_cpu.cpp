@@ -5,12 +5,12 @@
 // another passes over a block of the panels. All groups but the first find the block in the nearest cache. Meanwhile
 // the next block is on its way from memory, as many lines beside each group.
 #include "cpu_memory.h"
+#include "cpu_quantize.h"
 #include "cpu_tiles.h"
 #include "dispatch.h"
 #include "linear/int8_out.h"
 #include "linear/linear_quantized.h"
 #include "linear/panels.h"
-#include "linear/quantize_rows.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

@@ -1,8 +1,9 @@
 torch_target: str
 
-# Of the ops: heads of a cache, tokens of a block.
+# Of the ops: heads of a cache, tokens of a block, rows of scales in the value cache of an int8 cache.
 MAX_HEAD_SIZE: int
 MAX_BLOCK_SIZE: int
+INT8_SCALE_ROWS: int
 
 # Of packed weights: output features that lie together, adjacent weights of one of them, weights that share a scale.
 LINEAR_PANEL: int

@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._C import MAX_BLOCK_SIZE
+from ._C import INT8_SCALE_ROWS, MAX_BLOCK_SIZE
 from ._C import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from .huge_pages import empty_huge_pages
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LAYOUTS = ("chunked", "nhd")
 
 
@@ -36,8 +36,9 @@ def allocate_kv_cache(
         num_blocks: blocks of each layer.
         num_kv_heads: KV heads.
         head_size: elements of a head, a multiple of 16 / element size up to 512.
-        block_size: tokens of a block, a power of two from 1 to 256; in the layout "nhd" any number from 1 on.
-        dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        block_size: tokens of a block, a power of two from 1 to 256; in the layout "nhd" any number from 1 on. Attention
+            over int8 takes blocks from 8 on.
+        dtype: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8 (on the CPU, in the layout "chunked").
         device: where the caches lie.
         num_layers: pairs to allocate.
         pin_memory: in page-locked memory, for asynchronous copies to and from a CUDA device (CPU only; needs CUDA).
@@ -51,6 +52,11 @@ def allocate_kv_cache(
         raise TypeError(f"allocate_kv_cache: dtype: expected one of {expected}, got {dtype}")
     if layout not in LAYOUTS:
         raise ValueError(f"allocate_kv_cache: layout: expected one of {', '.join(LAYOUTS)}, got {layout}")
+    if dtype == torch.int8:
+        if layout != "chunked":
+            raise ValueError(f"allocate_kv_cache: layout: expected chunked for int8, got {layout}")
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"allocate_kv_cache: device: expected cpu for int8, got {device}")
     x = 16 // dtype.itemsize
     _check_size("num_blocks", num_blocks, 0)
     _check_size("num_kv_heads", num_kv_heads, 1)
@@ -67,11 +73,14 @@ def allocate_kv_cache(
         if block_size & (block_size - 1):
             raise ValueError(f"allocate_kv_cache: block_size: expected a power of two, got {block_size}")
         key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
-        value_shape = (num_blocks, num_kv_heads, head_size, block_size)
+        value_shape = (num_blocks, num_kv_heads, num_value_rows(head_size, dtype), block_size)
 
     if pin_memory:  # in one piece, because torch rounds each piece up to a power of two
-        pool = torch.empty((num_layers, 2, prod(key_shape)), dtype=dtype, device=device, pin_memory=True)
-        return [(keys.view(key_shape), values.view(value_shape)) for keys, values in pool]
+        sizes = [prod(key_shape), prod(value_shape)]
+        pool = torch.empty((num_layers, sum(sizes)), dtype=dtype, device=device, pin_memory=True)
+        return [
+            (keys.view(key_shape), values.view(value_shape)) for keys, values in (both.split(sizes) for both in pool)
+        ]
 
     def allocate(shape: tuple[int, ...]) -> Tensor:
         if torch.device(device).type == "cpu":
@@ -88,6 +97,11 @@ def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
     """
     x = 16 // dtype.itemsize
     return -(-head_size // x) * x
+
+
+def num_value_rows(head_size: int, dtype: torch.dtype) -> int:
+    """Rows of a KV head in a block of a chunked value cache: one for each element, and an int8 cache's scales."""
+    return head_size + (INT8_SCALE_ROWS if dtype == torch.int8 else 0)
 
 
 def _check_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:

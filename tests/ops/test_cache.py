@@ -21,7 +21,13 @@ from op_table import OPS
 
 from pagedattn_ext import ops
 
-BLOCK_DTYPES = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]  # of blocks that are only moved
+BLOCK_DTYPES = [
+    *DTYPES,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+]  # of blocks that are only moved
 
 
 def make_caches(

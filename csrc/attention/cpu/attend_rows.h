@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "attention/cpu/int8_products.h"
 #include "attention/cpu/nhd_values.h"
 #include "attention/cpu/row_logits.h"
 #include "attention/cpu/row_values.h"
@@ -39,6 +40,11 @@ struct FloatArithmetic {
   using Dot = KeyDot<T>;
 #endif
   using Strip = ValueStrip<T>;
+};
+struct Int8Arithmetic {
+  static constexpr bool MANY_ROWS = false;
+  using Dot = Int8Dot;
+  using Strip = Int8Strip;
 };
 #if defined(__AVX512BF16__)
 // For queries in bfloat16. The weights are rounded to bfloat16 only where the cache is in 8 bits.

@@ -20,6 +20,10 @@ namespace {
 template <typename Loader>
 constexpr bool CONVERTS_FIRST = requires { typename Loader::Converted; };
 
+// Whether sums hold the bits of 32-bit integers, which are added without rounding.
+template <typename Products>
+constexpr bool INTEGER_SUMS = requires { Products::INTEGER_SUMS; };
+
 template <typename Loader, int COUNT>
 struct ConvertedFirst {};
 template <typename Loader, int COUNT>

@@ -40,9 +40,8 @@ class Prefetcher {
  public:
   // Begins a part, and drops what was left of the part before. A tile without visible tokens is nothing to fetch.
   void start(const PagedAttentionParams& p, const Tile<T>& tile, int64_t head, int64_t num_heads) {
-    const int64_t head_elements = p.head_size * p.block_size;
-    const T* keys = static_cast<const T*>(p.key_cache) + head * head_elements;
-    const T* values = static_cast<const T*>(p.value_cache) + head * head_elements;
+    const T* keys = static_cast<const T*>(p.key_cache) + head * p.key_strides.kv_head;
+    const T* values = static_cast<const T*>(p.value_cache) + head * p.value_strides.kv_head;
     const bool whole_blocks = p.block_size <= TILE_TOKENS;
     const int64_t run_tokens = whole_blocks ? p.block_size : TILE_TOKENS;
     num_runs_ = 0;
@@ -56,7 +55,7 @@ class Prefetcher {
     for (Turn& turn : recent_turns_) {
       for (const T*& piece : turn.pieces) piece = keys;
     }
-    run_elements_ = num_heads * p.head_size * run_tokens;
+    run_elements_ = num_heads * p.value_strides.kv_head / p.block_size * run_tokens;  // keys have as many, or fewer
     num_left_ = (run_elements_ + TURN - 1) / TURN * num_runs_;
     take_turns_from(0);
     for (int64_t offset = 0; offset < run_elements_; offset += PAGE_BYTES / static_cast<int64_t>(sizeof(T))) {

@@ -51,6 +51,19 @@ struct HeadTile {
       return keys + tile.key_at(token);
     }
   }
+  // Of an int8 cache: the fp32 scales of VEC_SIZE tokens, which begin at row `row` of the values.
+  PAGEDATTN_INLINE Vec load_scales(int token, int64_t row) const {
+    const auto scales_at = [&](int t) {
+      const int64_t slot = (tile.token + t) & (params.block_size - 1);
+      return values + tile.value_at(t) + row * params.block_size + slot * (sizeof(float) - 1);
+    };
+#if defined(__AVX512F__)
+    const __m512 first = _mm512_castps256_ps512(load_as<__m256>(scales_at(token)));
+    return (Vec)_mm512_maskz_insertf32x8(0xffff, first, load_as<__m256>(scales_at(token + 8)), 1);
+#else
+    return load_as<Vec>(scales_at(token));
+#endif
+  }
 };
 
 // One query row of one head.
@@ -207,17 +220,31 @@ struct KeyPasses {
     for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) prefetcher.fetch();
   }
 
-  static PAGEDATTN_INLINE Vec sum_keys(const Vec* of_vec) {
-    return sum_lanes(of_vec[0], of_vec[NUM_VECS], of_vec[2 * NUM_VECS], of_vec[3 * NUM_VECS]);
+  template <typename V = Vec>
+  static PAGEDATTN_INLINE V sum_keys(const Vec* of_vec) {
+    return sum_lanes((V)of_vec[0], (V)of_vec[NUM_VECS], (V)of_vec[2 * NUM_VECS], (V)of_vec[3 * NUM_VECS]);
   }
 
-  static PAGEDATTN_INLINE void store_logits(const HeadTile<T, LAYOUT>& h, const Sums& sums, int first_token,
-                                            TileLogits* logits) {
+  // The logits of vector `v` of the tokens, which begins at `token` of the tile.
+  static PAGEDATTN_INLINE Vec logits_of(const HeadTile<T, LAYOUT>& h, const Row& row,
+                                        const Vec (&sums)[Dot::SUMS][NUM_KEYS], int v, int token) {
+    if constexpr (INTEGER_SUMS<Dot>) {
+      const Vec by_lane = __builtin_convertvector(sum_keys<IntVec>(sums[0] + v), Vec);
+      const float row_scale = Dot::row_scale(row.query, h.params.head_size) * h.params.logit_scale;
+      return in_token_order(by_lane) * row_scale * h.load_scales(token, h.params.head_size);
+    } else {
+      Vec by_lane = sum_keys(sums[0] + v);
+      if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[1] + v));
+      return in_token_order(by_lane) * h.params.logit_scale;
+    }
+  }
+
+  static PAGEDATTN_INLINE void store_logits(const HeadTile<T, LAYOUT>& h, const Row* rows, const Sums& sums,
+                                            int first_token, TileLogits* logits) {
     for (int r = 0; r < NUM_ROWS; ++r) {
       for (int v = 0; v < NUM_VECS; ++v) {
-        Vec by_lane = sum_keys(sums[r][0] + v);
-        if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[r][1] + v));
-        store(logits[r].at + first_token + v * VEC_SIZE, in_token_order(by_lane) * h.params.logit_scale);
+        const int token = first_token + v * VEC_SIZE;
+        store(logits[r].at + token, logits_of(h, rows[r], sums[r], v, token));
       }
     }
   }
@@ -246,7 +273,7 @@ PAGEDATTN_INLINE void compute_logits_at(const HeadTile<T, LAYOUT>& h, const Row*
       }
     }
   }
-  Passes::store_logits(h, sums, first_token, logits);
+  Passes::store_logits(h, rows, sums, first_token, logits);
 }
 
 // Not inlined, or GCC 12 would load the constants of the keys' conversion again for every chunk.

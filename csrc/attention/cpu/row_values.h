@@ -202,8 +202,11 @@ PAGEDATTN_INLINE bool has_nan(const float (&values)[SIZE]) {
 
 // Adds to the elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS
 // elements.
+//
+// weight_scales: of each row, if the sums are integers.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
+                                          [[maybe_unused]] const float* weight_scales,
                                           TileStrips<T, Strip, ELEMENTS>& strips, int64_t d) {
   constexpr int NUM_PASSES = SUM_PASSES<NUM_ROWS>;
   constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // in a pass
@@ -218,14 +221,20 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, strips, d / ELEMENTS + first, num_strips - first,
                                                       sums[0] + first, ROW_STRIPS);
     }
-    for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
-    if (!strips.has_hidden_tokens || !has_nan(totals)) [[likely]]
+    using SumVec = std::conditional_t<INTEGER_SUMS<Strip>, IntVec, Vec>;
+    for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS, SumVec>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
+    if (INTEGER_SUMS<Strip> || !strips.has_hidden_tokens || !has_nan(totals)) [[likely]]
       break;
     strips.hide_tokens(h);
   }
   for (int r = 0; r < NUM_ROWS; ++r) {
     float* row = rows[r].values + d;
-    const float* row_totals = totals + r * STEP;
+    float* row_totals = totals + r * STEP;
+    if constexpr (INTEGER_SUMS<Strip>) {
+      for (int i = 0; i < STEP; ++i) {
+        row_totals[i] = static_cast<float>(__builtin_bit_cast(int32_t, row_totals[i])) * weight_scales[r];
+      }
+    }
     if constexpr (WHOLE) {
       constexpr int SIZE = STEP < VEC_SIZE ? STEP : VEC_SIZE;
       typedef float Some __attribute__((vector_size(SIZE * sizeof(float))));
@@ -247,18 +256,23 @@ template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS>
 void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
   constexpr int STEP = SUM_PASSES<NUM_ROWS> * VEC_SIZE / NUM_ROWS * ELEMENTS;
   alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
+  float scales[NUM_ROWS];
   for (int r = 0; r < NUM_ROWS; ++r) {
-    Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
+    if constexpr (INTEGER_SUMS<Strip>) {
+      scales[r] = Strip::template arrange_weights<ELEMENTS>(h, weights[r].at, arranged[r]);
+    } else {
+      Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
+    }
   }
   TileStrips<T, Strip, ELEMENTS> strips(h);
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
-    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], strips, d);
+    accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, true>(h, rows, arranged[0], scales, strips, d);
   }
   // A head has whole chunks.
   if constexpr (STEP > ELEMENTS_PER_CHUNK<T>) {
     if (d < h.params.head_size) {
-      accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], strips, d);
+      accumulate_elements<T, Strip, NUM_ROWS, ELEMENTS, false>(h, rows, arranged[0], scales, strips, d);
     }
   }
 }

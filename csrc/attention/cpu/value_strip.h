@@ -183,26 +183,29 @@ PAGEDATTN_INLINE void dispatch_strip_elements(int64_t block_size, const Function
 
 // Adds up the lanes of every element. v[i] has ELEMENTS runs of lanes; `sums` gets [VEC_SIZE, ELEMENTS]. Every sum is
 // added in the same order.
-template <int ELEMENTS>
+//
+// V: what the vectors hold the bits of, Vec or IntVec.
+template <int ELEMENTS, typename V = Vec>
 PAGEDATTN_INLINE void sum_runs(const Vec (&v)[VEC_SIZE], float* sums) {
+  const auto at = [&](int i) { return (V)v[i]; };
   if constexpr (ELEMENTS > NUM_LANES) {
     static_assert(ELEMENTS == 2 * NUM_LANES);
     for (int i = 0; i < VEC_SIZE / 2; ++i) {
       // In 128-bit lane l: runs 2 * l and 2 * l + 1 of v[2 * i], then of v[2 * i + 1].
-      const Vec runs = add_neighbours(v[2 * i], v[2 * i + 1]);
+      const V runs = add_neighbours(at(2 * i), at(2 * i + 1));
       store(sums + i * VEC_SIZE,
-            shuffle(runs, runs, [](int t) { return t % ELEMENTS / 2 * 4 + t / ELEMENTS * 2 + t % 2; }));
+            (Vec)shuffle(runs, runs, [](int t) { return t % ELEMENTS / 2 * 4 + t / ELEMENTS * 2 + t % 2; }));
     }
     return;
   }
-  Vec lanes[NUM_LANES];  // element j of 128-bit lane l of lanes[i] is the sum of lane l of v[4 * i + j]
-  for (int i = 0; i < NUM_LANES; ++i) lanes[i] = sum_lanes(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+  V lanes[NUM_LANES];  // element j of 128-bit lane l of lanes[i] is the sum of lane l of v[4 * i + j]
+  for (int i = 0; i < NUM_LANES; ++i) lanes[i] = sum_lanes(at(4 * i), at(4 * i + 1), at(4 * i + 2), at(4 * i + 3));
   for (int n = NUM_LANES; n > ELEMENTS; n /= 2) {
     for (int i = 0; i < n / 2; ++i) lanes[i] = add_neighbour_lanes(lanes[2 * i], lanes[2 * i + 1]);
   }
   // ELEMENTS adjacent lanes belong to the same four v, and go from [ELEMENTS, 4] to [4, ELEMENTS].
   for (int i = 0; i < ELEMENTS; ++i) {
-    store(sums + i * VEC_SIZE, shuffle(lanes[i], lanes[i], [](int t) {
+    store(sums + i * VEC_SIZE, (Vec)shuffle(lanes[i], lanes[i], [](int t) {
             constexpr int SIZE = 4 * ELEMENTS;
             return t / SIZE * SIZE + t % ELEMENTS * 4 + t % SIZE / ELEMENTS;
           }));

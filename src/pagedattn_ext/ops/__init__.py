@@ -21,6 +21,11 @@ dtypes. kv_cache_dtype is "auto" (the cache tensor's own dtype, torch.float8_e4m
 "fp8" or "fp8_e4m3", or "fp8_e5m2" (these for uint8 tensors too). k_scale and v_scale are fp32 tensors of one element;
 None is 1. If the cache is not fp8, nothing is scaled, and the values of the scales are ignored.
 
+An int8 cache (x = 16; on the CPU, in the first layout, in blocks of 8 tokens and more; kv_cache_dtype "auto" or "int8")
+has a scale for each token and KV head, the largest magnitude / 127, and holds element / scale, rounded to nearest. The
+scales are fp32 and lie in the value cache, which is [num_blocks, num_kv_heads, head_size + 8, block_size]: behind a
+head's elements 4 rows with the keys' scales of the block's tokens, then 4 rows with the values'.
+
 Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
 grad raises RuntimeError. A tensor that carries a tangent of forward mode always does. (The raw ops let both pass.)
 

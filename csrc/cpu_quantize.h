@@ -1,4 +1,4 @@
-// Quantizes elements to 8-bit integers with one scale. linear_int8 and linear_int4 do so with their input.
+// Quantizes elements to integers with one scale, for the CPU kernels.
 #pragma once
 
 #include "cpu_memory.h"
@@ -7,13 +7,13 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr float MAX_CODE = 127.0f;
+constexpr int MAX_CODE = 127;
 // If all elements are smaller, they count as zeros: MAX_CODE divided by the largest could be infinite.
 constexpr float MIN_LARGEST = 0x1p-119f;
 
 struct Quantized {
   float scale;         // element = code * scale; NaN if an element is not finite
-  float sum_of_codes;  // exact for up to 2^17 codes
+  float sum_of_codes;  // exact for up to 2^17 codes of 8 bits
 };
 
 PAGEDATTN_INLINE IntVec max_bits(IntVec a, IntVec b) { return a > b ? a : b; }
@@ -30,9 +30,9 @@ PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
   return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
 }
 
-// Calls store(i, codes) with round(x * 127 / max|x|) for each of `size` elements, and with zeros for the rest of the
+// Calls store(i, codes) with round(x * MAX / max|x|) for each of `size` elements, and with zeros for the rest of the
 // last vector.
-template <typename T, typename Store>
+template <int MAX = MAX_CODE, typename T, typename Store>
 PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store) {
   // Ordered as integers, infinity and NaN are larger than any finite magnitude.
   IntVec largest_bits{};
@@ -46,7 +46,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
     for (int64_t i = 0; i < size; i += VEC_SIZE) store(i, IntVec{});
     return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, 0.0f};
   }
-  const Vec inverse_scale = broadcast(MAX_CODE / largest);
+  const Vec inverse_scale = broadcast(MAX / largest);
   const Vec round_to_int = broadcast(0x1.8p23f);
   IntVec sums{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
@@ -55,7 +55,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
     sums += codes;
     store(i, codes);
   });
-  return {largest / MAX_CODE, reduce_sum(__builtin_convertvector(sums, Vec))};
+  return {largest / MAX, reduce_sum(__builtin_convertvector(sums, Vec))};
 }
 
 }  // namespace
