@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
+from pagedattn_serve.config import FP8_DTYPES
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
@@ -34,9 +35,9 @@ def calibrate_kv_scales(
 
     Raises ValueError without prompts, and for keys or values that are not finite; else as `LLM` and `LLM.generate`.
     """
-    fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
-    if fp8 == torch.float32:
+    if kv_cache_dtype not in FP8_DTYPES:
         raise ArgumentError("kv_cache_dtype", "fp8, fp8_e4m3 or fp8_e5m2", kv_cache_dtype)
+    fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
     engine = LLMEngine(model, tokenizer=tokenizer, dtype=dtype, device=device, max_num_seqs=1)
     all_token_ids = [check_prompt(engine, prompt) for prompt in split_prompts(prompts)]
     if not all_token_ids:

@@ -28,6 +28,7 @@ DTYPES = {
     "half": "float16",
 }
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+CACHE_DTYPES = {**FP8_DTYPES, "int8": "int8"}
 MAX_RANKS = 64  # of a group that shares memory
 QUANTIZATIONS = ("int8", "int4")
 
@@ -95,8 +96,8 @@ def check_dtype(dtype: object) -> str:
 
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
-    if name not in ("auto", *FP8_DTYPES):
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(FP8_DTYPES)}", str(name) or "an empty text")
+    if name not in ("auto", *CACHE_DTYPES):
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", str(name) or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:

@@ -105,7 +105,7 @@ class EngineArgs:
     scheduling_policy: Annotated[str, "fcfs (first come, first served) or priority"] = "fcfs"
     kv_cache_dtype: Annotated[
         str,
-        "auto (the model's dtype), fp8 = fp8_e4m3, or fp8_e5m2; fp8 takes half the memory of 16 bits",
+        "auto (the model's dtype), fp8 = fp8_e4m3, fp8_e5m2, or int8 (on the CPU); each takes half of 16 bits",
     ] = "auto"
     kv_scales: Annotated[
         GivenScales | None,

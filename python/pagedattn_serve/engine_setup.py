@@ -60,8 +60,12 @@ def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
     """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks. Raises
-    ValueError if there is no room for a block."""
+    ValueError if there is no room for a block, and for an int8 cache on CUDA."""
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
+    if kv_cache_dtype == "int8" and device != "cpu":
+        raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
+    if kv_cache_dtype == "int8" and block_size < 8:
+        raise ArgumentError("block_size", "at least 8 with kv_cache_dtype int8", block_size)
     num_blocks = cache_config.num_blocks
     if num_blocks == UNBOUNDED:
         memory = cache_config.kv_cache_memory

@@ -426,7 +426,7 @@ def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], llama: Checkp
         (["--block-size", "0"], "block_size: expected an int in [1, 256], got 0"),
         (["--block-size", "24"], "block_size: expected a power of two, got 24"),
         (["--kv-cache-memory", "1"], "kv_cache_memory: expected at least one block, 32768 bytes, got 1"),
-        (["--kv-cache-dtype", "int4"], "kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, got int4"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, got int4"),
         (["--kv-cache-memory", "-5"], "kv_cache_memory: expected an int >= 1, got -5"),
     ],
 )

@@ -1,4 +1,4 @@
-"""An fp8 cache in the engine: numbers as they are stored and read, memory, and where the scales come from."""
+"""A cache in fp8 or int8 in the engine: numbers as they are stored and read, memory, and where scales come from."""
 
 import logging
 from collections.abc import Callable
@@ -21,6 +21,8 @@ from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHES: dict[str, dict[str, Any]] = {name: dict(kv_cache_dtype=name, kv_scales=(0.01, 0.01)) for name in FP8}
+CACHES["int8"] = dict(kv_cache_dtype="int8")
 PROMPT = list(range(3, 60))
 OLMO = dict(hidden_size=40, num_attention_heads=2, num_hidden_layers=2, intermediate_size=48, vocab_size=97)
 
@@ -74,6 +76,26 @@ def test_numbers_are_scaled_by_layer(path: str, kv_cache_dtype: str, monkeypatch
     assert difference < 1e-3 < 0.05 < (exact - expected).norm() / expected.norm()
 
 
+def test_int8_numbers_are_scaled_by_token_and_head(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an fp32 cache into which each layer writes what its int8 cache would give back."""
+    in_fp32 = LLMEngine(path)
+    exact = logits(in_fp32)
+    actual = logits(LLMEngine(path, kv_cache_dtype="int8"))
+    real = ops.reshape_and_cache
+
+    def stored(tensor: Tensor) -> Tensor:
+        scale = tensor.abs().amax(-1, keepdim=True) / 127
+        return (tensor / scale).round() * scale
+
+    def write(key: Tensor, value: Tensor, *caches: Tensor, **scales: object) -> None:
+        real(stored(key), stored(value), *caches)
+
+    monkeypatch.setattr(layers.ops, "reshape_and_cache", write)
+    expected = logits(in_fp32)
+    difference = (actual - expected).norm() / expected.norm()
+    assert difference < 1e-3 < 5e-3 < (exact - expected).norm() / expected.norm()
+
+
 @pytest.mark.parametrize(("of_keys", "of_values"), [(2.0**12, 1.0), (1.0, 2.0**-14)])
 def test_calibration_saves_what_scale_1_loses(
     llama: Checkpoint, tmp_path: Path, of_keys: float, of_values: float
@@ -99,21 +121,40 @@ def test_calibration_saves_what_scale_1_loses(
     assert (unscaled - exact).norm() > 3 * (expected - exact).norm()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", FP8)
+@pytest.mark.parametrize("kv_cache_dtype", CACHES)
 def test_it_generates_under_preemption(path: str, kv_cache_dtype: str) -> None:
     """What it does with room for all."""
-    options: dict[str, Any] = dict(kv_cache_dtype=kv_cache_dtype, kv_scales=(0.01, 0.01))
+    options = CACHES[kv_cache_dtype]
     prompts = [PROMPT[:n] for n in (1, 5, 17, 33)]
     expected = token_ids(run(LLMEngine(path, **options), prompts, GREEDY))
     engine = LLMEngine(path, **options, num_blocks=8, block_size=8, max_num_batched_tokens=9)
     assert token_ids(run(engine, prompts, GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
-    assert engine.model_runner.cache_engine.kv_caches[0].key_cache.dtype == FP8[kv_cache_dtype]
+    dtype = {**FP8, "int8": torch.int8}[kv_cache_dtype]
+    assert engine.model_runner.cache_engine.kv_caches[0].key_cache.dtype == dtype
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "slot_bytes"), [("auto", 20 * 4), ("fp8", 32), ("fp8_e5m2", 32)])
+def test_int8_scales_go_where_their_blocks_go(llama: Checkpoint) -> None:
+    """Forks that write to shared blocks, beams, blocks on the host and prefix hits: the tokens of an engine with room
+    for all, which shares nothing between requests."""
+    forked = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=20)
+    prompts = [PROMPT[:21], PROMPT[:33], PROMPT[:21]]
+    swapping: dict[str, Any] = dict(preemption_mode="swap", swap_space=1)
+    for params in (forked, beams):
+        expected = token_ids(
+            run(LLMEngine(llama.path, kv_cache_dtype="int8", enable_prefix_caching=False), prompts, params)
+        )
+        engine = LLMEngine(llama.path, kv_cache_dtype="int8", num_blocks=16, block_size=8, **swapping)
+        assert token_ids(run(engine, prompts, params)) == expected
+        assert engine.stats().num_swaps > 0
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "slot_bytes"), [("auto", 20 * 4), ("fp8", 32), ("fp8_e5m2", 32), ("int8", 36)]
+)
 def test_memory(llama: Checkpoint, kv_cache_dtype: str, slot_bytes: int) -> None:
-    """Blocks that fit: of 16 slots, 2 layers, 2 KV heads, keys and values."""
+    """Blocks that fit: of 16 slots, 2 layers, 2 KV heads, keys and values; in int8 with a scale of 4 bytes each."""
     block_bytes = 16 * 2 * 2 * 2 * slot_bytes
     engine = LLMEngine(llama.path, kv_cache_memory=50 * block_bytes, kv_cache_dtype=kv_cache_dtype)
     assert engine.stats().num_blocks == 50
@@ -124,10 +165,16 @@ def test_memory(llama: Checkpoint, kv_cache_dtype: str, slot_bytes: int) -> None
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(kv_cache_dtype="int8"), ValueError, "^kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, got int8"),
+        (dict(kv_cache_dtype="int4"), ValueError, "^kv_cache_dtype: expected auto, .*, fp8_e5m2, int8, got int4"),
+        (dict(kv_cache_dtype="int8", block_size=4), ValueError, "^block_size: expected at least 8 .*, got 4"),
         (dict(kv_cache_dtype=None), ValueError, "^kv_cache_dtype: .*got None"),
         (dict(kv_cache_dtype=torch.float8_e5m2), ValueError, "^kv_cache_dtype: .*got torch.float8_e5m2"),
         (dict(kv_scales=(1, 1)), ValueError, "^kv_scales: expected None with kv_cache_dtype auto"),
+        (
+            dict(kv_cache_dtype="int8", kv_scales=(1, 1)),
+            ValueError,
+            "^kv_scales: expected None with kv_cache_dtype int8",
+        ),
         (dict(kv_cache_dtype="fp8", kv_scales=[(1, 1)]), ValueError, "^kv_scales: .* each of 2 layers, got 1"),
         (dict(kv_cache_dtype="fp8", kv_scales=(1, 0)), ValueError, "^kv_scales: expected positive and finite"),
         (dict(kv_cache_dtype="fp8", kv_scales=1), TypeError, "^kv_scales: expected a pair"),

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
-from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
-from pagedattn_serve.config import FP8_DTYPES, check_kv_cache_dtype
+from pagedattn_ext.kv_cache import MAX_HEAD_SIZE, num_value_rows
+from pagedattn_serve.config import CACHE_DTYPES, check_kv_cache_dtype
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.metadata import KVCache
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in FP8_DTYPES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in CACHE_DTYPES.items()}
 
 
 class HostMemoryError(MemoryError):
@@ -144,7 +144,9 @@ def swap_layer(caches: KVCache, host_caches: tuple[Tensor, Tensor], mapping: Ten
 
 def bytes_per_block(num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values together."""
-    return 2 * num_layers * num_kv_heads * padded_head_size(head_size, dtype) * block_size * dtype.itemsize
+    key_rows = padded_head_size(head_size, dtype)
+    slot_elements = num_kv_heads * (key_rows + num_value_rows(key_rows, dtype))
+    return num_layers * slot_elements * block_size * dtype.itemsize
 
 
 def choose_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pagedattn_serve.config import DTYPES, check_dtype, check_quantization
+from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
@@ -191,11 +191,11 @@ def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layer
     """Scales for an fp8 cache: the given scales, else the checkpoint's, else None, which means 1, with a warning.
 
     given: what `given_scales` takes, or None. Raises what `given_scales` raises, and ValueError if scales are given
-        beside kv_cache_dtype "auto".
+        beside a cache that is not fp8.
     """
-    if kv_cache_dtype == "auto":
+    if kv_cache_dtype not in FP8_DTYPES:
         if given is not None:
-            raise ArgumentError("kv_scales", "None with kv_cache_dtype auto, which scales nothing")
+            raise ArgumentError("kv_scales", f"None with kv_cache_dtype {kv_cache_dtype}, which takes no scales")
         return None
     if given is not None:
         return given_scales(given, num_layers)

@@ -33,7 +33,7 @@ def attention(
     Returns [num_tokens, num_heads * head_size], with the head size of the values.
     """
     key_cache, value_cache, k_scale, v_scale = kv_cache
-    padded_size, value_size = value_cache.shape[2], value.shape[-1]
+    padded_size, value_size = key_cache.shape[2] * key_cache.shape[4], value.shape[-1]
     if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
         query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
     ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
