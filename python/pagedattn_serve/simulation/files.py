@@ -16,20 +16,18 @@ def read_trace(path: str) -> list[TraceEntry]:
     """A CSV file with a line for each request: `arrival` in seconds, tokens of `prompt` and `output`, and `priority` if
     the file has that column. Other columns are ignored. In order of arrival, whatever the order of the lines."""
     try:
-        opened = Path(path).open(newline="", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError("trace", "a CSV file", f"{path}: {error.strerror}") from None
-    with opened as file:
-        reader = csv.DictReader(file)
-        try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
             names = reader.fieldnames or []
             if missing := [name for name in COLUMNS if name not in names]:
                 expected = f"the columns {', '.join(COLUMNS)} in the first line of {path}"
                 got = f"{', '.join(names) or 'an empty file'}: {', '.join(missing)} missing"
                 raise ArgumentError("trace", expected, got)
             entries = [_entry(row, f"line {reader.line_num} of {path}") for row in reader]
-        except UnicodeDecodeError as error:
-            raise ArgumentError("trace", f"UTF-8 in {path}", error) from None
+    except OSError as error:
+        raise ArgumentError("trace", "a CSV file", f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ArgumentError("trace", f"UTF-8 in {path}", error) from None
     if not entries:
         raise ArgumentError("trace", f"a line for each request in {path}", "none")
     return sorted(entries, key=lambda entry: entry.arrival)
