@@ -145,7 +145,7 @@ test-long: simt
 	$(PYTEST_LONG) tests/ops --device cpu-all
 	$(PYTEST_LONG) tests/ops --device simt
 	$(PYTEST_LONG) --ignore=tests/ops
-	$(MAKE) sanitize SWEEP_STEP=1
+	$(MAKE) sanitize SWEEP_STEP=1 "SANITIZED_CAPABILITIES=default;native"
 
 # Plants known bugs, one at a time, and shows which tests catch each: half an hour and more.
 mutants: build
@@ -184,9 +184,10 @@ check-cuda-sm80:
 	  nvcc -Icsrc -std=c++20 -arch=sm_80 --expt-relaxed-constexpr -Ofc max -cubin {} -o /dev/null
 
 # The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer; of the
-# instruction sets the lowest and the best that this machine has, of sweeps over sizes every seventh case. Leaks are not
-# looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
+# instruction sets the best that this machine has (test-long: the lowest, too), of sweeps over sizes every seventh case.
+# Leaks are not looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
+SANITIZED_CAPABILITIES ?= native
 SWEEP_STEP ?= 7
 CXX ?= c++
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
@@ -197,12 +198,12 @@ sanitize: sanitize-simt sanitize-cpu
 sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPAGEDATTN_SANITIZE=ON -DPAGEDATTN_CUDA=OFF \
-	  "-DPAGEDATTN_CPU_CAPABILITIES=default;native"
+	  "-DPAGEDATTN_CPU_CAPABILITIES=$(SANITIZED_CAPABILITIES)"
 	$(CMAKE_BUILD) $(SANITIZED) --parallel $(JOBS) --target all simt
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
 sanitize-cpu: sanitize-build
-	$(SANITIZED_PYTEST) --device cpu-default --device cpu
+	$(SANITIZED_PYTEST) $(if $(findstring default,$(SANITIZED_CAPABILITIES)),--device cpu-default) --device cpu
 sanitize-simt: sanitize-build
 	$(SANITIZED_PYTEST) --device simt
 
