@@ -18,6 +18,7 @@ them, those behind TEST, for a process that goes on where another one ended.
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 
@@ -38,6 +39,9 @@ settings.register_profile(
 )
 settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# A shell that runs pytest in the background makes it ignore interrupts, and so the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On small tensors a parallel region of a busy machine costs 100 times the work in it.
 torch.set_num_threads(1)

@@ -111,8 +111,8 @@ def preemption(effort: Effort) -> Figure:
         rows,
         f"End to end: {experiment.title}, a LLaMA of shape {experiment.shape} in fp32, CPU time a token. Here both "
         "pools lie in one memory, which copies blocks of 8 tokens and more about as fast; the paper copies over PCIe, "
-        "where small blocks are slow. Alone, the cache of all layers is copied or computed. A CPU computes slowly and copies "
-        f"fast, so recomputing takes {min(factors):.0f} to {max(factors):.0f} times as long as copying out "
+        "where small blocks are slow. Alone, the cache of all layers is copied or computed. A CPU computes slowly and "
+        f"copies fast, so recomputing takes {min(factors):.0f} to {max(factors):.0f} times as long as copying out "
         "and back; end to end few sequences are preempted.",
         "copies over PCIe.",
     )

@@ -350,7 +350,7 @@ def test_wrong_scheduler_config(name: str, value: Any, error: type[Exception]) -
     [
         ("num_blocks", 0, ValueError),
         ("num_blocks", "4", TypeError),
-        ("block_size", 4, ValueError),
+        ("block_size", 0, ValueError),
         ("block_size", 24, ValueError),
         ("block_size", 512, ValueError),
         ("block_size", 16.0, TypeError),
