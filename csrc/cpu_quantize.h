@@ -8,8 +8,9 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int MAX_CODE = 127;
-// If all elements are smaller, they count as zeros: MAX_CODE divided by the largest could be infinite.
-constexpr float MIN_LARGEST = 0x1p-119f;
+// If all elements are smaller, they count as zeros: MAX divided by the largest could be infinite.
+template <int MAX>
+constexpr float MIN_LARGEST = (MAX + 1) * 0x1p-126f;
 
 struct Quantized {
   float scale;         // element = code * scale; NaN if an element is not finite
@@ -42,7 +43,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
   const int32_t bits = reduce_max_bits(largest_bits);
   constexpr int32_t INFINITE_BITS = 0x7f800000;
   const float largest = __builtin_bit_cast(float, bits);
-  if (bits >= INFINITE_BITS || largest < MIN_LARGEST) {
+  if (bits >= INFINITE_BITS || largest < MIN_LARGEST<MAX>) {
     for (int64_t i = 0; i < size; i += VEC_SIZE) store(i, IntVec{});
     return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, 0.0f};
   }

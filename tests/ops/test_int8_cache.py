@@ -180,6 +180,14 @@ def run(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @CPU
+def test_tiny_queries(device):
+    """32767 divided by the largest of them is infinite. They count as zeros, and overflow nothing (make sanitize)."""
+    arguments = make_arguments([(1, 20)])
+    tiny, zero = (run(arguments | {"query": arguments["query"] * factor}) for factor in (1e-36, 0))
+    assert all(torch.equal(*results) for results in zip(tiny, zero, strict=True))
+
+
+@CPU
 @given(st.data())
 def test_attention(device, data):
     """Any shapes and options; prompts, chunks and single rows. The slots that no row sees hold NaN."""
