@@ -205,4 +205,6 @@ class CacheConfig:
         check_float("swap_space", self.swap_space, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.kv_cache_dtype == "int8" and self.block_size < 8:
+            raise ArgumentError("block_size", "at least 8 with kv_cache_dtype int8", self.block_size)
         check_float("watermark", self.watermark, 0, 1, but=1)

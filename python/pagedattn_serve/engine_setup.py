@@ -64,8 +64,6 @@ def limit_to_memory(
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
-    if kv_cache_dtype == "int8" and block_size < 8:
-        raise ArgumentError("block_size", "at least 8 with kv_cache_dtype int8", block_size)
     num_blocks = cache_config.num_blocks
     if num_blocks == UNBOUNDED:
         memory = cache_config.kv_cache_memory

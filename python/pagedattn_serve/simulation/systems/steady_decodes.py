@@ -87,7 +87,7 @@ class SteadyDecodes:
         self._all[sequence] = decode
         self.groups.add(group)
         self._due[start % size][sequence] = decode
-        heapq.heappush(self._ends, (end, group.order, len(self._ends), decode))
+        heapq.heappush(self._ends, (end, group.order, decode.token, decode))
         self._sum_of_starts += start
 
     def num_blocks_for(self, first: int, num_steps: int) -> int:
