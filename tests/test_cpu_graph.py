@@ -1,7 +1,9 @@
 """CPUGraph: replays give what the ops give, on what the inputs hold then; what cannot be replayed is refused."""
 
+import importlib
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +130,37 @@ def test_what_a_replay_would_miss() -> None:
     with pytest.raises(RuntimeError, match="CPUGraph: expected tensors on the CPU, got one on meta"), graph.capture():
         torch.empty(3, device="meta") + 1
     assert ops.linear_packed(input, packed, 32).isfinite().all()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_torch_s_compiler_is_not_imported(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    """Which takes two seconds. But what compiles for the first time within a capture does not compile the capture."""
+    compiler = importlib.import_module("torch._dynamo")
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    packed_weight, input = make_layer()
+
+    def layer(x: Tensor) -> Tensor:
+        return (ops.linear_packed(x, packed_weight, 32) * 2).relu()
+
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        hidden = layer(input)
+        assert "torch._dynamo" not in sys.modules
+        if compiles:
+            monkeypatch.setitem(sys.modules, "torch._dynamo", compiler)
+            first, second = (torch.compile(layer, backend=backend)(x) for x in (input, input + 1))
+    assert not compiled
+    input.copy_(torch.randn(3, 16))
+    graph.replay()
+    assert torch.equal(hidden, layer(input))
+    if compiles:
+        assert torch.equal(first, layer(input)) and torch.equal(second, layer(input + 1))
 
 
 def test_one_capture_at_a_time() -> None:

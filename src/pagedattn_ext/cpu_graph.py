@@ -1,5 +1,6 @@
 """What a function computes on the CPU, captured once and replayed on the same memory without Python between the ops."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
@@ -59,7 +60,7 @@ class CPUGraph:
         if self._capture is not None and self._capture.state in (_State.UNDER_WAY, _State.COMPLETE):
             raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self._capture.state}")
         if self._capture is None or self._capture.state is not _State.NEW:
-            self._capture = _Capture()
+            self._capture = _Capture() if "torch._dynamo" in sys.modules else _CaptureWithoutCompiler()
         return self._capture
 
     @property
@@ -132,7 +133,10 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _pop_mode()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        """torch wraps this method, so that its compiler, if it compiles at the time, leaves the method alone."""
+        return self._see(op, args, kwargs or {})
+
+    def _see(self, op: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
         self._keep(op, inputs)  # results of earlier ops are kept already
         addresses = _addresses(inputs)
@@ -176,6 +180,20 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept[storage.data_ptr()] = storage
                 new.append(storage)
         return new
+
+
+class _CaptureWithoutCompiler(_Capture):  # type: ignore[no-untyped-call]
+    """A capture that begins before anything has imported torch's compiler. The wrapper of `__torch_dispatch__` imports
+    the compiler for each mode, which takes two seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no wrapper here
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "torch._dynamo" in sys.modules:  # something has compiled within the capture
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        return self._see(op, args, kwargs or {})
 
 
 def _has_shape_by_values(op: Any, args: Any) -> bool:
