@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, TransposedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, one_after_another
+from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, one_after_another
 
 
 class GPT2Attention(nn.Module):
@@ -57,7 +57,7 @@ class GPT2Model(nn.Module):
     def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         self.wte = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(GPT2Layer(config, partition, i) for i in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
-from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
+from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, SlicedLinear
 
 POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
 
@@ -57,7 +57,7 @@ class OPTDecoder(nn.Module):
         size, embedding_size = config.hidden_size, config.word_embed_proj_dim
         is_projected = embedding_size != size
         self.embed_tokens = SlicedEmbedding(partition.vocabulary(config.vocab_size), embedding_size)
-        self.embed_positions = nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, size)
+        self.embed_positions = Embedding(config.max_position_embeddings + POSITION_OFFSET, size)
         self.project_in = SlicedLinear(embedding_size, size, bias=False) if is_projected else nn.Identity()
         self.layers = nn.ModuleList(OPTLayer(config, partition) for _ in range(config.num_hidden_layers))
         has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm

@@ -160,7 +160,15 @@ SINGLE = Partition()
 # ---- slices ---------------------------------------------------------------------------------------------------------
 
 
-class SlicedEmbedding(nn.Embedding):
+class Embedding(nn.Embedding):
+    """An embedding whose values are the checkpoint's alone. torch's own draws random ones first, on the meta device as
+    well, and imports its compiler for that: two seconds."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class SlicedEmbedding(Embedding):
     """The rows of a rank's tokens. With several ranks, `SummedEmbedding` looks up the rows."""
 
     def __init__(self, vocabulary: Share, embedding_dim: int) -> None:
