@@ -180,11 +180,12 @@ ARROWS: dict[str, set[str]] = {
     "loading": {"loading.loader"},
     "loading.quantize": {"loading.loader"},
     "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
-    | {"loading.weights", "config"},
+    | {"loading.weights", "loading.plain_config", "config"},
     "loading.weights": {"loading.quantized_checkpoint", "loading.kv_scales", "models.causal_lm", "models.linear"},
     "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
     "loading.kv_scales": {"errors"},
     "loading.generation_config": {"loading.directory", "sampling_params"},
+    "loading.plain_config": set(),
     "loading.directory": {"errors"},
     # the families and what they share
     "models": set(),
@@ -207,7 +208,7 @@ ARROWS: dict[str, set[str]] = {
     "text.chat_template": {"config"},
     "text.detokenizer": set(),
     "text.stop_strings": set(),
-    "text.tokenizer": {"loading.directory"},
+    "text.tokenizer": {"loading.directory", "loading.plain_config"},
     # plain data that users hold and any room may read
     "engine_args": {"config", "options"},
     "options": set(),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,17 +29,41 @@ def test_names_and_version() -> None:
         pagedattn_serve.LMM  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_imports_that_take_long_come_with_a_model_that_needs_them() -> None:
-    """transformers with the first model, the fallback for models without a file of their own with none of the demo."""
+def test_imports_that_take_long_come_with_a_model_that_needs_them(tmp_path: Path) -> None:
+    """transformers with the first tokenizer; torch's compiler and the fallback for models without a file of their own
+    with no native model, as each takes seconds."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    configs: dict[str, dict[str, Any]] = {
+        "BloomForCausalLM": {"model_type": "bloom", "layer_norm_epsilon": 1e-5},
+        "GPT2LMHeadModel": {
+            "model_type": "gpt2",
+            "n_positions": 8,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu",
+        },
+        "OPTForCausalLM": {
+            "model_type": "opt",
+            "max_position_embeddings": 8,
+            "ffn_dim": 8,
+            "word_embed_proj_dim": 4,
+            "activation_function": "relu",
+        },
+    }
+    for name, fields in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [name]} | sizes | fields))
     done = python(
-        "import sys; from pagedattn_serve import DEMO_MODEL, LLM\n"
-        "slow = ['huggingface_hub', 'transformers', 'pagedattn_serve.models.transformers_model']\n"
+        "import sys; from pathlib import Path; from pagedattn_serve import DEMO_MODEL, LLM\n"
+        "from pagedattn_serve.loading.loader import build_model\n"
+        "slow = ['huggingface_hub', 'transformers', 'torch._dynamo', 'pagedattn_serve.models.transformers_model']\n"
         "print([name for name in slow if name in sys.modules])\n"
-        "LLM(DEMO_MODEL, num_blocks=64)\n"
+        f"for model in {[str(tmp_path / name) for name in configs]}: build_model(model)\n"
+        "print([name for name in slow if name in sys.modules])\n"
+        "LLM(DEMO_MODEL, num_blocks=64).generate('The', use_tqdm=False)\n"
         "print([name for name in slow if name in sys.modules])\n"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "['huggingface_hub', 'transformers']"]
+    assert done.stdout.splitlines() == ["[]", "[]", "['huggingface_hub', 'transformers']"]
 
 
 EXTRA = ["huggingface_hub", "numpy", "safetensors", "tqdm", "transformers"]

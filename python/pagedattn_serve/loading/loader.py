@@ -15,6 +15,7 @@ from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quanti
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
+from pagedattn_serve.loading.plain_config import read_plain_config
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
 from pagedattn_serve.loading.weights import load_weights, open_checkpoint, weight_files
 from pagedattn_serve.models.bloom import BloomForCausalLM
@@ -51,7 +52,7 @@ NATIVE: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
 SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "vocab_size"),
     *("intermediate_size", "max_position_embeddings", "ffn_dim", "word_embed_proj_dim"),
-    *("n_layer", "n_head", "n_embd", "n_inner", "n_positions"),
+    *("n_layer", "n_head", "n_embd", "n_embed", "n_inner", "n_positions"),
 )
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in DTYPES.items()}
 
@@ -170,7 +171,7 @@ def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, for
 
 
 def read_config(file: Path) -> Any:
-    """What transformers makes of a config.json. Raises ValueError with the name of a field that no model can have."""
+    """What models read of a config.json. Raises ValueError with the name of a field that no model can have."""
     fields = read_json(file)
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -179,6 +180,9 @@ def read_config(file: Path) -> Any:
         size = fields.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ArgumentError(name, f"an int >= 1 in {file}", repr(size))
+    if architectures and architectures[0] in NATIVE and (plain := read_plain_config(fields)) is not None:
+        plain.dtype = TORCH_DTYPES.get(plain.dtype)
+        return plain
     from transformers import AutoConfig
 
     try:

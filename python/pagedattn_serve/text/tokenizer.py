@@ -1,31 +1,59 @@
 """The tokenizer of a model's directory."""
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import find_directory, read_json
+from pagedattn_serve.loading.plain_config import read_plain_config
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+# Names of the class that is all in tokenizer.json; the second since transformers 5.
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
     """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
     Raises FileNotFoundError if the directory `tokenizer` has none, ValueError if a tokenizer cannot be loaded."""
-    from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
-
     directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
     if directory is None or not any((directory / name).is_file() for name in FILES):
         if tokenizer is None:
             return None
         raise FileNotFoundError(f"tokenizer: expected a directory with one of {', '.join(FILES)}, got {tokenizer}")
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return _from_pretrained(directory)
     except Exception as error:  # of any type, mostly without the name of the file
         for file in sorted(directory.glob("*.json")):
             read_json(file)
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
+
+
+def _from_pretrained(directory: Path) -> Any:
+    """What AutoTokenizer makes of a directory, without imports that most directories do not need.
+
+    For the model_type alone, AutoTokenizer imports the class of the model's config, and with it torch's compiler: two
+    seconds of CPU time. If tokenizer_config.json names the tokenizer's class, any config with the model_type does.
+    """
+    fields, names = (
+        read_json(directory / name) if (directory / name).is_file() else {}
+        for name in ("config.json", "tokenizer_config.json")
+    )
+    is_named = isinstance(names.get("tokenizer_class"), str) and "auto_map" not in names
+    if not is_named or read_plain_config(fields) is None:
+        from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
+
+        return AutoTokenizer.from_pretrained(directory)
+    if fields["model_type"] == "llama" and names["tokenizer_class"] in GENERIC:
+        from transformers import PreTrainedTokenizerFast  # half of what AutoTokenizer imports
+
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    from transformers import AutoTokenizer, PretrainedConfig
+
+    looked_at = {name: fields[name] for name in ("model_type", "model_name") if name in fields}
+    config = PretrainedConfig(name_or_path=str(directory), **looked_at)
+    return AutoTokenizer.from_pretrained(directory, config=config)
 
 
 def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

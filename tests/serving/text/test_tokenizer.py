@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint
-from transformers import PreTrainedTokenizerBase
+from checkpoints import Checkpoint, change_config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from pagedattn_serve.loading.plain_config import FIELDS, read_plain_config
 from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
 
 TEXT = "the cat sat 🙂 é"
@@ -50,6 +51,52 @@ def test_vocab_and_merges(text_model: str, tokenizer: PreTrainedTokenizerBase, t
     assert loaded is not None
     assert loaded(TEXT).input_ids == tokenizer(TEXT).input_ids
     assert loaded.decode(loaded(TEXT).input_ids) == TEXT
+
+
+@pytest.mark.parametrize("model_type", [*FIELDS, "phi3", None])
+def test_of_every_class_it_is_what_transformers_makes(text_model: str, tmp_path: Path, model_type: str | None) -> None:
+    """Whatever a tokenizer_config.json says of the class: the right one, that of another family, or none."""
+    shutil.copytree(text_model, tmp_path, dirs_exist_ok=True)
+    bpe = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(bpe["vocab"]))
+    (tmp_path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in bpe["merges"]))
+    if model_type is None:
+        (tmp_path / "config.json").unlink()
+    else:
+        of_others = dict(activation_function="relu", layer_norm_epsilon=1e-5, ffn_dim=9, word_embed_proj_dim=9)
+        change_config(tmp_path, model_type=model_type, sliding_window=9, **of_others)
+        plain = read_plain_config(json.loads((tmp_path / "config.json").read_text()))
+        assert (plain is not None) == (model_type in FIELDS)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for name in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+        "LlamaTokenizer",
+        "GPT2Tokenizer",
+        "Qwen2Tokenizer",
+        None,
+    ):
+        said["tokenizer_class"] = name
+        said["chat_template"] = "{{ messages[0].content }}"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        loaded, expected = load_tokenizer(tmp_path, None), AutoTokenizer.from_pretrained(tmp_path)
+        assert loaded is not None and type(loaded) is type(expected), name
+        assert loaded(TEXT).input_ids == expected(TEXT).input_ids
+        assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+        assert repr(loaded) == repr(expected)
+        assert loaded.chat_template == expected.chat_template
+
+
+def test_code_beside_a_tokenizer_is_not_run(text_model: str, tmp_path: Path) -> None:
+    """Nor is anybody asked whether to run it, as transformers has a tokenizer for the model_type."""
+    shutil.copytree(text_model, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, model_type="gpt2", activation_function="relu", layer_norm_epsilon=1e-5)
+    said = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')\nclass OwnTokenizer: pass\n")
+    loaded, expected = load_tokenizer(tmp_path, None), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(expected)
+    assert not (tmp_path / "it_ran").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
