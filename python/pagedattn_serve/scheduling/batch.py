@@ -6,12 +6,13 @@ from pagedattn_serve.scheduling.sequence import Sequence
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # compared and hashed by identity
 class ScheduledSequence:
     """The next `num_new_tokens` uncomputed tokens of a sequence, and its blocks.
 
     block_table: physical blocks of all its tokens so far, [num_blocks_of_sequence]. It is the block manager's own list,
-        to be read only. If it is the same object as in the step before, nothing but its end may have changed.
+        to be read only. If it is the same list as in the step before, nothing but its end may have changed. If the
+        whole ScheduledSequence is the same object, nothing has changed.
     num_samples: how many tokens to draw from its last row: 0 amid a prompt, more than 1 if a group of several sequences
         is about to fork. The number is fixed when the sequence is scheduled, because the sequence moves on afterwards.
     draft_token_ids: guesses at the tokens after its last one. They run behind it, and a token is drawn from the row of
@@ -38,6 +39,8 @@ class ScheduledBatch:
     preempted: groups that lost their blocks in this step, to make room.
     outgrown: groups that cannot go on, because they alone need more blocks than the cache has.
     num_decodes: how many of the sequences belong to groups that decode: each runs its last token, and its drafts.
+    num_plain: how many of the first sequences are plain decodes. Each is the only sequence of its group, which is no
+        group of beams, has output, runs its last token, and draws one token.
     num_long_tokens: how many tokens belong to prompts that do not fit in a step.
     """
 
@@ -48,6 +51,7 @@ class ScheduledBatch:
     preempted: list[SequenceGroup] = field(default_factory=list)
     outgrown: list[SequenceGroup] = field(default_factory=list)
     num_decodes: int = 0
+    num_plain: int = 0
     num_long_tokens: int = 0
 
     @property

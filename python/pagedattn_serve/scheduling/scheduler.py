@@ -87,7 +87,7 @@ class Scheduler:
         self.num_found_tokens = 0  # of these, how many were in the cache
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
-        self._decodes: dict[Sequence, ScheduledSequence] = {}  # of running sequences, as the last batch had them
+        self._decodes: dict[SequenceGroup, ScheduledSequence] = {}  # plain decodes, until their tables change
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
         self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
@@ -178,6 +178,7 @@ class Scheduler:
     def fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
         """A new sequence of a running group, with the tokens and the blocks of `parent`, at the end of the group."""
         child = parent.fork(index)
+        self._decodes.pop(group, None)
         self.block_manager.fork(parent, child)
         group.sequences.append(child)
         return child
@@ -190,7 +191,7 @@ class Scheduler:
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
-        self._decodes.pop(sequence, None)
+        self._decodes.pop(group, None)
         if self._proposer is not None:
             self._proposer.forget(sequence)
         if sequence.status is not SequenceStatus.WAITING:
@@ -245,39 +246,26 @@ class Scheduler:
         a group has no room in the budget, because newcomers shall not pass it."""
         prefilling = []
         is_left_out = False
-        num_done = 0
-        running, decodes, tables = self.running, self._decodes, self.block_manager.tables
-        block_size = self.block_manager.block_size
-        while num_done < len(running):
-            group = running[num_done]
-            num_sequences = len(group.sequences)
-            # The common case first: a decode amid its last block is the same in each step, and need not be made anew.
-            decode = decodes.get(group.sequences[0]) if num_sequences == 1 <= budget else None
-            if decode is not None:
-                sequence = decode.sequence
-                num_computed = sequence.num_computed_tokens
-                if (
-                    0 < num_computed % block_size < block_size - 1
-                    and len(sequence.prompt_token_ids) + len(sequence.output_token_ids) == num_computed + 1
-                    and decode.block_table is tables.get(sequence)
-                ):
-                    batch.sequences.append(decode)
-                    batch.num_decodes += 1
-                    budget -= 1
-                    num_done += 1
-                    continue
+        num_plain = -1
+        decodes, block_size, add = self._decodes, self.block_manager.block_size, batch.sequences.append
+        for group in self.running:  # victims of preemption leave the list at its end
+            # The common case first: a decode that neither needs a block nor fills one is the same in each step.
+            decode = decodes.get(group)
+            if decode and decode.sequence.num_computed_tokens + 1 < len(decode.block_table) * block_size and budget:
+                add(decode)
+                budget -= 1
+                continue
+            num_before = len(batch.sequences)
             if group.in_prefill:
                 prefilling.append(group)
-            elif num_sequences > budget:
+            elif len(group.sequences) > budget:
                 is_left_out = True
-            elif self._add_decodes(batch, group):
-                budget -= num_sequences
-            elif len(running) > 1:
-                self._preempt_last(batch)  # maybe `group` itself, and then the loop is over
-                continue
-            else:
-                batch.outgrown.append(group)
-            num_done += 1
+            elif self._add_or_preempt(batch, group):
+                budget -= len(group.sequences)
+                if num_plain < 0 and group not in decodes:
+                    num_plain = num_before
+        batch.num_decodes += len(batch.sequences)
+        batch.num_plain = len(batch.sequences) if num_plain < 0 else num_plain
         for group in prefilling:  # none of them was preempted: victims come after the group that is looked at
             if not self._is_long(group):
                 budget = self._add_prefill(batch, group, budget)
@@ -306,6 +294,7 @@ class Scheduler:
             else:
                 has_room = self._add_decodes(batch, group)
                 assert has_room, f"{group.request_id} was swapped in without room for its next tokens"
+                batch.num_decodes += len(group.sequences)
                 budget -= len(group.sequences)
         return budget
 
@@ -385,6 +374,18 @@ class Scheduler:
             else:
                 self._pace.observe_alone(num_long_tokens, seconds)
 
+    def _add_or_preempt(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
+        """Add a running group's decodes. While there is no room for them, preempt the last group, at last `group`
+        itself. Returns whether they were added."""
+        while not self._add_decodes(batch, group):
+            if len(self.running) == 1:
+                batch.outgrown.append(group)
+                return False
+            self._preempt_last(batch)
+            if group is batch.preempted[-1]:
+                return False
+        return True
+
     def _add_decodes(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
         """Add the last token of each sequence. Returns False, with nothing changed, if there is no room for all."""
         manager, sequences = self.block_manager, group.sequences
@@ -396,15 +397,14 @@ class Scheduler:
                     manager.append(sequence)
                 except OutOfBlocksError:
                     return False
-            batch.num_decodes += 1
-            if not sequence.output_token_ids:  # the cache had all of the prompt but its last token
+            if not sequence.output_token_ids or group.rules.uses_beams:
                 self._add_to_batch(batch, sequence, 1)
                 return True
-            # A decode is the same in each step, as long as the block table is, and need not be made anew.
-            table = manager.tables[sequence]
-            decode = self._decodes.get(sequence)
-            if decode is None or decode.block_table is not table:
-                decode = self._decodes[sequence] = ScheduledSequence(sequence, 1, table, num_samples=1)
+            # A decode is the same object until it has a new block. Then the block manager may have another table, too.
+            decode = self._decodes.get(group)
+            if decode is None or begin % block_size == 0:
+                table = manager.tables[sequence]
+                decode = self._decodes[group] = ScheduledSequence(sequence, 1, table, num_samples=1)
             batch.sequences.append(decode)
             if (begin + 1) % block_size == 0 and manager.prefix_caching:
                 manager.publish(sequence, begin // block_size, begin // block_size + 1)
@@ -418,7 +418,6 @@ class Scheduler:
             if pair is not None:
                 batch.blocks_to_copy.append(pair)
             self._add_to_batch(batch, sequence, 1)
-        batch.num_decodes += len(sequences)
         return True
 
     def _add_prefill(self, batch: ScheduledBatch, group: SequenceGroup, budget: int) -> int:
@@ -469,6 +468,8 @@ class Scheduler:
                 table = self.block_manager.block_table(sequence)
                 given = tuple(drafts[:num_tokens])
                 batch.sequences[i] = ScheduledSequence(sequence, scheduled.num_new_tokens, table, 1, given)
+                batch.num_plain = min(batch.num_plain, i)
+                self._decodes.pop(self._unfinished[sequence.request_id], None)  # the table may be another
                 self.num_proposed_tokens += num_tokens
                 budget -= num_tokens
 
@@ -504,6 +505,7 @@ class Scheduler:
         else:
             batch.blocks_to_swap_out += pairs
             self.num_swaps += 1
+        self._decodes.pop(group, None)
         self._move(group, SequenceStatus.WAITING if pairs is None else SequenceStatus.SWAPPED)
         group.num_preemptions += 1
         batch.preempted.append(group)

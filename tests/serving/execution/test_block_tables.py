@@ -46,10 +46,20 @@ class MirroredTables(BlockTables):
         super().__init__(max_num_seqs, max_num_blocks_per_seq)
         self.mirror = TableArray(max_num_seqs, max_num_blocks_per_seq)
 
+        self.scheduled: dict[Sequence, tuple[ScheduledSequence, list[int]]] = {}  # last, and its table as it was
+
+    def schedule(self, sequence: Sequence, table: list[int]) -> ScheduledSequence:
+        """As the scheduler does: the same object again, if the table has not changed."""
+        scheduled, before = self.scheduled.get(sequence, (None, []))
+        if scheduled is None or scheduled.block_table is not table or before != table:
+            scheduled = ScheduledSequence(sequence, 1, table, num_samples=1)
+        self.scheduled[sequence] = scheduled, list(table)
+        return scheduled
+
 
 def update(tables: MirroredTables, manager: BlockManager, sequences: Iterable[Sequence]) -> npt.NDArray[np.int32]:
     """A step with these sequences, checked."""
-    scheduled = [ScheduledSequence(sequence, 1, manager.block_table(sequence), num_samples=1) for sequence in sequences]
+    scheduled = [tables.schedule(sequence, manager.block_table(sequence)) for sequence in sequences]
     array, changes = tables.update(scheduled)
     mirrored = tables.mirror.apply(pickle.loads(pickle.dumps(changes)))
     assert mirrored.dtype == array.dtype and mirrored.tolist() == array.tolist()
@@ -202,6 +212,15 @@ def test_an_array_that_was_given_out_stays_as_it_is() -> None:
     leave(manager, sequences.pop(), SequenceStatus.FINISHED_STOPPED)
     update(tables, manager, [*sequences, start(manager, 16)])
     assert (array == before).all()
+
+
+def test_tables_that_stay_are_not_written() -> None:
+    manager, tables = make_manager(8), MirroredTables(2, 4)
+    sequences = [start(manager, 9), start(manager, 3)]
+    update(tables, manager, sequences)
+    scheduled = [tables.schedule(each, manager.block_table(each)) for each in sequences]
+    _, changes = tables.update(scheduled)
+    assert (changes.rewritten, changes.last_blocks) == ([], [])
 
 
 def test_all_rows_are_free_after_clear() -> None:

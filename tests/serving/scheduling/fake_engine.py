@@ -21,7 +21,7 @@ from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -78,6 +78,7 @@ class FakeEngine:
         self._ran_before: set[SequenceGroup] = set()
         self._taken: ScheduledBatch | None = None  # what the runner was given last
         self._batch = ScheduledBatch()  # the same as it was then, copies and all
+        self._tables: dict[ScheduledSequence, list[int]] = {}  # as they were then
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
@@ -219,6 +220,7 @@ class FakeEngine:
         copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         self._batch = ScheduledBatch(batch.sequences, *map(list, copies), batch.preempted, batch.outgrown)
         self.check_batch(batch)
+        self._tables = {each: list(each.block_table) for each in batch.sequences}
         self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
     def _begin_anew(self) -> None:
@@ -352,6 +354,15 @@ class FakeEngine:
                 num_samples * (each in at_end) for each in scheduled_members
             ]
             assert not at_end or [each.sequence for each in at_end] == group.sequences
+        for scheduled in batch.sequences[: batch.num_plain]:
+            group = group_of[scheduled.sequence]
+            assert group.sequences == [scheduled.sequence] and not group.rules.uses_beams
+            assert scheduled.sequence.output_token_ids and not scheduled.draft_token_ids
+            assert scheduled.num_new_tokens == scheduled.num_samples == 1 == scheduled.sequence.num_uncomputed_tokens
+        for scheduled in batch.sequences:
+            table = self._tables.get(scheduled, scheduled.block_table)
+            assert scheduled.block_table == table, "the same object, but the table has changed"
+        self.num_times["plain decodes that go on"] += sum(each in self._tables for each in batch.sequences)
         self._check_order_of_service(batch)
         self._check_copies(batch)
         for scheduled in batch.sequences:

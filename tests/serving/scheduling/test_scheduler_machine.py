@@ -281,6 +281,7 @@ def test_random_load_meets_everything() -> None:
         "accepted",
         "rejected",
         "prompt logprobs",
+        "plain decodes that go on",
         "ended by stop",
         "ended by length",
         "ended by error",
