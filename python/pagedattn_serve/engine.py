@@ -34,7 +34,7 @@ from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 from pagedattn_serve.text.tokenizer import load_tokenizer
@@ -357,12 +357,53 @@ class LLMEngine:
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
         tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
+        for i, (begin, entries) in sampled.prompt_logprobs.items():
+            self._requests[batch.sequences[i].sequence.request_id].add_prompt_logprobs(begin, entries)
+        now = time.monotonic()
+        num_plain = 0 if sampled.errors else batch.num_plain  # each has one row
+        outputs = self._add_to_plain(batch.sequences[:num_plain], tokens, now)
+        outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, tokens, sampled, now)
+        num_blocks = self.scheduler.block_manager.num_blocks
+        for group in batch.outgrown:
+            error = f"its sequences need more than all {num_blocks} blocks of the cache"
+            outputs.append(self._fail(self._requests[group.request_id], error, now))
+        self._forget_finished(outputs)
+        return outputs
+
+    def _add_to_plain(
+        self, decodes: list[ScheduledSequence], tokens: list[SampledToken], now: float
+    ) -> list[RequestOutput]:
+        """Add a token to each of the plain decodes. Returns what `step` returns of them."""
+        outputs = []
+        self._num_output_tokens += len(decodes)
+        for scheduled, token in zip(decodes, tokens, strict=False):
+            request = self._requests[scheduled.sequence.request_id]
+            try:
+                is_finished = request.add_token(token, self.scheduler)
+            except Exception as error:
+                self._num_output_tokens -= 1
+                self._end(request, error)
+                is_finished = True
+            if is_finished or request.output_kind is not FINAL_ONLY:
+                outputs.append(self._tell(request, now))
+        return outputs
+
+    def _add_to_others(
+        self,
+        others: list[ScheduledSequence],
+        first: int,
+        tokens: list[SampledToken],
+        sampled: SamplerOutput,
+        now: float,
+    ) -> list[RequestOutput]:
+        """Add tokens to the groups of these sequences, whose rows begin with `first`. Returns what `step` returns of
+        the groups."""
         requests: list[Request] = []
         ends: list[int] = []  # where the rows of each request end
         drafts_of: dict[Request, tuple[int, ...]] = {}
-        num_rows = 0
+        num_rows = first
         last = None
-        for scheduled in batch.sequences:
+        for scheduled in others:
             if scheduled.num_samples:
                 request = self._requests[scheduled.sequence.request_id]
                 num_rows += scheduled.num_samples
@@ -375,38 +416,30 @@ class LLMEngine:
                     requests.append(request)
                     ends.append(num_rows)
                     last = request
-        for i, (begin, entries) in sampled.prompt_logprobs.items():
-            self._requests[batch.sequences[i].sequence.request_id].add_prompt_logprobs(begin, entries)
-        now = time.monotonic()
         outputs = []
-        first = num_added = 0
         for request, end in zip(requests, ends, strict=True):
-            drafts = drafts_of.get(request) if drafts_of else None
+            drafts = drafts_of.get(request)
             stop = end if drafts is None else first + num_verified(drafts, range(first, end), sampled)
             if sampled.errors and (errors := [sampled.errors[i] for i in range(first, stop) if i in sampled.errors]):
                 request.fail(errors[0], self.scheduler)
             else:
-                num_added += self._add_tokens(request, tokens[first:stop], drafts is not None)
+                self._num_output_tokens += self._add_tokens(request, tokens[first:stop], drafts is not None)
                 if request.metrics.first_token_time is None:
                     request.metrics = replace(request.metrics, first_token_time=now)
-            is_finished = not request.group.sequences
-            if is_finished:
-                request.metrics = replace(request.metrics, finished_time=now)
-            if is_finished or request.output_kind is not FINAL_ONLY:
-                outputs.append(request.output())
+            if not request.group.sequences or request.output_kind is not FINAL_ONLY:
+                outputs.append(self._tell(request, now))
             first = end
-        num_blocks = self.scheduler.block_manager.num_blocks
-        for group in batch.outgrown:
-            error = f"its sequences need more than all {num_blocks} blocks of the cache"
-            outputs.append(self._fail(self._requests[group.request_id], error, now))
-        self._forget_finished(outputs)
-        self._num_output_tokens += num_added
         return outputs
+
+    def _tell(self, request: Request, now: float) -> RequestOutput:
+        """The output of a request that got tokens or has ended."""
+        if not request.group.sequences:
+            request.metrics = replace(request.metrics, finished_time=now)
+        return request.output()
 
     def _fail(self, request: Request, error: str, now: float) -> RequestOutput:
         request.fail(error, self.scheduler)
-        request.metrics = replace(request.metrics, finished_time=now)
-        return request.output()
+        return self._tell(request, now)
 
     def _forget_finished(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -419,12 +452,16 @@ class LLMEngine:
             if has_drafts:
                 return request.add_verified(tokens, self.scheduler)
             return request.add_tokens(tokens, self.scheduler)
-        except Exception as error:  # about the logits, or whatever a tokenizer raises
-            text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
-            has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing
-            logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
-            request.fail(text, self.scheduler)
+        except Exception as error:
+            self._end(request, error)
             return 0
+
+    def _end(self, request: Request, error: Exception) -> None:
+        """End a request with what its logits or its tokenizer have raised."""
+        text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
+        has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing
+        logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
+        request.fail(text, self.scheduler)
 
     def _settle(self) -> None:
         """Begin anew after a call that was interrupted. If an interrupt comes here, the next call begins anew."""

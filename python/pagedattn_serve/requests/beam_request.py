@@ -22,7 +22,7 @@ class BeamRequest(Request):
             rules.max_tokens,
             params.length_penalty,
             params.early_stopping,
-            num_end_tokens=len(rules.eos_token_ids | rules.stop_token_ids),
+            num_end_tokens=len(rules.end_token_ids),
         )
         group.sequences[0].sampling.num_candidates = self._search.num_candidates
 
@@ -68,7 +68,7 @@ class BeamRequest(Request):
         return self.completions[: self._rules.params.n]
 
     def _ends(self, beam: int, token_id: int) -> bool:
-        if token_id in self._rules.eos_token_ids or token_id in self._rules.stop_token_ids:
+        if token_id in self._rules.end_token_ids:
             return True
         if not self._rules.params.stop:
             return False

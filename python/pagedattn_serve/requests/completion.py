@@ -20,12 +20,13 @@ class OutputRules:
 
     tokenizer, token_texts: None if there is no tokenizer, or no text is asked for.
     eos_token_ids: the end-of-sequence tokens that end an output; none with ignore_eos.
+    end_token_ids: these, and the stop tokens.
     """
 
     params: SamplingParams
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
-    stop_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
     max_tokens: int
     stop_strings: StopStrings | None
     token_texts: TokenTexts | None
@@ -91,8 +92,7 @@ class Completion:
         token_id, logprob, top_logprobs, _ = token
         if logprob != logprob:  # NaN; the comparison saves a call
             self.require_number(logprob)
-        sequence, rules = self.sequence, self._rules
-        token_ids = sequence.output_token_ids
+        rules, token_ids = self._rules, self.sequence.output_token_ids
         token_ids.append(token_id)
         self.cumulative_logprob += logprob
         if top_logprobs is not None:
@@ -100,7 +100,7 @@ class Completion:
             self.logprobs.append(packed)
             decode_tokens(packed)
         status = None
-        if token_id in rules.eos_token_ids or token_id in rules.stop_token_ids:
+        if token_id in rules.end_token_ids:
             status = SequenceStatus.FINISHED_STOPPED
             self._stop_reason = None if token_id in rules.eos_token_ids else token_id
         elif len(token_ids) == rules.max_tokens:

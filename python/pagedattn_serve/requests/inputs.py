@@ -124,11 +124,12 @@ class InputProcessor:
         if max_length is not None:
             max_len = min(max_len, max(max_length, num_prompt_tokens + 1))
         room = max_len - num_prompt_tokens
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         return OutputRules(
             params=params,
             tokenizer=self._tokenizer if params.detokenize else None,
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            stop_token_ids=frozenset(params.stop_ids),
+            eos_token_ids=eos_token_ids,
+            end_token_ids=eos_token_ids.union(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_strings=StopStrings(params.stop_strings) if params.stop else None,
             token_texts=self._token_texts if params.detokenize else None,

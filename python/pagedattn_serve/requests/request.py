@@ -73,6 +73,17 @@ class Request:
                 scheduler.finish(self.group, completion.sequence, status)
         return len(tokens)
 
+    def add_token(self, token: SampledToken, scheduler: Scheduler) -> bool:
+        """`add_tokens` for a plain decode (`ScheduledBatch.num_plain`). Returns whether the request is finished."""
+        completion = self.completions[0]
+        if len(self.completions) > 1:
+            [completion] = [each for each in self.completions if not each.sequence.status.is_finished]
+        status = completion.add_token(token)
+        if status is None:
+            return False
+        scheduler.finish(self.group, completion.sequence, status)
+        return True
+
     def _fork(self, num_sequences: int, scheduler: Scheduler) -> None:
         [parent] = self.completions
         children = [scheduler.fork(self.group, parent.sequence, index) for index in range(1, num_sequences)]
