@@ -98,12 +98,21 @@ class FetchAhead {
 };
 
 // Calls add(prefetch) for one of several tiles, which are PANELS / 2 or more. add calls prefetch(step) for each step of
-// a block. To fetch the next block of all panels at once would wait for memory, so the first tiles share this: each
-// fetches the next block of one panel, or of two panels if the tiles are fewer than the panels. A step has STEP_SIZE
+// a block. To fetch the next block at once would wait for memory, so the first tiles share this. Of several panels,
+// each of them fetches the next block of one panel, or of two panels if the tiles are fewer than the panels. Of one
+// panel of fp32, they take turns at each line. A panel of fewer bytes is left to the first tile. A step has STEP_SIZE
 // weights.
 template <int PANELS, int STEP_SIZE, typename W, typename Add>
 PAGEDATTN_INLINE void fetch_next_block(int64_t tile, int64_t num_tiles, const W* next_block, int64_t panel_size,
                                        const Add& add) {
+  if constexpr (PANELS == 1 && sizeof(W) == sizeof(float)) {
+    const int64_t num_sharers = num_tiles >= 8 ? 8 : num_tiles >= 4 ? 4 : 2;
+    if (tile >= num_sharers) return add([](int64_t) {});
+    const W* next = next_block + tile * STEP_SIZE;
+    return add([next, num_sharers](int64_t step) PAGEDATTN_ALWAYS_INLINE {
+      if ((step & (num_sharers - 1)) == 0) prefetch_line(next + step * STEP_SIZE);
+    });
+  }
   const W* next = next_block + tile * panel_size;
   if (tile + num_tiles < PANELS) {
     const W* other = next + num_tiles * panel_size;

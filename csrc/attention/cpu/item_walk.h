@@ -103,6 +103,7 @@ class ItemWalk {
     int64_t i = begin;
     for (; i + MAX_ROWS <= end; i += MAX_ROWS) function.template operator()<MAX_ROWS>(i);
     if constexpr (MAX_ROWS > 2) {
+      if (i + 3 == end) return function.template operator()<3>(i);
       for (; i + 2 <= end; i += 2) function.template operator()<2>(i);
     }
     if (i < end) function.template operator()<1>(i);

@@ -14,24 +14,30 @@ namespace {
 template <typename Strip, int NUM_ROWS>
 constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && Strip::PARTS <= 2;
 
+// The strips, one below the other, whose sums are held in registers for NUM_ROWS rows.
+template <int NUM_ROWS>
+constexpr int STRIPS_BELOW = NUM_ROWS == 3 ? VEC_SIZE / 2 : VEC_SIZE / NUM_ROWS;
+
 // How many times the sums of values that registers hold are reduced together. More than once pays without AVX512:
 // reductions for every few elements would hold up the multiplications that follow.
 template <int NUM_ROWS>
-constexpr int SUM_PASSES = VEC_SIZE == 16 ? 1 : NUM_ROWS;
+constexpr int SUM_PASSES = NUM_ROWS == 3    ? 2
+                           : VEC_SIZE == 16 ? 1
+                                            : NUM_ROWS;
 
 // The sums of NUM_STRIPS strips of NUM_ROWS rows, one strip below the other, over a tile.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 struct StripSums {
   using Strips = TileStrips<T, Strip, ELEMENTS>;
-  static constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // one below the other
-  static constexpr int TILE_STRIPS = Strips::COUNT;       // side by side
+  static constexpr int NUM_STRIPS = STRIPS_BELOW<NUM_ROWS>;
+  static constexpr int TILE_STRIPS = Strips::COUNT;  // side by side
 
   static constexpr int64_t NUM_BYTES = NUM_STRIPS * ELEMENTS * TILE_TOKENS * sizeof(T);
   static constexpr int64_t NUM_FETCHES = Pace<T, NUM_ROWS>::num_value_fetches(NUM_BYTES);
   static constexpr int STRIPS_PER_FETCH = NUM_FETCHES <= TILE_STRIPS / 4 ? 4 : 1;
 
   using Converted = ConvertedFirst<Strip, TILE_STRIPS * NUM_STRIPS>;
-  using Sums = Vec[VEC_SIZE];  // [NUM_ROWS][NUM_STRIPS]
+  using Sums = Vec[NUM_ROWS * NUM_STRIPS];
 
   const HeadTile<T>& h;
   const float* weights;
@@ -200,7 +206,7 @@ PAGEDATTN_INLINE bool has_nan(const float (&values)[SIZE]) {
   return reduce_sum(zeros_or_nan) != 0.0f;
 }
 
-// Adds to the elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * VEC_SIZE / NUM_ROWS strips of ELEMENTS
+// Adds to the elements of the values of NUM_ROWS rows, from `d` on: SUM_PASSES * STRIPS_BELOW strips of ELEMENTS
 // elements.
 //
 // weight_scales: of each row, if the sums are integers.
@@ -208,32 +214,35 @@ template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>
 PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows, const float* weights,
                                           [[maybe_unused]] const float* weight_scales,
                                           TileStrips<T, Strip, ELEMENTS>& strips, int64_t d) {
-  constexpr int NUM_PASSES = SUM_PASSES<NUM_ROWS>;
-  constexpr int NUM_STRIPS = VEC_SIZE / NUM_ROWS;  // in a pass
-  constexpr int ROW_STRIPS = NUM_PASSES * NUM_STRIPS;
+  constexpr int NUM_STRIPS = STRIPS_BELOW<NUM_ROWS>;  // in a pass
+  constexpr int ROW_STRIPS = SUM_PASSES<NUM_ROWS> * NUM_STRIPS;
+  constexpr int NUM_VECS = NUM_ROWS * ROW_STRIPS / VEC_SIZE;
   constexpr int STEP = ROW_STRIPS * ELEMENTS;
   const int num_strips = WHOLE ? ROW_STRIPS : static_cast<int>(h.params.head_size - d) / ELEMENTS;
-  Vec sums[NUM_PASSES][VEC_SIZE];  // of [NUM_ROWS][ROW_STRIPS]
+  Vec sums[NUM_VECS][VEC_SIZE];  // of [NUM_ROWS][ROW_STRIPS]
   if constexpr (!WHOLE) __builtin_memset(sums, 0, sizeof sums);
-  float totals[NUM_PASSES * VEC_SIZE * ELEMENTS];
+  float totals[NUM_VECS * VEC_SIZE * ELEMENTS];
   while (true) {
     for (int first = 0; first < num_strips; first += NUM_STRIPS) {
       sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, strips, d / ELEMENTS + first, num_strips - first,
                                                       sums[0] + first, ROW_STRIPS);
     }
     using SumVec = std::conditional_t<INTEGER_SUMS<Strip>, IntVec, Vec>;
-    for (int i = 0; i < NUM_PASSES; ++i) sum_runs<ELEMENTS, SumVec>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
+    for (int i = 0; i < NUM_VECS; ++i) sum_runs<ELEMENTS, SumVec>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
     if (INTEGER_SUMS<Strip> || !strips.has_hidden_tokens || !has_nan(totals)) [[likely]]
       break;
     strips.hide_tokens(h);
+  }
+  if constexpr (INTEGER_SUMS<Strip>) {
+    for (float* at = totals; at < totals + NUM_VECS * VEC_SIZE * ELEMENTS; at += VEC_SIZE) {
+      store(at, __builtin_convertvector(load_as<IntVec>(at), Vec));
+    }
   }
   for (int r = 0; r < NUM_ROWS; ++r) {
     float* row = rows[r].values + d;
     float* row_totals = totals + r * STEP;
     if constexpr (INTEGER_SUMS<Strip>) {
-      for (int i = 0; i < STEP; ++i) {
-        row_totals[i] = static_cast<float>(__builtin_bit_cast(int32_t, row_totals[i])) * weight_scales[r];
-      }
+      for (int i = 0; i < STEP; ++i) row_totals[i] *= weight_scales[r];
     }
     if constexpr (WHOLE) {
       constexpr int SIZE = STEP < VEC_SIZE ? STEP : VEC_SIZE;
@@ -254,7 +263,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
 
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS>
 void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
-  constexpr int STEP = SUM_PASSES<NUM_ROWS> * VEC_SIZE / NUM_ROWS * ELEMENTS;
+  constexpr int STEP = SUM_PASSES<NUM_ROWS> * STRIPS_BELOW<NUM_ROWS> * ELEMENTS;
   alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
   float scales[NUM_ROWS];
   for (int r = 0; r < NUM_ROWS; ++r) {
