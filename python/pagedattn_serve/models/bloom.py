@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_serve.models.causal_lm import NativeCausalLM
-from pagedattn_serve.models.layers import InterleavedQKVLinear, attention
+from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, chunk_by_rows, of_rows
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 
@@ -28,10 +28,10 @@ class BloomAttention(nn.Module):
         self.dense = SlicedLinear(partition.head_features(num_heads, self.head_size), config.hidden_size)
         self.register_buffer("alibi_slopes", heads.of(alibi_slopes(num_heads), dim=0), persistent=False)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
         query, key, value = self.query_key_value(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
-        scale = self.head_size**-0.5
-        return self.dense(attention(query, key, value, kv_cache, metadata, scale, alibi_slopes=self.alibi_slopes))
+        scale, slopes = self.head_size**-0.5, self.alibi_slopes
+        return self.dense(attention(query, key, value, kv_cache, metadata, scale, alibi_slopes=slopes, rows=rows))
 
 
 class BloomMLP(nn.Module):
@@ -40,6 +40,7 @@ class BloomMLP(nn.Module):
         inner = partition.features(4 * config.hidden_size)
         self.dense_h_to_4h = SlicedLinear(config.hidden_size, inner)
         self.dense_4h_to_h = SlicedLinear(inner, config.hidden_size)
+        self.width = inner.whole
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(ops.gelu_fast(self.dense_h_to_4h(hidden)))
@@ -54,11 +55,13 @@ class BloomLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = BloomMLP(config, partition)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
         normed = self.input_layernorm(hidden)
-        hidden = (normed if self.residual_after_norm else hidden) + self.self_attention(normed, kv_cache, metadata)
+        residual = of_rows(normed if self.residual_after_norm else hidden, rows)
+        hidden = residual + self.self_attention(normed, kv_cache, metadata, rows)
         normed = self.post_attention_layernorm(hidden)
-        return (normed if self.residual_after_norm else hidden) + self.mlp(normed)
+        residual = normed if self.residual_after_norm else hidden
+        return residual + chunk_by_rows(self.mlp, normed, self.mlp.width)
 
 
 class BloomModel(nn.Module):
@@ -73,8 +76,9 @@ class BloomModel(nn.Module):
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
-        for layer, kv_cache in zip(self.h, kv_caches, strict=True):
-            hidden = layer(hidden, kv_cache, metadata)
+        rows_of_layers = metadata.rows_of_layers(len(self.h))
+        for layer, kv_cache, rows in zip(self.h, kv_caches, rows_of_layers, strict=True):
+            hidden = layer(hidden, kv_cache, metadata, rows)
         return self.ln_f(hidden)
 
 

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.models.causal_lm import NativeCausalLM
-from pagedattn_serve.models.layers import ACTIVATIONS, TransposedLinear, attention, choose_activation
+from pagedattn_serve.models.layers import (
+    ACTIVATIONS,
+    TransposedLinear,
+    attention,
+    choose_activation,
+    chunk_by_rows,
+    of_rows,
+)
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, one_after_another
 
@@ -23,9 +30,9 @@ class GPT2Attention(nn.Module):
         self.c_attn = TransposedLinear(config.hidden_size, one_after_another(queries, keys, values))
         self.c_proj = TransposedLinear(values, config.hidden_size)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
         query, key, value = self.c_attn(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
-        return self.c_proj(attention(query, key, value, kv_cache, metadata, self.scale))
+        return self.c_proj(attention(query, key, value, kv_cache, metadata, self.scale, rows=rows))
 
 
 class GPT2MLP(nn.Module):
@@ -35,6 +42,7 @@ class GPT2MLP(nn.Module):
         self.c_fc = TransposedLinear(config.hidden_size, inner)
         self.activation = choose_activation(ACTIVATIONS, config, "activation_function")
         self.c_proj = TransposedLinear(inner, config.hidden_size)
+        self.width = inner.whole
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.c_proj(self.activation(self.c_fc(hidden)))
@@ -48,9 +56,9 @@ class GPT2Layer(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, partition)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden), kv_cache, metadata)
-        return hidden + self.mlp(self.ln_2(hidden))
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+        hidden = of_rows(hidden, rows) + self.attn(self.ln_1(hidden), kv_cache, metadata, rows)
+        return hidden + chunk_by_rows(self.mlp, self.ln_2(hidden), self.mlp.width)
 
 
 class GPT2Model(nn.Module):
@@ -65,8 +73,9 @@ class GPT2Model(nn.Module):
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.wte(token_ids) + self.wpe(positions)
-        for layer, kv_cache in zip(self.h, kv_caches, strict=True):
-            hidden = layer(hidden, kv_cache, metadata)
+        rows_of_layers = metadata.rows_of_layers(len(self.h))
+        for layer, kv_cache, rows in zip(self.h, kv_caches, rows_of_layers, strict=True):
+            hidden = layer(hidden, kv_cache, metadata, rows)
         return self.ln_f(hidden)
 
 

@@ -24,13 +24,15 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Put the new keys and values into the cache, then let the new rows attend to all that they see.
 
     query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size]. Values may have any
         head size up to the cache's.
     alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
-    Returns [num_tokens, num_heads * head_size], with the head size of the values.
+    rows: int64 [n], the new rows whose results are wanted. None: all of them.
+    Returns [n, num_heads * head_size], with the head size of the values.
     """
     key_cache, value_cache, k_scale, v_scale = kv_cache
     padded_size, value_size = key_cache.shape[2] * key_cache.shape[4], value.shape[-1]
@@ -55,7 +57,11 @@ def attention(
     )
     if value_size < padded_size:
         out = out[..., :value_size].contiguous()
-    return out.flatten(1)
+    return of_rows(out.flatten(1), rows)
+
+
+def of_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
+    return hidden if rows is None else hidden[rows]
 
 
 class RMSNorm(nn.Module):
@@ -112,6 +118,25 @@ def choose_activation(activations: dict[str, Activation], config: Any, option: s
     if name not in activations:
         raise ValueError(f"{option}: expected one of {', '.join(activations)}, got {name!r}")
     return activations[name]
+
+
+# Activations of an MLP that stay in the CPU's caches. More than 32 MiB, which malloc of glibc gives back to the system
+# at once, would be cleared page by page in every layer.
+MAX_ACTIVATION_BYTES = 8 << 20
+MIN_CHUNK_ROWS = 128  # so many rows share one pass over the weights
+
+
+def chunk_by_rows(mlp: Callable[[Tensor], Tensor], hidden: Tensor, width: int) -> Tensor:
+    """mlp(hidden), on the CPU some rows at a time.
+
+    hidden: [num_tokens, hidden_size]. width: features of the widest activations that the MLP makes; those of all ranks
+        together, as the ranks add up their outputs and have to take the same rows.
+    """
+    num_rows = MAX_ACTIVATION_BYTES // (width * hidden.element_size()) // MIN_CHUNK_ROWS * MIN_CHUNK_ROWS
+    num_rows = max(num_rows, MIN_CHUNK_ROWS)
+    if hidden.device.type != "cpu" or len(hidden) <= num_rows:
+        return mlp(hidden)
+    return torch.cat([mlp(rows) for rows in torch.split(hidden, num_rows)])
 
 
 # ---- linear layers that checkpoints keep in another form ------------------------------------------------------------

@@ -36,3 +36,8 @@ class AttentionMetadata:
     query_start_loc: Tensor | None
     sampling_rows: Tensor
     max_seq_len: int | None = None
+
+    def rows_of_layers(self, num_layers: int) -> list[Tensor | None]:
+        """The rows that each layer has to return; None is all. No attention comes after the last layer, so those that
+        sample are enough there."""
+        return [None] * (num_layers - 1) + [self.sampling_rows]

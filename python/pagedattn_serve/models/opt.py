@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.models.causal_lm import NativeCausalLM
-from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation
+from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation, chunk_by_rows, of_rows
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, SlicedLinear
 
@@ -23,9 +23,9 @@ class OPTAttention(nn.Module):
         self.qkv_proj = FusedLinear(size, {"q_proj": queries, "k_proj": keys, "v_proj": values}, bias)
         self.out_proj = SlicedLinear(values, size, bias)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
         query, key, value = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
-        return self.out_proj(attention(query, key, value, kv_cache, metadata, scale=self.head_size**-0.5))
+        return self.out_proj(attention(query, key, value, kv_cache, metadata, self.head_size**-0.5, rows=rows))
 
 
 class OPTLayer(nn.Module):
@@ -39,13 +39,15 @@ class OPTLayer(nn.Module):
         self.activation = choose_activation(ACTIVATIONS, config, "activation_function")
         self.fc2 = SlicedLinear(inner, config.hidden_size, config.enable_bias)
         self.final_layer_norm = layer_norm(config)
+        self.width = inner.whole
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+        residual = of_rows(hidden, rows)
         if self.norm_first:
-            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, metadata)
-            return hidden + self.mlp(self.final_layer_norm(hidden))
-        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, kv_cache, metadata))
-        return self.final_layer_norm(hidden + self.mlp(hidden))
+            hidden = residual + self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, metadata, rows)
+            return hidden + chunk_by_rows(self.mlp, self.final_layer_norm(hidden), self.width)
+        hidden = self.self_attn_layer_norm(residual + self.self_attn(hidden, kv_cache, metadata, rows))
+        return self.final_layer_norm(hidden + chunk_by_rows(self.mlp, hidden, self.width))
 
     def mlp(self, hidden: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(hidden)))
@@ -68,8 +70,9 @@ class OPTDecoder(nn.Module):
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         hidden = self.project_in(self.embed_tokens(token_ids)) + self.embed_positions(positions + POSITION_OFFSET)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer(hidden, kv_cache, metadata)
+        rows_of_layers = metadata.rows_of_layers(len(self.layers))
+        for layer, kv_cache, rows in zip(self.layers, kv_caches, rows_of_layers, strict=True):
+            hidden = layer(hidden, kv_cache, metadata, rows)
         return self.project_out(self.final_layer_norm(hidden))
 
 
