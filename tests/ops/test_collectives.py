@@ -19,7 +19,7 @@ from torch import Tensor
 from pagedattn_ext import CPUGraph, SharedMemoryGroup, ops
 
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 30  # seconds, on a busy machine
+PATIENCE = 120  # seconds: beside three busy processes on two CPUs, ranks that take turns wait for a CPU at every call
 
 
 class Ranks:
