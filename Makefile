@@ -190,10 +190,12 @@ SANITIZED := build/sanitize
 SANITIZED_CAPABILITIES ?= native
 SWEEP_STEP ?= 7
 CXX ?= c++
+# Without the thread of faulthandler, which pytest starts at each test: if it allocates as a test forks, the child
+# waits for ever for the sanitizer's allocator.
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
   PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-  $(PYTEST) --sweep-step $(SWEEP_STEP) tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
+  $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
 sanitize: sanitize-simt sanitize-cpu
 sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
