@@ -195,7 +195,8 @@ CXX ?= c++
 SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
   PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-  $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) tests/ops --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
+  $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) tests/ops \
+  --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
 sanitize: sanitize-simt sanitize-cpu
 sanitize-build: build
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
