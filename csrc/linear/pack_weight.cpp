@@ -7,6 +7,8 @@
 namespace pagedattn {
 namespace {
 
+constexpr int64_t CODES_PER_INT32 = 8;
+
 // Elements between the rows of a tensor of two dimensions.
 int64_t row_stride(const Door& door, const char* argument, const Tensor& tensor) {
   door.rank(argument, tensor, 2);
@@ -60,11 +62,13 @@ void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
 void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros) {
   const Door door("pack_linear_weight_int4", codes);
   PackLinearWeightInt4Params params{};
-  door.dtype("codes", codes, ScalarType::Byte);
-  params.codes_stride = row_stride(door, "codes", codes);
-  params.codes = codes.const_data_ptr<uint8_t>();
+  params.codes_are_nibbles = codes.scalar_type() == ScalarType::Int;
+  door.check(params.codes_are_nibbles || codes.scalar_type() == ScalarType::Byte, "codes",
+             "expected dtype uint8 or int32, got ", codes.scalar_type());
+  params.codes_stride = row_stride(door, "codes", codes) * (params.codes_are_nibbles ? sizeof(int32_t) : 1);
+  params.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   params.out_features = codes.size(0);
-  params.in_features = codes.size(1);
+  params.in_features = codes.size(1) * (params.codes_are_nibbles ? CODES_PER_INT32 : 1);
   params.scale_dtype = door.float_dtype("scales", scales);
   door.check(params.scale_dtype != DType::BFLOAT16, "scales", "expected dtype float32 or float16, got bfloat16");
   params.scales_stride = row_stride(door, "scales", scales);

@@ -30,14 +30,15 @@ struct PackLinearWeightInt4Params {
   int64_t out_features;
   int64_t in_features;
   int64_t num_groups;
-  DType scale_dtype;      // fp32 or fp16
-  const uint8_t* codes;   // [out_features, in_features]
-  int64_t codes_stride;   // elements between rows
-  const void* scales;     // [out_features, num_groups]
-  int64_t scales_stride;  // elements between rows
-  const uint8_t* zeros;   // [out_features, num_groups]
-  int64_t zeros_stride;   // elements between rows
-  uint8_t* out;           // [num_panels, num_groups, bytes of a group]
+  DType scale_dtype;       // fp32 or fp16
+  const uint8_t* codes;    // rows of in_features codes
+  int64_t codes_stride;    // bytes between rows
+  bool codes_are_nibbles;  // two in a byte, the first in its lower half; otherwise one in a byte
+  const void* scales;      // [out_features, num_groups]
+  int64_t scales_stride;   // elements between rows
+  const uint8_t* zeros;    // [out_features, num_groups]
+  int64_t zeros_stride;    // elements between rows
+  uint8_t* out;            // [num_panels, num_groups, bytes of a group]
 };
 
 // Panels [begin, end).

@@ -84,12 +84,25 @@ void pack_panel(const PackLinearWeightInt8Params& p, int64_t panel) {
       });
 }
 
-// The codes of VEC_SIZE pairs of quads, two in each byte.
+// The codes of VEC_SIZE pairs of quads, two in each byte: one of the first quad in the lower half, one of the second in
+// the upper. `count` bytes are there to be read.
 PAGEDATTN_INLINE UintVec load_pairs(const uint8_t* codes, int64_t count) {
   const Vec a = load_bytes<Vec>(codes, count), b = load_bytes<Vec>(codes + VEC_BYTES, count - VEC_BYTES);
   const UintVec first = (UintVec)shuffle(a, b, [](int i) { return 2 * i; });
   const UintVec second = (UintVec)shuffle(a, b, [](int i) { return 2 * i + 1; });
   return first | second << 4;
+}
+
+// The four nibbles of the lower 16 bits, a byte each.
+PAGEDATTN_INLINE UintVec spread_nibbles(UintVec words) {
+  const UintVec bytes = (words | words << 8) & 0x00ff00ff;
+  return (bytes | bytes << 4) & 0x0f0f0f0f;
+}
+
+// The same of codes that are nibbles already, in order from the lowest on: a word is a pair of quads.
+PAGEDATTN_INLINE UintVec load_pairs_of_nibbles(const uint8_t* codes, int64_t count) {
+  const UintVec words = load_bytes<UintVec>(codes, count);
+  return spread_nibbles(words & 0xffff) | spread_nibbles(words >> 16) << 4;
 }
 
 template <typename T>
@@ -112,17 +125,25 @@ void pack_panel(const PackLinearWeightInt4Params& p, int64_t panel) {
   const int64_t group_bytes = pairs_per_group * PAIR_BYTES + LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
   const uint8_t* codes = p.codes + feature * p.codes_stride;
   uint8_t* out = p.out + panel * p.num_groups * group_bytes;
-  transpose_panel(
-      p.in_features / (2 * QUAD),
-      [&](int64_t f, int64_t pair) PAGEDATTN_ALWAYS_INLINE {
-        const int64_t i = pair * 2 * QUAD;
-        return load_pairs(codes + f * p.codes_stride + i, f < num_features ? p.in_features - i : 0);
-      },
-      [&](int64_t pair, int64_t first, UintVec words) PAGEDATTN_ALWAYS_INLINE {
-        const int64_t group = pair / pairs_per_group;
-        const int64_t place = group * group_bytes + (pair - group * pairs_per_group) * PAIR_BYTES;
-        __builtin_memcpy(out + place + first * QUAD, &words, sizeof words);
-      });
+  const int64_t num_pairs = p.in_features / (2 * QUAD);
+  const auto load_codes = [&](int64_t f, int64_t pair) PAGEDATTN_ALWAYS_INLINE {
+    const int64_t place = pair * 2 * QUAD;
+    return load_pairs(codes + f * p.codes_stride + place, f < num_features ? p.in_features - place : 0);
+  };
+  const auto load_nibbles = [&](int64_t f, int64_t pair) PAGEDATTN_ALWAYS_INLINE {
+    const int64_t place = pair * QUAD;
+    return load_pairs_of_nibbles(codes + f * p.codes_stride + place, f < num_features ? num_pairs * QUAD - place : 0);
+  };
+  const auto store = [&](int64_t pair, int64_t first, UintVec words) PAGEDATTN_ALWAYS_INLINE {
+    const int64_t group = pair / pairs_per_group;
+    const int64_t place = group * group_bytes + (pair - group * pairs_per_group) * PAIR_BYTES;
+    __builtin_memcpy(out + place + first * QUAD, &words, sizeof words);
+  };
+  if (p.codes_are_nibbles) {
+    transpose_panel(num_pairs, load_nibbles, store);
+  } else {
+    transpose_panel(num_pairs, load_codes, store);
+  }
   for (int64_t group = 0; group < p.num_groups; ++group) {
     uint8_t* behind_codes = out + group * group_bytes + pairs_per_group * PAIR_BYTES;
     if (p.scale_dtype == DType::FLOAT32) {

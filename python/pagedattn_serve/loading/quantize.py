@@ -18,13 +18,13 @@ from tqdm import tqdm
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
-from pagedattn_serve.loading.quantized_checkpoint import PACKED, checkpoint_format
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.loading.weights import checkpoint_name, checkpoint_shapes, open_checkpoint, read_tensors
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
-from pagedattn_serve.models.quantization import GROUP_SIZE, quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import GROUP_SIZE, PACKED, quantize_int4, quantize_int8
 
 FORMATS = ("int4", "int8")
 HEAD = "lm_head"

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
-from pagedattn_serve.models.quantization import Int4Weight, Int8Weight, chunks
+from pagedattn_serve.models.quantization import PACKED, Int4Weight, Int8Weight, QuantizedWeight, chunks
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
-PACKED = 8  # codes of four bits in an int32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
@@ -49,7 +48,7 @@ class CheckpointFormat:
         """The tensors that a layer has: what the rank holds of each of their axes."""
         raise NotImplementedError
 
-    def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight | Int4Weight:
+    def unpack(self, tensors: dict[str, Tensor]) -> QuantizedWeight:
         """The weight, made of tensors with the names and shapes of `shapes`."""
         raise NotImplementedError
 
@@ -101,7 +100,8 @@ class CompressedInt4(CheckpointFormat):
             zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
         else:
             zeros = unpack_nibbles("weight_zero_point", tensors["weight_zero_point"].t()).t()[: len(scales)]
-        return Int4Weight(unpack_nibbles("weight_packed", tensors["weight_packed"]), scales, zeros)
+        check_dtype("weight_packed", tensors["weight_packed"], torch.int32)
+        return Int4Weight(tensors["weight_packed"], scales, zeros)
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,7 +119,8 @@ class Gptq(CheckpointFormat):
         return {**shapes, "scales": [groups, outputs], "g_idx": [everything(inputs.whole)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
-        codes = unpack_nibbles("qweight", tensors["qweight"].t())
+        codes = tensors["qweight"].t()
+        check_dtype("qweight", codes, torch.int32)
         scales = tensors["scales"].t()
         order = tensors.get("g_idx", torch.zeros(1)).long()  # of all ranks
         if not torch.equal(order, torch.arange(len(order)) // (self.group_size or len(order))):
@@ -151,11 +152,10 @@ def unpack_nibbles(name: str, packed: Tensor) -> Tensor:
     check_dtype(name, packed, torch.int32)
     pairs = packed.contiguous().view(torch.uint8)
     codes = torch.empty(len(pairs), 2 * pairs.shape[1], dtype=torch.uint8)
-    words = codes.view(torch.int16)
-    for begin, end in chunks(pairs):
-        word = words[begin:end].copy_(pairs[begin:end])
-        word |= word << 4  # the upper of the two codes moves to the second byte
-        word &= 0x0F0F
+    for words, some in zip(chunks(codes.view(torch.int16)), chunks(pairs), strict=True):
+        words.copy_(some)
+        words |= words << 4  # the upper of the two codes moves to the second byte
+        words &= 0x0F0F
     return codes
 
 
@@ -273,8 +273,9 @@ def read_weight(
     format: CheckpointFormat,
     tensors: Container[str],
     read: Callable[[dict[str, list[Share]]], list[Tensor] | None],
-) -> Int8Weight | Int4Weight | None:
-    """The weight of a layer; None if `read` returns None. Raises ValueError for tensors that the layer cannot have.
+) -> list[QuantizedWeight] | None:
+    """The weight of a layer, in parts that lie one below the other; None if `read` returns None. Raises ValueError for
+    tensors that the layer cannot have.
 
     tensors: names of all tensors in the checkpoint.
     read: returns the rank's slices of the tensors of these names; None if one is missing or misshapen.
@@ -306,4 +307,5 @@ def read_weight(
             weights[-1] = {kind: outputs.of(tensor, dim=0) for kind, tensor in weights[-1].items()}
     if len(weights) < len(parts):
         return None
-    return type(weight)(**{kind: layer.from_checkpoint(kind, [held[kind] for held in weights]) for kind in weights[0]})
+    by_kind = {kind: layer.parts_from_checkpoint(kind, [held[kind] for held in weights]) for kind in weights[0]}
+    return [type(weight)(*tensors) for tensors in zip(*by_kind.values(), strict=True)]

@@ -57,21 +57,25 @@ def load_weights(
 
         def load_layer(layer_name: str, names: Iterable[str]) -> None:
             layer = model.get_submodule(layer_name)
-            quantized = None
+            is_packed = forms is not None and isinstance(layer, SlicedLinear)
+            quantized, weight = None, []  # parts of a weight that is packed
             for name in names:
                 kind = name.removeprefix(f"{layer_name}.")
                 if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
-                elif (parts := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
-                    weight = layer.from_checkpoint(kind, parts) if isinstance(layer, SlicedLinear) else parts[0]
+                elif (found := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
+                    parts = layer.parts_from_checkpoint(kind, found) if isinstance(layer, SlicedLinear) else found
                     # Packed layers take weights of any dtype, so 16-bit weights keep their dtype, whatever the model's.
-                    keeps_dtype = forms is not None and isinstance(layer, nn.Linear) and weight.dtype in HALF_DTYPES
-                    dtype = weight.dtype if keeps_dtype else model.dtype
-                    set_parameter(model, name, weight.to(device, dtype).contiguous())
+                    kept = HALF_DTYPES if is_packed else ()
+                    parts = [part.to(device, part.dtype if part.dtype in kept else model.dtype) for part in parts]
+                    if is_packed and kind == "weight":
+                        weight = parts
+                    else:
+                        set_parameter(model, name, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
             if isinstance(layer, SlicedLinear) and not layer.adds_bias:
                 layer.register_parameter("bias", None)
-            if not problems and forms is not None and isinstance(layer, nn.Linear):
-                packed = forms.pack(layer_name, layer) if quantized is None else quantized_linear(quantized, layer.bias)
+            if isinstance(layer, SlicedLinear) and forms is not None and not problems:
+                packed = quantized_linear(quantized, layer.bias) if quantized else forms.pack(layer_name, layer, weight)
                 model.set_submodule(layer_name, packed)
 
         # disable=None shows the bar only on a terminal.

@@ -156,6 +156,9 @@ class FusedLinear(SlicedLinear):
     def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)
 
+    def parts_from_checkpoint(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
 
 class TransposedLinear(SlicedLinear):
     """A linear layer whose weight the checkpoint keeps as [in_features, out_features], unless it is quantized."""

@@ -7,22 +7,29 @@ a buffer.
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
+from pagedattn_ext.huge_pages import empty_huge_pages
 from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
     Int8Weight,
+    QuantizedWeight,
     chunks,
     quantize_int4,
     quantize_int8,
 )
+
+PANEL = 16  # output features that lie together, as the ops pack them
+QUANTIZED_AT_ONCE = 1 << 23  # weights
 
 
 class PackedLinear(nn.Module):
@@ -30,10 +37,13 @@ class PackedLinear(nn.Module):
 
     FORM = "not quantized, in 16 bits where these hold the weights exactly"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None) -> None:
+        """weight: whole, or in parts that lie one below the other."""
         super().__init__()
-        self.out_features = weight.shape[0]
-        self.packed_weight = ops.pack_linear_weight(narrowed(weight))
+        parts = narrowed([weight] if isinstance(weight, Tensor) else weight)
+        self.out_features = sum(map(len, parts))
+        rows = whole_panels([(part,) for part in parts])
+        self.packed_weight = pack_parts(ops.pack_linear_weight, rows, self.out_features)
         self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -46,10 +56,21 @@ class Int8Linear(nn.Module):
 
     FORM = "int8, a scale for each output feature, rows quantized at run time"
 
-    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Int8Weight | Sequence[Int8Weight] | Sequence[Tensor], bias: Tensor | None) -> None:
+        """weight: whole, or in parts that lie one below the other. Floats are quantized some rows at a time, so that
+        few codes lie in memory twice."""
         super().__init__()
-        self.packed_weight = ops.pack_linear_weight_int8(weight.codes)
-        self.weight_scales = weight.scales
+        parts = [weight] if isinstance(weight, Int8Weight) else weight
+        out_features = sum(len(part) for part in parts)
+        scales = []
+
+        def rows() -> Iterator[tuple[Tensor]]:
+            for part in int8_parts(parts):
+                scales.append(part.scales)
+                yield (part.codes,)
+
+        self.packed_weight = pack_parts(ops.pack_linear_weight_int8, rows(), out_features)
+        self.weight_scales = torch.cat(scales)
         self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -61,12 +82,15 @@ class Int4Linear(nn.Module):
 
     FORM = f"int4 in groups of {GROUP_SIZE}, rows quantized at run time"
 
-    def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Int4Weight | Sequence[Int4Weight], bias: Tensor | None) -> None:
+        """weight: whole, or in parts that lie one below the other."""
         super().__init__()
-        self.out_features = weight.codes.shape[0]
-        self.group_size = weight.group_size
-        self.scale_dtype = weight.scales.dtype
-        self.packed_weight = ops.pack_linear_weight_int4(weight.codes, weight.scales, weight.zeros)
+        parts = [weight] if isinstance(weight, Int4Weight) else weight
+        self.out_features = sum(map(len, parts))
+        self.group_size = parts[0].group_size
+        self.scale_dtype = reduce(torch.promote_types, [part.scales.dtype for part in parts])
+        rows = whole_panels([(part.codes, part.scales.to(self.scale_dtype), part.zeros) for part in parts])
+        self.packed_weight = pack_parts(ops.pack_linear_weight_int4, rows, self.out_features)
         self.bias = as_fp32(bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -106,15 +130,20 @@ class LinearForms:
         out_features = linear.outputs.whole if isinstance(linear, SlicedLinear) else linear.out_features
         return out_features == self.vocab_size
 
-    def pack(self, name: str, linear: nn.Linear) -> nn.Module:
-        """The layer, called `name`, in its form. ValueError for weights that cannot be quantized."""
-        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    def pack(self, name: str, linear: nn.Linear, parts: Sequence[Tensor] | None = None) -> nn.Module:
+        """The layer, called `name`, in its form. ValueError for weights that cannot be quantized.
+
+        parts: of the weight, one below the other; None: the layer's own weight.
+        """
+        parts = [linear.weight.detach()] if parts is None else parts
+        bias = None if linear.bias is None else linear.bias.detach()
         form = self.of(linear)
         if form is PackedLinear:
-            return PackedLinear(weight, bias)
-        quantize = quantize_int4 if form is Int4Linear else quantize_int8
+            return PackedLinear(parts, bias)
         try:
-            return quantized_linear(quantize(weight), bias)
+            if form is Int8Linear:
+                return Int8Linear(parts, bias)
+            return Int4Linear([quantize_int4(part) for part in parts], bias)
         except ValueError as error:
             raise ValueError(f"quantization: {name}: {str(error).partition(': ')[2]}") from None
 
@@ -127,8 +156,11 @@ class LinearForms:
         return "; ".join([*words, *(f"the last one {form}" for form in heads - counts.keys())])
 
 
-def quantized_linear(weight: Int8Weight | Int4Weight, bias: Tensor | None) -> nn.Module:
-    return Int8Linear(weight, bias) if isinstance(weight, Int8Weight) else Int4Linear(weight, bias)
+def quantized_linear(parts: Sequence[QuantizedWeight], bias: Tensor | None) -> nn.Module:
+    """parts: of the weight, one below the other, all of one kind."""
+    if of_8_bits := [part for part in parts if isinstance(part, Int8Weight)]:
+        return Int8Linear(of_8_bits, bias)
+    return Int4Linear([part for part in parts if isinstance(part, Int4Weight)], bias)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -157,13 +189,54 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def narrowed(weight: Tensor) -> Tensor:
-    """The weight in fp16 or bf16 if one of them holds every element exactly, as after a conversion from 16 bits."""
-    if weight.dtype == torch.float32:
-        for dtype in (torch.bfloat16, torch.float16):
-            if all(torch.equal(weight[a:b].to(dtype).float(), weight[a:b]) for a, b in chunks(weight)):
-                return weight.to(dtype)
-    return weight
+# ---- weights in parts -----------------------------------------------------------------------------------------------
+
+Rows = tuple[Tensor, ...]  # of a weight: what the op that packs them takes
+
+
+def pack_parts(pack: Callable[..., Tensor], parts: Iterable[Rows], out_features: int) -> Tensor:
+    """The packed weight that has these parts, one below the other. All but the last have whole panels."""
+    packed, place = None, 0
+    for part in parts:
+        if packed is None:
+            panels = pack(*(tensor[:0] for tensor in part))
+            packed = empty_huge_pages((num_panels(out_features), *panels.shape[1:]), panels.dtype)
+        end = place + num_panels(len(part[0]))
+        pack(*part, out=packed[place:end])
+        place = end
+    assert packed is not None and place == len(packed)
+    return packed
+
+
+def whole_panels(parts: Sequence[Rows]) -> Sequence[Rows]:
+    """The same rows in parts that `pack_parts` takes."""
+    if all(len(part[0]) % PANEL == 0 for part in parts[:-1]):
+        return parts
+    return [tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))]
+
+
+def num_panels(out_features: int) -> int:
+    return -(-out_features // PANEL)
+
+
+def int8_parts(parts: Sequence[Int8Weight] | Sequence[Tensor]) -> Iterator[Int8Weight]:
+    """The same rows in 8 bits, in parts that `pack_parts` takes."""
+    quantized = [(part.codes, part.scales) for part in parts if isinstance(part, Int8Weight)]
+    yield from (Int8Weight(*rows) for rows in whole_panels(quantized))
+    for [part] in whole_panels([(part,) for part in parts if isinstance(part, Tensor)]):
+        num_rows = QUANTIZED_AT_ONCE // max(1, part.shape[1]) // PANEL * PANEL
+        yield from map(quantize_int8, torch.split(part, max(PANEL, num_rows)))
+
+
+def narrowed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of one dtype: fp16 or bf16 if one of them holds every element exactly, as after a conversion from 16 bits."""
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    if dtype == torch.float32:
+        for short in (torch.bfloat16, torch.float16):
+            if all(torch.equal(rows.to(short).float(), rows.float()) for part in parts for rows in chunks(part)):
+                dtype = short
+                break
+    return [part.to(dtype) for part in parts]
 
 
 def as_fp32(bias: Tensor | None) -> Tensor | None:

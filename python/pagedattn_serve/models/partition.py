@@ -215,6 +215,10 @@ class SlicedLinear(nn.Linear):
         """
         return tensors[0]
 
+    def parts_from_checkpoint(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
+        """The same as tensors that lie one below the other. To join them would take a copy."""
+        return [self.from_checkpoint(kind, tensors)]
+
 
 # ---- what joins the slices of all ranks -----------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
 
 GROUP_SIZE = 32  # weights that share a scale and a zero, as ops.quantize_weight_int4 has them
+PACKED = 8  # codes of four bits in an int32
 CHUNK_ELEMENTS = 1 << 16  # that ops of torch take at a time, so that what is between them stays in the CPU's cache
 
 
@@ -17,6 +19,9 @@ class Int8Weight:
     codes: Tensor
     scales: Tensor
 
+    def __len__(self) -> int:
+        return len(self.codes)
+
     def dequantize(self) -> Tensor:
         """fp32 [out_features, in_features]."""
         return self.codes * self.scales[:, None]
@@ -26,22 +31,29 @@ class Int8Weight:
 class Int4Weight:
     """A weight is (code - zero) * scale, with the zero and the scale of its group in the row.
 
-    codes: uint8 [out_features, in_features], 0 to 15. scales: float [out_features, num_groups]. zeros: uint8, the same
-    shape, 0 to 15.
+    codes: uint8 [out_features, in_features], 0 to 15, or int32 [out_features, in_features / 8], eight in each, the
+    lowest four bits first. scales: float [out_features, num_groups]. zeros: uint8, the same shape, 0 to 15.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
 
+    def __len__(self) -> int:
+        return len(self.codes)
+
     @property
     def group_size(self) -> int:
-        return self.codes.shape[1] // self.scales.shape[1]
+        in_features = self.codes.shape[1] * (PACKED if self.codes.dtype == torch.int32 else 1)
+        return in_features // self.scales.shape[1]
 
     def dequantize(self) -> Tensor:
-        """fp32 [out_features, in_features]."""
+        """fp32 [out_features, in_features], of codes in uint8."""
         codes = self.codes.reshape(*self.scales.shape, -1).float()
         return ((codes - self.zeros[..., None]) * self.scales[..., None].float()).flatten(1)
+
+
+QuantizedWeight = Int8Weight | Int4Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
@@ -70,7 +82,6 @@ def shortened(scales: Tensor) -> Tensor:
     return short if (error <= scales.abs().amax(1, keepdim=True) / 2048).all() else scales
 
 
-def chunks(matrix: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows."""
-    num_rows = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1]))
-    return [(begin, min(begin + num_rows, len(matrix))) for begin in range(0, len(matrix), num_rows)]
+def chunks(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Its rows, some at a time."""
+    return torch.split(matrix, max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1])))

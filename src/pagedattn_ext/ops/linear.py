@@ -10,12 +10,16 @@ from pagedattn_ext.huge_pages import empty_huge_pages
 
 from ._call import call_on_cpu, check_one_device, check_rank, check_tensors
 
+CODES_PER_INT32 = 8
 
-def pack_linear_weight(weight: Tensor) -> Tensor:
+
+def pack_linear_weight(weight: Tensor, out: Tensor | None = None) -> Tensor:
     """`weight` in the order in which `linear_packed` reads it, in huge pages where the system grants them.
 
     Args:
         weight: [out_features, in_features], fp32, fp16 or bf16, on the CPU.
+        out: where the panels go, of the shape and dtype of what is returned; None: new memory. With the panels of a
+            larger weight, the parts of a weight are packed one by one: each but the last has a multiple of 16 features.
 
     Returns:
         [ceil(out_features / 16), in_features, 16], a copy: output features in panels of 16; the last panel is filled up
@@ -23,7 +27,8 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     """
     _check_weight("pack_linear_weight", weight)
     out_features, in_features = weight.shape
-    out = empty_huge_pages((-(-out_features // PANEL), in_features, PANEL), weight.dtype)
+    if out is None:
+        out = empty_huge_pages((-(-out_features // PANEL), in_features, PANEL), weight.dtype)
     with torch.no_grad():
         call_on_cpu("pack_linear_weight", out, _with_rows(weight))
     return out
@@ -54,18 +59,20 @@ def _(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | No
     return _empty_out(input, out_features)
 
 
-def pack_linear_weight_int8(weight: Tensor) -> Tensor:
+def pack_linear_weight_int8(weight: Tensor, out: Tensor | None = None) -> Tensor:
     """The weight of `linear_int8` in the order in which it is read, in huge pages where the system grants them.
 
     Args:
         weight: int8 [out_features, in_features], on the CPU.
+        out: as in `pack_linear_weight`.
 
     Returns:
         uint8 [ceil(out_features / 16), ceil(in_features / 4), 16, 4]: each weight plus 128, filled up with zeros (128).
     """
     _check_matrix("pack_linear_weight_int8", "weight", weight, torch.int8)
     out_features, in_features = weight.shape
-    out = empty_huge_pages((-(-out_features // PANEL), -(-in_features // QUAD), PANEL, QUAD), torch.uint8)
+    if out is None:
+        out = empty_huge_pages((-(-out_features // PANEL), -(-in_features // QUAD), PANEL, QUAD), torch.uint8)
     call_on_cpu("pack_linear_weight_int8", out, _with_rows(weight))
     return out
 
@@ -115,26 +122,29 @@ def _(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor 
     return _empty_out(input, weight_scales.shape[0])
 
 
-def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor, out: Tensor | None = None) -> Tensor:
     """The weight of `linear_int4` in the order in which it is read, in huge pages where the system grants them.
 
     Element i of a row of the weight is (code - zero) * scale, with the scale and zero of its group i // group_size.
     Scales are used as they are: fp16 scales stay fp16, bf16 and fp32 scales are stored in fp32.
 
     Args:
-        codes: uint8 [out_features, in_features], 0 to 15, on the CPU.
+        codes: uint8 [out_features, in_features], 0 to 15, on the CPU; or int32 [out_features, in_features / 8], eight
+            in each, the lowest four bits first, as compressed-tensors keeps them.
         scales: fp32, fp16 or bf16 [out_features, in_features / group_size]; group_size is a multiple of 32.
         zeros: uint8, like scales, 0 to 15; 8 for symmetric weights.
+        out: as in `pack_linear_weight`.
 
     Returns:
         uint8 [ceil(out_features / 16), in_features / group_size, 8 * group_size + 48, with fp32 scales + 80].
     """
     name = "pack_linear_weight_int4"
-    _check_matrix(name, "codes", codes, torch.uint8)
+    _check_matrix(name, "codes", codes, torch.uint8, torch.int32)
     check_tensors(name, scales=scales)
     check_rank(name, "scales", scales, 2)
     _check_float(name, "scales", scales)
-    (out_features, in_features), num_groups = codes.shape, scales.shape[1]
+    out_features, num_groups = codes.shape[0], scales.shape[1]
+    in_features = codes.shape[1] * (CODES_PER_INT32 if codes.dtype == torch.int32 else 1)
     if (
         scales.shape[0] != out_features
         or num_groups == 0
@@ -150,13 +160,14 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Ten
         if not tensor.is_cpu:
             raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {tensor.device}")
     for argument, tensor in (("codes", codes), ("zeros", zeros)):
-        if tensor.numel() > 0 and int(tensor.max()) > 15:
+        if tensor.dtype == torch.uint8 and tensor.numel() > 0 and int(tensor.max()) > 15:
             raise ValueError(f"{name}: {argument}: expected values up to 15, got {int(tensor.max())}")
 
     if scales.dtype == torch.bfloat16:
         scales = scales.float()
     group_bytes = PANEL * (in_features // num_groups // 2 + scales.itemsize + 1)
-    out = empty_huge_pages((-(-out_features // PANEL), num_groups, group_bytes), torch.uint8)
+    if out is None:
+        out = empty_huge_pages((-(-out_features // PANEL), num_groups, group_bytes), torch.uint8)
     call_on_cpu(name, out, *map(_with_rows, (codes, scales, zeros)))
     return out
 
@@ -240,11 +251,12 @@ def _check_weight(function: str, weight: Tensor) -> None:
     _check_float(function, "weight", weight)
 
 
-def _check_matrix(function: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def _check_matrix(function: str, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     check_tensors(function, **{name: tensor})
     check_rank(function, name, tensor, 2)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{function}: {name}: expected dtype {_name_of(dtype)}, got {_name_of(tensor.dtype)}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(_name_of, dtypes))
+        raise TypeError(f"{function}: {name}: expected dtype {expected}, got {_name_of(tensor.dtype)}")
 
 
 def _check_float(function: str, name: str, tensor: Tensor) -> None:
