@@ -148,6 +148,39 @@ def test_wrong_arguments():
         ops.pack_linear_weight(torch.zeros(2))
 
 
+PACK = {
+    "pack_linear_weight": lambda weight, **out: ops.pack_linear_weight(weight.bfloat16(), **out),
+    "pack_linear_weight_int8": lambda weight, **out: ops.pack_linear_weight_int8(weight.to(torch.int8), **out),
+    "pack_linear_weight_int4": lambda weight, **out: ops.pack_linear_weight_int4(
+        weight.abs().byte().clamp(0, 15), weight[:, :2], weight[:, :2].abs().byte().clamp(0, 15), **out
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_parts_of_a_weight_are_packed_in_their_place(name):
+    weight = 9 * normal(70, 64, dtype=torch.float32)
+    expected = PACK[name](weight)
+    packed = torch.full_like(expected, 3)
+    for begin, end in ((48, 70), (0, 16), (16, 48)):
+        out = packed[begin // 16 : -(-end // 16)]
+        assert PACK[name](weight[begin:end], out=out) is out
+    assert_same_bits(packed, expected)
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_places_that_are_refused(name):
+    weight = torch.zeros(40, 64)
+    right = PACK[name](weight)
+    for wrong, error in [
+        (right[:2], ValueError),
+        (right.repeat(2, *[1] * (right.dim() - 1))[::2], ValueError),
+        (right.double(), TypeError),
+    ]:
+        with pytest.raises(error, match=rf"^{name}: out: expected .+"):
+            PACK[name](weight, out=wrong)
+
+
 def test_no_output_features():
     """Of more rows than anybody could go through, as an expanded tensor has."""
     input = torch.ones(64).expand(2**40, -1)

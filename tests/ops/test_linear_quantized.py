@@ -200,6 +200,23 @@ def test_int4(num_rows, num_groups, group_size, out_features, dtype, scale_dtype
     assert_close_to_reference(out, reference.linear_int4(rows, *layer, bias))
 
 
+@given(
+    num_groups=st.integers(1, 9),
+    group_size=st.sampled_from([32, 64, 96]),
+    out_features=st.integers(1, 40),
+    has_gap=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_int4_codes_in_words(num_groups, group_size, out_features, has_gap, seed):
+    """Eight codes in an int32, the first in its lowest bits: the same packed weight as of a code in a byte."""
+    codes, scales, zeros = make_int4_layer(num_groups * group_size, out_features, group_size, seed=seed)
+    words = (codes.view(out_features, -1, 8).long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+    if has_gap:
+        words = torch.cat([words, ~words], dim=1)[:, : words.shape[1]]
+    packed = ops.pack_linear_weight_int4(words, scales, zeros)
+    assert_same_bits(packed, ops.pack_linear_weight_int4(codes, scales, zeros))
+
+
 def test_int4_takes_any_leading_dimensions():
     packed = ops.pack_linear_weight_int4(*make_int4_layer(64, 33, 64))
     rows = make_rows(6, 64, torch.float32)
@@ -427,6 +444,8 @@ def test_linear_int4_rejects(argument, wrong, error):
         ("codes", torch.zeros(20, 64, dtype=torch.int8), TypeError),
         ("codes", torch.zeros(20, dtype=torch.uint8), ValueError),
         ("codes", torch.full((20, 64), 16, dtype=torch.uint8), ValueError),
+        ("codes", torch.zeros(20, 8, dtype=torch.int64), TypeError),
+        ("codes", torch.zeros(20, dtype=torch.int32), ValueError),
         ("scales", torch.zeros(20, 2, dtype=torch.float64), TypeError),
         ("scales", torch.zeros(20), ValueError),
         ("scales", torch.zeros(21, 2), ValueError),
@@ -436,6 +455,7 @@ def test_linear_int4_rejects(argument, wrong, error):
         ("zeros", torch.zeros(20, 1, dtype=torch.uint8), ValueError),
         ("zeros", torch.full((20, 2), 16, dtype=torch.uint8), ValueError),
         ("zeros", None, TypeError),
+        ("scales", torch.zeros(20, 4), ValueError),  # of 64 codes in bytes, not in words
     ],
 )
 def test_pack_int4_rejects(argument, wrong, error):

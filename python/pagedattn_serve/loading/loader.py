@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -17,7 +16,7 @@ from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.plain_config import read_plain_config
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
-from pagedattn_serve.loading.weights import load_weights, open_checkpoint, weight_files
+from pagedattn_serve.loading.weights import OpenFiles, load_weights, open_checkpoint, weight_files
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
@@ -203,7 +202,7 @@ def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layer
         return None
     if given is not None:
         return given_scales(given, num_layers)
-    with ExitStack() as open_files:
+    with OpenFiles() as open_files:
         tensors = open_checkpoint(directory, open_files)
         scales = scales_in_checkpoint(
             ((name, read()) for name, read in tensors.items() if is_kv_scale(name)), num_layers

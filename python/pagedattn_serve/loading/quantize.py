@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.loading.weights import checkpoint_name, checkpoint_shapes, open_checkpoint, read_tensors
+from pagedattn_serve.loading.weights import OpenFiles, checkpoint_name, checkpoint_shapes, open_checkpoint, read_tensors
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
@@ -100,7 +99,7 @@ def write_tensors(model: NativeCausalLM, directory: Path, copy: Path, format: st
     quantized."""
     left: list[str] = []
     shards: list[list[str]] = []
-    with ExitStack() as open_files:
+    with OpenFiles() as open_files:
         shard: dict[str, Tensor] = {}
         for tensors in quantized_tensors(model, directory, open_files, format, left):
             if shard and num_bytes(shard) + num_bytes(tensors) > SHARD_BYTES:
@@ -136,7 +135,7 @@ def write_shard(shard: dict[str, Tensor], copy: Path, shards: list[list[str]]) -
 
 
 def quantized_tensors(
-    model: NativeCausalLM, directory: Path, open_files: ExitStack, format: str, left: list[str]
+    model: NativeCausalLM, directory: Path, open_files: OpenFiles, format: str, left: list[str]
 ) -> Iterator[dict[str, Tensor]]:
     """The checkpoint's tensors by the names of the copy: those of a linear layer at a time, and one of the others.
 
@@ -163,6 +162,7 @@ def quantized_tensors(
             except ValueError as error:
                 raise ValueError(f"model: {part}: {str(error).partition(': ')[2]}") from None
             yield {f"{own_name}.{suffix}": tensor for suffix, tensor in packed.items()}
+            open_files.close()
             give_back_freed_memory()
     for name, read in tensors.items():
         yield {own_names[name]: read().contiguous()}

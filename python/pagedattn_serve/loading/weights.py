@@ -4,9 +4,10 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,7 +46,7 @@ def load_weights(
     forms: what the linear layers become, one layer after the other, so that memory holds one layer twice at most. A
         tied lm_head keeps its form.
     """
-    with ExitStack() as open_files:
+    with OpenFiles() as open_files:
         tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
         unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS) and not is_kv_scale(name)}
         problems: list[str] = []
@@ -82,6 +83,7 @@ def load_weights(
         bar = tqdm(parameters, desc="Loading weights", disable=None, leave=False)
         for layer_name, names in groupby(bar, lambda name: name.rpartition(".")[0]):
             load_layer(layer_name, names)
+            open_files.close()
             give_back_freed_memory()
         if HEAD in unexpected and not problems:  # its embeddings are tied
             unexpected.discard(HEAD)
@@ -107,14 +109,45 @@ def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(directory: Path, open_files: ExitStack) -> Tensors:
+class OpenFiles:
+    """The *.safetensors files that tensors are read from. After `close`, the next tensor opens its file again.
+
+    Pages of a file that were read count as memory of the process until the file is closed and its tensors are gone.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def names(self, file: Path) -> list[str]:
+        names: list[str] = self._opened(file).keys()
+        return names
+
+    def read(self, file: Path, name: str) -> Tensor:
+        tensor: Tensor = self._opened(file).get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+
+def open_checkpoint(directory: Path, open_files: OpenFiles) -> Tensors:
     """Every tensor of the checkpoint, memory-mapped where the format allows it."""
     tensors: Tensors = {}
     for file in weight_files(directory):
         try:
             if file.suffix == ".safetensors":
-                handle = open_files.enter_context(safe_open(file, framework="pt"))
-                tensors |= {name: lambda h=handle, n=name: h.get_tensor(n) for name in handle.keys()}  # noqa: SIM118
+                tensors |= {name: partial(open_files.read, file, name) for name in open_files.names(file)}
             else:
                 # Before torch 1.6 it was another format, which cannot be mapped.
                 mmap = zipfile.is_zipfile(file)

@@ -29,7 +29,7 @@ from pagedattn_serve.models.quantization import (
 )
 
 PANEL = 16  # output features that lie together, as the ops pack them
-QUANTIZED_AT_ONCE = 1 << 23  # weights
+QUANTIZED_AT_ONCE = 1 << 22  # weights
 
 
 class PackedLinear(nn.Module):
@@ -225,7 +225,9 @@ def int8_parts(parts: Sequence[Int8Weight] | Sequence[Tensor]) -> Iterator[Int8W
     yield from (Int8Weight(*rows) for rows in whole_panels(quantized))
     for [part] in whole_panels([(part,) for part in parts if isinstance(part, Tensor)]):
         num_rows = QUANTIZED_AT_ONCE // max(1, part.shape[1]) // PANEL * PANEL
-        yield from map(quantize_int8, torch.split(part, max(PANEL, num_rows)))
+        for rows in torch.split(part, max(PANEL, num_rows)):
+            yield quantize_int8(rows)
+            give_back_freed_memory()  # malloc finds no use for what the codes before have left
 
 
 def narrowed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
