@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from os import PathLike
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
-from pagedattn_serve.models.metadata import AttentionMetadata
+from pagedattn_serve.execution.step_inputs import StepInputs
 from pagedattn_serve.requests.prompts import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -72,14 +73,18 @@ def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits
     """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses. Yields the
     logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows."""
     for begin in range(0, len(token_ids), chunk_size):
-        positions = torch.arange(begin, min(begin + chunk_size, len(token_ids)), device=runner.device)
-        num_tokens = len(positions)
-        metadata = AttentionMetadata(
-            slot_mapping=positions,
-            block_tables=torch.arange(-(-len(token_ids) // runner.block_size), device=runner.device)[None].int(),
-            seq_lens=torch.tensor([begin + num_tokens], dtype=torch.int32, device=runner.device),
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device),
-            sampling_rows=torch.arange(num_tokens if logits else 0, device=runner.device),
+        end = min(begin + chunk_size, len(token_ids))
+        positions = np.arange(begin, end)
+        num_blocks = -(-len(token_ids) // runner.block_size)
+        yield runner.run_model(
+            StepInputs(
+                token_ids=np.array(token_ids[begin:end]),
+                positions=positions,
+                slot_mapping=positions,
+                block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+                seq_lens=np.array([end], dtype=np.int32),
+                query_start_loc=np.array([0, end - begin], dtype=np.int32),
+                sampling_rows=np.arange(end - begin if logits else 0),
+                max_seq_len=end,
+            )
         )
-        tokens = torch.tensor(token_ids[begin : begin + num_tokens], device=runner.device)
-        yield runner.model(tokens, positions, runner.cache_engine.kv_caches, metadata)

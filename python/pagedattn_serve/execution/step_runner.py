@@ -11,7 +11,7 @@ from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dty
 from pagedattn_serve.execution.decode_graphs import DecodeGraphs
 from pagedattn_serve.execution.step_inputs import StepInputs
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
-from pagedattn_serve.models.metadata import AttentionMetadata
+from pagedattn_serve.models.metadata import AttentionMetadata, LastRows
 
 BlockPairs = list[tuple[int, int]]
 
@@ -62,7 +62,7 @@ class StepRunner:
     def run_model(self, inputs: StepInputs) -> Tensor:
         """The logits of the rows that sample, valid until the next call. A CPU graph runs if one fits the batch."""
         token_ids, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
-        query_start_loc = inputs.query_start_loc
+        query_start_loc, last_rows = inputs.query_start_loc, inputs.rows_of_last_layer()
         metadata = AttentionMetadata(
             slot_mapping=self._tensor(inputs.slot_mapping),
             block_tables=self._tensor(inputs.block_tables),
@@ -70,6 +70,7 @@ class StepRunner:
             query_start_loc=None if query_start_loc is None else self._tensor(query_start_loc),
             sampling_rows=self._tensor(inputs.sampling_rows),
             max_seq_len=inputs.max_seq_len,
+            last_rows=None if last_rows is None else LastRows(*map(self._tensor, last_rows)),
         )
         logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata)
         if logits is None:

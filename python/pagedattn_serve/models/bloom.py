@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pagedattn_ext import ops
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, chunk_by_rows, of_rows
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 
 DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no end
@@ -28,7 +28,7 @@ class BloomAttention(nn.Module):
         self.dense = SlicedLinear(partition.head_features(num_heads, self.head_size), config.hidden_size)
         self.register_buffer("alibi_slopes", heads.of(alibi_slopes(num_heads), dim=0), persistent=False)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         query, key, value = self.query_key_value(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         scale, slopes = self.head_size**-0.5, self.alibi_slopes
         return self.dense(attention(query, key, value, kv_cache, metadata, scale, alibi_slopes=slopes, rows=rows))
@@ -55,7 +55,7 @@ class BloomLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = BloomMLP(config, partition)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         normed = self.input_layernorm(hidden)
         residual = of_rows(normed if self.residual_after_norm else hidden, rows)
         hidden = residual + self.self_attention(normed, kv_cache, metadata, rows)

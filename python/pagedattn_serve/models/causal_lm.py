@@ -47,7 +47,7 @@ class CausalLM(nn.Module):
 class NativeCausalLM(CausalLM):
     """A family of this package. Parameters have the names of the checkpoint, except in converted layers.
 
-    PREFIX: what all names but lm_head's begin with: that of the module that computes the rows that sample, before
+    PREFIX: what all names but lm_head's begin with: that of the module that computes the rows of the last layer, before
         lm_head, [n, hidden_size]. Checkpoints of the model without its head leave the prefix out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
 
@@ -100,7 +100,7 @@ class NativeCausalLM(CausalLM):
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         trunk = self.get_submodule(self.PREFIX.removesuffix("."))
-        return self.lm_head(trunk(token_ids, positions, kv_caches, metadata))
+        return self.lm_head(metadata.of_samples(trunk(token_ids, positions, kv_caches, metadata)))
 
     def joins(self) -> dict[str, Callable[[nn.Module], nn.Module]]:
         """What the layers that give slices become, by name: modules that join the slices of all ranks. To be asked for

@@ -15,7 +15,7 @@ from pagedattn_serve.models.layers import (
     chunk_by_rows,
     of_rows,
 )
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, one_after_another
 
 
@@ -30,7 +30,7 @@ class GPT2Attention(nn.Module):
         self.c_attn = TransposedLinear(config.hidden_size, one_after_another(queries, keys, values))
         self.c_proj = TransposedLinear(values, config.hidden_size)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         query, key, value = self.c_attn(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         return self.c_proj(attention(query, key, value, kv_cache, metadata, self.scale, rows=rows))
 
@@ -56,7 +56,7 @@ class GPT2Layer(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, partition)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         hidden = of_rows(hidden, rows) + self.attn(self.ln_1(hidden), kv_cache, metadata, rows)
         return hidden + chunk_by_rows(self.mlp, self.ln_2(hidden), self.mlp.width)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import Share, SlicedLinear, one_after_another
 from pagedattn_serve.models.rope import cos_sin_cache
 
@@ -24,17 +24,18 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    rows: Tensor | None = None,
+    rows: LastRows | None = None,
 ) -> Tensor:
-    """Put the new keys and values into the cache, then let the new rows attend to all that they see.
+    """Put the new keys and values into the cache, then let new rows attend to all that they see.
 
     query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size]. Values may have any
         head size up to the cache's.
     alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
-    rows: int64 [n], the new rows whose results are wanted. None: all of them.
+    rows: the n new rows that attend. None: all of them. Whether others do changes no bit of a row's result on the CPU.
     Returns [n, num_heads * head_size], with the head size of the values.
     """
     key_cache, value_cache, k_scale, v_scale = kv_cache
+    query = of_rows(query, rows)
     padded_size, value_size = key_cache.shape[2] * key_cache.shape[4], value.shape[-1]
     if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
         query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
@@ -45,7 +46,7 @@ def attention(
         value_cache,
         metadata.block_tables,
         metadata.seq_lens,
-        query_start_loc=metadata.query_start_loc,
+        query_start_loc=metadata.query_start_loc if rows is None else rows.query_start_loc,
         scale=scale,
         max_seq_len=metadata.max_seq_len,
         sliding_window=sliding_window,
@@ -57,11 +58,11 @@ def attention(
     )
     if value_size < padded_size:
         out = out[..., :value_size].contiguous()
-    return of_rows(out.flatten(1), rows)
+    return out.flatten(1)
 
 
-def of_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
-    return hidden if rows is None else hidden[rows]
+def of_rows(hidden: Tensor, rows: LastRows | None) -> Tensor:
+    return hidden if rows is None else hidden[rows.of_step]
 
 
 class RMSNorm(nn.Module):

@@ -21,7 +21,7 @@ from pagedattn_serve.models.layers import (
     chunk_by_rows,
     of_rows,
 )
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.rope import max_position
 
@@ -51,7 +51,7 @@ class LlamaAttention(nn.Module):
         positions: Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        rows: Tensor | None,
+        rows: LastRows | None,
     ) -> Tensor:
         # Not unflatten and split, which take 3 microseconds more: much for a step of one token.
         heads = self.qkv_proj(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_size)
@@ -92,7 +92,7 @@ class LlamaLayer(nn.Module):
         positions: Tensor,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        rows: Tensor | None,
+        rows: LastRows | None,
     ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, kv_cache, metadata, rows)

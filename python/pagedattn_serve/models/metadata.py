@@ -18,6 +18,19 @@ class KVCache(NamedTuple):
     v_scale: Tensor | None = None
 
 
+class LastRows(NamedTuple):
+    """The rows that the last layer computes: of each sequence those from the first that samples to its end.
+
+    of_step: int64 [n], which rows of the step these are, ascending.
+    query_start_loc: int32 [num_seqs + 1], offsets of the sequences' rows among the n. A sequence may have none.
+    sampling: int64 [num_samples], which of the n each of the step's sampling_rows is.
+    """
+
+    of_step: Tensor
+    query_start_loc: Tensor
+    sampling: Tensor
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Where the new tokens of one step go in the cache, and what they see there.
@@ -28,6 +41,7 @@ class AttentionMetadata:
     query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens. None: one token each.
     sampling_rows: int64 [n], the rows whose logits are asked for; none if every sequence is amid its prompt.
     max_seq_len: at least each of seq_lens. None in a graph that is replayed with other lengths: as long as the tables.
+    last_rows: the rows of the last layer, which no other layer attends to. None: all.
     """
 
     slot_mapping: Tensor
@@ -36,8 +50,12 @@ class AttentionMetadata:
     query_start_loc: Tensor | None
     sampling_rows: Tensor
     max_seq_len: int | None = None
+    last_rows: LastRows | None = None
 
-    def rows_of_layers(self, num_layers: int) -> list[Tensor | None]:
-        """The rows that each layer has to return; None is all. No attention comes after the last layer, so those that
-        sample are enough there."""
-        return [None] * (num_layers - 1) + [self.sampling_rows]
+    def rows_of_layers(self, num_layers: int) -> list[LastRows | None]:
+        """The rows that each layer has to return; None is all."""
+        return [None] * (num_layers - 1) + [self.last_rows]
+
+    def of_samples(self, hidden: Tensor) -> Tensor:
+        """Of what the last layer returns, the rows that sample."""
+        return hidden[self.sampling_rows if self.last_rows is None else self.last_rows.sampling]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation, chunk_by_rows, of_rows
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, SlicedLinear
 
 POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
@@ -23,7 +23,7 @@ class OPTAttention(nn.Module):
         self.qkv_proj = FusedLinear(size, {"q_proj": queries, "k_proj": keys, "v_proj": values}, bias)
         self.out_proj = SlicedLinear(values, size, bias)
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         query, key, value = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         return self.out_proj(attention(query, key, value, kv_cache, metadata, self.head_size**-0.5, rows=rows))
 
@@ -41,7 +41,7 @@ class OPTLayer(nn.Module):
         self.final_layer_norm = layer_norm(config)
         self.width = inner.whole
 
-    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata, rows: LastRows | None) -> Tensor:
         residual = of_rows(hidden, rows)
         if self.norm_first:
             hidden = residual + self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, metadata, rows)
