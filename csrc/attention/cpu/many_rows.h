@@ -237,6 +237,7 @@ __attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h,
 // As arrange_weights, but with each weight once, not once for each element of a strip.
 template <typename Strip, int ELEMENTS>
 void arrange_weights_once(TileLogits& weights) {
+  if constexpr (ELEMENTS == 1) return Strip::template arrange_weights<1>(weights.at, weights.at);
   constexpr int RUN = VEC_SIZE / ELEMENTS;
   alignas(64) float arranged[TILE_TOKENS * ELEMENTS];
   Strip::template arrange_weights<ELEMENTS>(weights.at, arranged);

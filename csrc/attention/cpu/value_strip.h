@@ -23,7 +23,8 @@ struct FloatStrip {
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) { return fma(values, weights, sum); }
 
-  // Lays out the weights of a tile as the strips want them: [strips, PARTS, VEC_SIZE].
+  // Lays out the weights of a tile as the strips want them: [strips, PARTS, VEC_SIZE]. With one element to a strip,
+  // both may be in the same place.
   template <int ELEMENTS>
   static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
     constexpr int TOKENS = SIZE / ELEMENTS;
