@@ -70,6 +70,14 @@ def test_every_group_size(device, group_size):
         assert_attention(arguments, *OPS.paged_attention(**arguments))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_heads_in_8_bits(device, dtype):
+    """Single bytes are loaded, at odd addresses too, which a sanitizer and a GPU would refuse for larger words."""
+    case = Case(((1, 13), (9, 40)), dtype, ("fp8", torch.uint8), num_kv_heads=1, head_size=512)
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
 @pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["same", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("group_size", [17, 32, 33, 71])

@@ -33,11 +33,9 @@ __device__ inline float float_of(DType dtype, uint8_t bits) {
   return to_float(float16{static_cast<uint16_t>(half)});
 }
 
-// What a thread loads at once, of 2 to 16 bytes.
+// What a thread loads at once, of 1 to 16 bytes.
 template <int BYTES>
-using Word =
-    std::conditional_t<BYTES == 16, uint4,
-                       std::conditional_t<BYTES == 8, uint2, std::conditional_t<BYTES == 4, uint32_t, uint16_t>>>;
+using Word = std::conditional_t<BYTES == 16, uint4, std::conditional_t<BYTES == 8, uint2, Bits<BYTES>>>;
 
 // Loads NUM elements of the cache from `source`: 16 bytes at most, all in one block.
 template <typename BitsT, int NUM>
