@@ -73,9 +73,11 @@ def load_weights(
                         weight = parts
                     else:
                         set_parameter(model, name, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
-            if isinstance(layer, SlicedLinear) and not layer.adds_bias:
+            if not isinstance(layer, SlicedLinear):
+                return
+            if not layer.adds_bias:
                 layer.register_parameter("bias", None)
-            if isinstance(layer, SlicedLinear) and forms is not None and not problems:
+            if forms is not None and not problems:
                 packed = quantized_linear(quantized, layer.bias) if quantized else forms.pack(layer_name, layer, weight)
                 model.set_submodule(layer_name, packed)
 
