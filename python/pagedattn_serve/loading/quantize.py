@@ -23,7 +23,7 @@ from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
-from pagedattn_serve.models.quantization import GROUP_SIZE, PACKED, quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantize_int4, quantize_int8
 
 FORMATS = ("int4", "int8")
 HEAD = "lm_head"
@@ -187,7 +187,7 @@ def compressed(weight: Tensor, format: str) -> dict[str, Tensor]:
         of_8_bits = quantize_int8(weight)
         return {"weight": of_8_bits.codes, "weight_scale": of_8_bits.scales[:, None]}
     quantized = quantize_int4(weight)
-    padding = -len(weight) % PACKED
+    padding = -len(weight) % CODES_PER_INT32
     zeros = nn.functional.pad(quantized.zeros, (0, 0, 0, padding))
     return {
         "weight_packed": pack_nibbles(quantized.codes),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pagedattn_serve.loading.directory import read_json
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
-from pagedattn_serve.models.quantization import PACKED, Int4Weight, Int8Weight, QuantizedWeight, chunks
+from pagedattn_serve.models.quantization import CODES_PER_INT32, Int4Weight, Int8Weight, QuantizedWeight, chunks
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
@@ -90,8 +90,8 @@ class CompressedInt4(CheckpointFormat):
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
         groups = self.groups(inputs)
-        zeros = {} if self.symmetric else {"weight_zero_point": [outputs.packed(PACKED), groups]}
-        shapes = {"weight_packed": [outputs, inputs.packed(PACKED)], "weight_scale": [outputs, groups]}
+        zeros = {} if self.symmetric else {"weight_zero_point": [outputs.packed(CODES_PER_INT32), groups]}
+        shapes = {"weight_packed": [outputs, inputs.packed(CODES_PER_INT32)], "weight_scale": [outputs, groups]}
         return {**shapes, **zeros, "weight_shape": [everything(2)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
@@ -115,7 +115,10 @@ class Gptq(CheckpointFormat):
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
         groups = self.groups(inputs)
-        shapes = {"qweight": [inputs.packed(PACKED), outputs], "qzeros": [groups, outputs.packed(PACKED)]}
+        shapes = {
+            "qweight": [inputs.packed(CODES_PER_INT32), outputs],
+            "qzeros": [groups, outputs.packed(CODES_PER_INT32)],
+        }
         return {**shapes, "scales": [groups, outputs], "g_idx": [everything(inputs.whole)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
@@ -136,7 +139,10 @@ class Awq(CheckpointFormat):
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
         groups = self.groups(inputs)
-        shapes = {"qweight": [inputs, outputs.packed(PACKED)], "qzeros": [groups, outputs.packed(PACKED)]}
+        shapes = {
+            "qweight": [inputs, outputs.packed(CODES_PER_INT32)],
+            "qzeros": [groups, outputs.packed(CODES_PER_INT32)],
+        }
         return {**shapes, "scales": [groups, outputs]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
@@ -283,8 +289,8 @@ def read_weight(
     weights = []
     parts = layer.checkpoint_parts(name)
     for part, outputs in parts.items():
-        # Some tensors hold the codes of PACKED outputs in one element, and ranks cannot share an element.
-        to_read = outputs if outputs.splits_only_at(PACKED) else everything(outputs.whole)
+        # Some tensors hold the codes of CODES_PER_INT32 outputs in one element, and ranks cannot share an element.
+        to_read = outputs if outputs.splits_only_at(CODES_PER_INT32) else everything(outputs.whole)
         try:
             shapes = {
                 suffix: shares

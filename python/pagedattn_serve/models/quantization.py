@@ -8,7 +8,7 @@ from torch import Tensor
 from pagedattn_ext import ops
 
 GROUP_SIZE = 32  # weights that share a scale and a zero, as ops.quantize_weight_int4 has them
-PACKED = 8  # codes of four bits in an int32
+CODES_PER_INT32 = 8  # codes of four bits in an int32
 CHUNK_ELEMENTS = 1 << 16  # that ops of torch take at a time, so that what is between them stays in the CPU's cache
 
 
@@ -44,7 +44,7 @@ class Int4Weight:
 
     @property
     def group_size(self) -> int:
-        in_features = self.codes.shape[1] * (PACKED if self.codes.dtype == torch.int32 else 1)
+        in_features = self.codes.shape[1] * (CODES_PER_INT32 if self.codes.dtype == torch.int32 else 1)
         return in_features // self.scales.shape[1]
 
     def dequantize(self) -> Tensor:
