@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from pagedattn_ext import ops
 
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]  # on every instruction set
+# On every instruction set.
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device", "exact_weights")]
 # Around what the kernels count in: tiles of rows, the rows of a pass (128, on tiles 256), panels of 16 features, 4 at a
 # time, blocks of 64 and of 256 steps.
 NUM_ROWS = st.integers(0, 30) | st.sampled_from([64, 127, 128, 129, 257, 300])
@@ -115,6 +116,16 @@ def test_what_is_not_finite_stays_in_its_row_and_feature(special, dtype):
     kept = torch.ones(20, 40, dtype=torch.bool)
     kept[7], kept[:, 21] = False, False
     assert_same_bits(out[kept], expected[kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_of_any_bits_stays_nan(dtype):
+    """Rounded as a number, a NaN whose bits are all set would become zero."""
+    weight = normal(20, 3, dtype=torch.float32)
+    weight.view(torch.int32)[[3, 8], 1] = torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32)
+    for num_rows in (1, 5):
+        out = ops.linear_packed(normal(num_rows, 3, dtype=dtype), ops.pack_linear_weight(weight), 20)
+        assert out.isnan().all(0).nonzero().flatten().tolist() == [3, 8]
 
 
 def test_wrong_arguments():

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]  # on every instruction set
+# On every instruction set.
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device", "exact_weights")]
 
 
 def make_int8_layer(
