@@ -13,8 +13,13 @@ template <int MAX>
 constexpr float MIN_LARGEST = (MAX + 1) * 0x1p-126f;
 
 struct Quantized {
-  float scale;         // element = code * scale; NaN if an element is not finite
-  float sum_of_codes;  // exact for up to 2^17 codes of 8 bits
+  float scale;           // element = code * scale; NaN if an element is not finite
+  IntVec sums_of_codes;  // lane i: of the codes of elements i, i + VEC_SIZE, i + 2 * VEC_SIZE, ...
+
+  // Exact for up to 2^17 codes of 8 bits.
+  PAGEDATTN_INLINE int32_t sum_of_codes() const {
+    return static_cast<int32_t>(reduce_sum(__builtin_convertvector(sums_of_codes, Vec)));
+  }
 };
 
 PAGEDATTN_INLINE IntVec max_bits(IntVec a, IntVec b) { return a > b ? a : b; }
@@ -45,7 +50,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
   const float largest = __builtin_bit_cast(float, bits);
   if (bits >= INFINITE_BITS || largest < MIN_LARGEST<MAX>) {
     for (int64_t i = 0; i < size; i += VEC_SIZE) store(i, IntVec{});
-    return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, 0.0f};
+    return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, IntVec{}};
   }
   const Vec inverse_scale = broadcast(MAX / largest);
   const Vec round_to_int = broadcast(0x1.8p23f);
@@ -56,7 +61,7 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
     sums += codes;
     store(i, codes);
   });
-  return {largest / MAX, reduce_sum(__builtin_convertvector(sums, Vec))};
+  return {largest / MAX, sums};
 }
 
 }  // namespace

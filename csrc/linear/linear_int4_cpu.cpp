@@ -13,25 +13,54 @@ namespace {
 
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
-// The sums of a block. Without VNNI, a column has two sums of 16 bits, each of at most 16 products of at most 15 * 127.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-#if defined(__AVX512F__)
+// Keeps additions in the order of the source. GCC 12 would change the order, and store half of the sums meanwhile.
+PAGEDATTN_INLINE UintVec in_order(UintVec sums) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(sums));
+#endif
+  return sums;
+}
+
+// The sums of a block. Without VNNI, a column has two sums of 16 bits: of elements 0 and 1 of the quads, and of
+// elements 2 and 3. Each is of 16 products of at most 15 * 127. A sum begins with the products of -zero and the codes:
+// it has 16 bits once all products of the block are added, and before that it is modulo 2^16.
+//
+// pairs_of_zeros: in 16 bits each, -zero of a column, twice. code_sums: the two sums of codes of a row.
+#if defined(__AVX512VNNI__)
+PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
+  return (UintVec)_mm512_dpwssd_epi32(__m512i{}, (__m512i)pairs_of_zeros, (__m512i)code_sums);
+}
+PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
+  return add_products(sums, weights, codes);
+}
+PAGEDATTN_INLINE IntVec column_sums(UintVec sums) { return (IntVec)sums; }
+#elif defined(__AVX512F__)
+PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
+  return (UintVec)_mm512_maskz_mullo_epi16(~0u, (__m512i)pairs_of_zeros, (__m512i)code_sums);
+}
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
   const __m512i pairs = _mm512_maskz_maddubs_epi16(~0u, (__m512i)weights, (__m512i)codes);
-  return (UintVec)_mm512_maskz_add_epi16(~0u, (__m512i)sums, pairs);
+  return in_order((UintVec)_mm512_maskz_add_epi16(~0u, (__m512i)sums, pairs));
 }
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) {
   return (IntVec)_mm512_maskz_madd_epi16(0xffff, (__m512i)sums, _mm512_set1_epi16(1));
 }
-#else
+#elif defined(__AVX2__)
+PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
+  return (UintVec)_mm256_mullo_epi16((__m256i)pairs_of_zeros, (__m256i)code_sums);
+}
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
-  return (UintVec)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes));
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
+  return in_order((UintVec)_mm256_add_epi16((__m256i)sums, pairs));
 }
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) {
   return (IntVec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
 }
-#endif
 #else
+PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
+  const IntVec zeros = (IntVec)pairs_of_zeros >> 16, sums = (IntVec)code_sums;
+  return (UintVec)(zeros * ((sums << 16 >> 16) + (sums >> 16)));
+}
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
   return add_products(sums, weights, codes);
 }
@@ -73,7 +102,7 @@ struct UnpackedCodes {
 template <int PANELS>
 struct Group {
   Vec scales[PANELS * PANEL_VECS];
-  Vec minus_zeros[PANELS * PANEL_VECS];
+  UintVec pairs_of_zeros[PANELS * PANEL_VECS];
 };
 
 template <int PANELS>
@@ -84,7 +113,7 @@ PAGEDATTN_INLINE Group<PANELS> load_group(const LinearInt4Params& p, const uint8
     const uint8_t* scales = panel_scales + v / PANEL_VECS * panel_bytes;
     const int feature = v % PANEL_VECS * VEC_SIZE;
     group.scales[v] = load_scales(p, scales, feature);
-    group.minus_zeros[v] = -__builtin_convertvector((IntVec)load_zeros(p, scales, feature), Vec);
+    group.pairs_of_zeros[v] = (-load_zeros(p, scales, feature) & 0xffff) * 0x10001;
   }
   return group;
 }
@@ -94,7 +123,13 @@ template <int ROWS, int PANELS, typename Codes>
 PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
                                const QuantizedBlock* blocks, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
-  UintVec products[ROWS][VECS] = {};
+  UintVec products[ROWS][VECS];
+  PAGEDATTN_UNROLL
+  for (int row = 0; row < ROWS; ++row) {
+    const UintVec code_sums = UintVec{} + load_as<uint32_t>(blocks[row].sums_of_codes);
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.pairs_of_zeros[v], code_sums);
+  }
 #pragma GCC unroll 1  // the whole loop would need too many registers
   for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
     PAGEDATTN_UNROLL
@@ -112,11 +147,10 @@ PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group,
   }
   PAGEDATTN_UNROLL
   for (int row = 0; row < ROWS; ++row) {
-    const Vec scale = load_repeated<1>(&blocks[row].scale), sum_of_codes = load_repeated<1>(&blocks[row].sum_of_codes);
+    const Vec scale = load_repeated<1>(&blocks[row].scale);
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) {
-      const Vec without_zeros = __builtin_convertvector(column_sums(products[row][v]), Vec);
-      const Vec sum = fma(group.minus_zeros[v], sum_of_codes, without_zeros);  // exact: integers below 2^24
+      const Vec sum = __builtin_convertvector(column_sums(products[row][v]), Vec);
       sums[row * VECS + v] = fma(sum * scale, group.scales[v], sums[row * VECS + v]);
     }
   }
@@ -152,7 +186,7 @@ void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t pan
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = tile_sums[i];
 }
 
-// The sums of several tiles. Each block is unpacked once for all tiles.
+// The sums of several tiles. Each block is unpacked once for all tiles, if they are more than two.
 template <int PANELS>
 void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
@@ -160,12 +194,26 @@ void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = Vec{};
   for_each_block<PANELS>(
       p, weights, panel_bytes, [&](int64_t block, const auto& packed, const auto& group) PAGEDATTN_ALWAYS_INLINE {
-        const UnpackedCodes<PANELS> codes(packed);
-        for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
-          add_tile<ROWS>(codes, group, p.codes + row * p.code_stride + block * INT4_BLOCK * ROWS,
-                         p.blocks + row * num_blocks + block * ROWS, sums + row * VECS);
-        });
+        const auto add_tiles = [&](const auto& codes) PAGEDATTN_ALWAYS_INLINE {
+          for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
+            add_tile<ROWS>(codes, group, p.codes + row * p.code_stride + block * INT4_BLOCK * ROWS,
+                           p.blocks + row * num_blocks + block * ROWS, sums + row * VECS);
+          });
+        };
+        if (MAX_SINGLE_TILE_ROWS < 2 * MAX_TILE_ROWS && p.num_rows <= 2 * MAX_TILE_ROWS) {
+          add_tiles(packed);  // to load what is unpacked would take two tiles longer
+        } else {
+          add_tiles(UnpackedCodes<PANELS>(packed));
+        }
       });
+}
+
+QuantizedBlock quantized_block(const Quantized& quantized) {
+  IntVec sums = quantized.sums_of_codes;
+  if constexpr (VEC_SIZE > 8) sums += shuffle(sums, sums, [](int i) { return i ^ 8; });
+  if constexpr (VEC_SIZE > 4) sums += shuffle(sums, sums, [](int i) { return i ^ 4; });
+  sums += shuffle(sums, sums, [](int i) { return i ^ 1; });
+  return {quantized.scale, {static_cast<int16_t>(sums[0]), static_cast<int16_t>(sums[2])}};
 }
 
 }  // namespace
@@ -183,7 +231,7 @@ void quantize_rows_int4(const LinearInt4Params& params, int64_t begin, int64_t e
         const Quantized quantized =
             quantize(input + i, INT4_BLOCK,
                      [&](int64_t j, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i + j, values); });
-        *blocks = {quantized.scale, quantized.sum_of_codes};
+        *blocks = quantized_block(quantized);
       }
     }
   });

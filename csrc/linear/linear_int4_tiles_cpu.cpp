@@ -126,7 +126,7 @@ void quantize_rows_int4_tiles(const LinearInt4Params& params, int64_t begin, int
         const Quantized quantized = quantize(input + block * INT4_BLOCK, INT4_BLOCK,
                                              [&](int64_t i, IntVec values)
                                                  PAGEDATTN_ALWAYS_INLINE { store_bytes(codes + i, (UintVec)values); });
-        params.blocks[position] = {quantized.scale, quantized.sum_of_codes};
+        params.blocks[position] = {quantized.scale, {}};
       }
     }
   });

@@ -154,7 +154,7 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
           quantize(static_cast<const T*>(params.input) + row * params.input_stride, params.in_features,
                    [&](int64_t i, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i, values); });
       params.row_scales[row] = quantized.scale;
-      params.code_sums[row] = static_cast<int32_t>(quantized.sum_of_codes);
+      params.code_sums[row] = quantized.sum_of_codes();
       if (LIMITS_PAIRS) params.num_excesses[row] = limit_pairs(codes, num_quads, params.excess + row * num_quads);
     }
   });

@@ -124,7 +124,7 @@ void quantize_rows_int8_tiles(const LinearInt8Params& params, int64_t begin, int
       const T* input = static_cast<const T*>(params.input) + row * params.input_stride;
       const Quantized quantized = quantize(input, params.in_features, store);
       params.row_scales[row] = quantized.scale;
-      params.code_sums[row] = static_cast<int32_t>(quantized.sum_of_codes);
+      params.code_sums[row] = quantized.sum_of_codes();
     }
   });
 }

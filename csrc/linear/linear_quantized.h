@@ -44,7 +44,7 @@ constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale
 
 struct QuantizedBlock {
   float scale;
-  float sum_of_codes;
+  int16_t sums_of_codes[2];  // of elements 0 and 1 of the quads, and of elements 2 and 3; not set for tiles
 };
 
 // In a packed weight, a group of a panel consists of its blocks, then 16 scales in float16 or float32, then 16 zeros of
