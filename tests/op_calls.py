@@ -50,10 +50,12 @@ QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
 # Those without CUDA kernels.
 CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
+INT8_CALLS = ["paged_attention int8", "reshape_and_cache int8"]
 FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
 CALLS = [
     *SCHEMA_OF,
     *FP8_CALLS,
+    *INT8_CALLS,
     "gather_cached_kv of nhd",
     "rotary_embedding without key",
     "rotary_embedding of a batch",
@@ -61,7 +63,7 @@ CALLS = [
 ]
 
 
-CALLS_ON_CUDA = [call for call in CALLS if call not in CPU_OPS]
+CALLS_ON_CUDA = [call for call in CALLS if call not in [*CPU_OPS, *INT8_CALLS]]
 
 
 def op_of(call: str) -> str:
@@ -108,6 +110,12 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "kv_cache_dtype": "fp8",
         "k_scale": torch.tensor(0.5),
         "v_scale": torch.tensor(0.25),
+    }
+    scales_of_codes = torch.full((num_blocks, 2, 32), 0.01).view(torch.int8).view(num_blocks, 2, 8, 16)
+    int8 = {
+        "key_cache": torch.randint(-127, 128, (num_blocks, 2, 1, 16, 16), dtype=torch.int8, generator=generator),
+        "value_cache": torch.cat([normal(num_blocks, 2, 16, 16).mul(40).to(torch.int8), scales_of_codes], dim=2),
+        "kv_cache_dtype": "int8",
     }
     caches = {
         "key_caches": [normal(num_blocks, 2, 4, 16, 4) for _ in range(2)],
@@ -213,6 +221,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     every_row = {"logits": normal(n, 70), "indices": None}
     changes = {
         "fp8": fp8,
+        "int8": int8,
         "of nhd": nhd,
         "without key": {"key": None},
         "of a batch": batch,
