@@ -39,17 +39,21 @@ void run(const LinearInt8Params& op_params) {
 
 void run(const LinearInt4Params& op_params) {
   LinearInt4Params params = op_params;
-  const int64_t scratch_rows = rows_of_scratch(params.num_rows, LINEAR_CHUNK_ROWS);
+  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
+  const bool on_tiles = linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES;
+  // Each panel passes over the codes of all rows, block by block. They are to stay in the second-level cache.
+  const bool small_chunks = !on_tiles && LINEAR_CHUNK_ROWS * params.in_features > MAX_INT4_CHUNK_CODES;
+  const int64_t chunk_rows = small_chunks ? LINEAR_CHUNK_ROWS / 2 : LINEAR_CHUNK_ROWS;
+  const int64_t scratch_rows = rows_of_scratch(params.num_rows, chunk_rows);
   params.code_stride = params.in_features;
   const auto codes = std::make_unique_for_overwrite<int8_t[]>(scratch_rows * params.code_stride);
   const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(scratch_rows * params.in_features / INT4_BLOCK);
   params.codes = codes.get();
   params.blocks = blocks.get();
-  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
-  if (linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES) {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4_tiles), linear_tiles);
+  if (on_tiles) {
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4_tiles), linear_tiles, chunk_rows);
   } else {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4));
+    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4), chunk_rows);
   }
 }
 

@@ -40,6 +40,8 @@ struct LinearInt8Params : LinearParams {
   int32_t* num_excesses;  // [num_rows]
 };
 
+constexpr int64_t MAX_INT4_CHUNK_CODES = 1 << 18;  // half of a second-level cache of 512 KiB
+
 constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale
 
 struct QuantizedBlock {

@@ -263,11 +263,14 @@ def test_int4_row_that_is_not_finite(bad):
     assert_same_bits(out[others], expected[others])
 
 
-@pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, torch.float16), (128, torch.float32)])
-def test_int4_rows_are_independent(several_threads, group_size, scale_dtype):
-    packed = ops.pack_linear_weight_int4(*make_int4_layer(1152, 70, group_size, scale_dtype))
+@pytest.mark.parametrize(
+    ("in_features", "group_size", "scale_dtype"), [(1152, 32, torch.float16), (2176, 128, torch.float32)]
+)
+def test_int4_rows_are_independent(several_threads, in_features, group_size, scale_dtype):
+    """Chunks have 128 rows, and 64 of more than 2048 features."""
+    packed = ops.pack_linear_weight_int4(*make_int4_layer(in_features, 70, group_size, scale_dtype))
     assert_rows_are_independent(
-        lambda rows: ops.linear_int4(rows, packed, group_size, 70, scale_dtype=scale_dtype), 1152
+        lambda rows: ops.linear_int4(rows, packed, group_size, 70, scale_dtype=scale_dtype), in_features
     )
 
 
