@@ -13,30 +13,20 @@ namespace {
 
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
+// The sums of a block. A sum begins with the products of -zero and the row's codes. Without VNNI, a column has two sums
+// of 16 bits: of elements 0 and 1 of the quads, and of elements 2 and 3. Each is of 16 products of at most 15 * 127: it
+// fits once all products of the block are added, and before that it is modulo 2^16.
+//
+// minus_zeros: -zero of a column in 16 bits, twice. code_sums: QuantizedBlock::sums_of_codes of a row.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
 // Keeps additions in the order of the source. GCC 12 would change the order, and store half of the sums meanwhile.
 PAGEDATTN_INLINE UintVec in_order(UintVec sums) {
-#if defined(__x86_64__)
   asm volatile("" : "+v"(sums));
-#endif
   return sums;
 }
-
-// The sums of a block. Without VNNI, a column has two sums of 16 bits: of elements 0 and 1 of the quads, and of
-// elements 2 and 3. Each is of 16 products of at most 15 * 127. A sum begins with the products of -zero and the codes:
-// it has 16 bits once all products of the block are added, and before that it is modulo 2^16.
-//
-// pairs_of_zeros: in 16 bits each, -zero of a column, twice. code_sums: the two sums of codes of a row.
-#if defined(__AVX512VNNI__)
-PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
-  return (UintVec)_mm512_dpwssd_epi32(__m512i{}, (__m512i)pairs_of_zeros, (__m512i)code_sums);
-}
-PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
-  return add_products(sums, weights, codes);
-}
-PAGEDATTN_INLINE IntVec column_sums(UintVec sums) { return (IntVec)sums; }
-#elif defined(__AVX512F__)
-PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
-  return (UintVec)_mm512_maskz_mullo_epi16(~0u, (__m512i)pairs_of_zeros, (__m512i)code_sums);
+#if defined(__AVX512F__)
+PAGEDATTN_INLINE UintVec begin_products(UintVec minus_zeros, UintVec code_sums) {
+  return (UintVec)_mm512_maskz_mullo_epi16(~0u, (__m512i)minus_zeros, (__m512i)code_sums);
 }
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
   const __m512i pairs = _mm512_maskz_maddubs_epi16(~0u, (__m512i)weights, (__m512i)codes);
@@ -45,9 +35,9 @@ PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintV
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) {
   return (IntVec)_mm512_maskz_madd_epi16(0xffff, (__m512i)sums, _mm512_set1_epi16(1));
 }
-#elif defined(__AVX2__)
-PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
-  return (UintVec)_mm256_mullo_epi16((__m256i)pairs_of_zeros, (__m256i)code_sums);
+#else
+PAGEDATTN_INLINE UintVec begin_products(UintVec minus_zeros, UintVec code_sums) {
+  return (UintVec)_mm256_mullo_epi16((__m256i)minus_zeros, (__m256i)code_sums);
 }
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
@@ -56,10 +46,15 @@ PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintV
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) {
   return (IntVec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
 }
+#endif
 #else
-PAGEDATTN_INLINE UintVec begin_products(UintVec pairs_of_zeros, UintVec code_sums) {
-  const IntVec zeros = (IntVec)pairs_of_zeros >> 16, sums = (IntVec)code_sums;
-  return (UintVec)(zeros * ((sums << 16 >> 16) + (sums >> 16)));
+PAGEDATTN_INLINE UintVec begin_products(UintVec minus_zeros, UintVec code_sums) {
+#if defined(__AVX512VNNI__)
+  return (UintVec)_mm512_dpwssd_epi32(__m512i{}, (__m512i)minus_zeros, (__m512i)code_sums);
+#else
+  const IntVec sums = (IntVec)code_sums;
+  return (UintVec)(((IntVec)minus_zeros >> 16) * ((sums << 16 >> 16) + (sums >> 16)));
+#endif
 }
 PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintVec codes) {
   return add_products(sums, weights, codes);
@@ -102,7 +97,7 @@ struct UnpackedCodes {
 template <int PANELS>
 struct Group {
   Vec scales[PANELS * PANEL_VECS];
-  UintVec pairs_of_zeros[PANELS * PANEL_VECS];
+  UintVec minus_zeros[PANELS * PANEL_VECS];
 };
 
 template <int PANELS>
@@ -113,7 +108,7 @@ PAGEDATTN_INLINE Group<PANELS> load_group(const LinearInt4Params& p, const uint8
     const uint8_t* scales = panel_scales + v / PANEL_VECS * panel_bytes;
     const int feature = v % PANEL_VECS * VEC_SIZE;
     group.scales[v] = load_scales(p, scales, feature);
-    group.pairs_of_zeros[v] = (-load_zeros(p, scales, feature) & 0xffff) * 0x10001;
+    group.minus_zeros[v] = (-load_zeros(p, scales, feature) & 0xffff) * 0x10001;
   }
   return group;
 }
@@ -128,7 +123,7 @@ PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group,
   for (int row = 0; row < ROWS; ++row) {
     const UintVec code_sums = UintVec{} + load_as<uint32_t>(blocks[row].sums_of_codes);
     PAGEDATTN_UNROLL
-    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.pairs_of_zeros[v], code_sums);
+    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.minus_zeros[v], code_sums);
   }
 #pragma GCC unroll 1  // the whole loop would need too many registers
   for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {

@@ -41,8 +41,8 @@ void run(const LinearInt4Params& op_params) {
   LinearInt4Params params = op_params;
   const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
   const bool on_tiles = linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES;
-  // Each panel passes over the codes of all rows, block by block. They are to stay in the second-level cache.
-  const bool small_chunks = !on_tiles && LINEAR_CHUNK_ROWS * params.in_features > MAX_INT4_CHUNK_CODES;
+  // Each panel passes over the codes of all rows block by block, a few bytes of each tile at a time.
+  const bool small_chunks = !on_tiles && LINEAR_CHUNK_ROWS * params.in_features > INT4_CHUNK_CODES;
   const int64_t chunk_rows = small_chunks ? LINEAR_CHUNK_ROWS / 2 : LINEAR_CHUNK_ROWS;
   const int64_t scratch_rows = rows_of_scratch(params.num_rows, chunk_rows);
   params.code_stride = params.in_features;

@@ -18,6 +18,7 @@ constexpr int64_t ROWS_PER_TILE = 16;
 // A chunk of more rows reads the weights less often, but its codes must stay in the second-level cache.
 constexpr int64_t MAX_TILE_CHUNK_ROWS = 2 * LINEAR_CHUNK_ROWS;
 constexpr int64_t TILE_CHUNK_CODES = 1 << 20;
+constexpr int64_t INT4_CHUNK_CODES = 1 << 18;  // without tiles: half of a second-level cache of 512 KiB
 
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // the sum of so many products of at most 128 * 127 is below 2^31
 
@@ -39,8 +40,6 @@ struct LinearInt8Params : LinearParams {
   ExcessQuad* excess;     // [num_rows, ceil(in_features / 4)]
   int32_t* num_excesses;  // [num_rows]
 };
-
-constexpr int64_t MAX_INT4_CHUNK_CODES = 1 << 18;  // half of a second-level cache of 512 KiB
 
 constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale
 
