@@ -464,8 +464,8 @@ def test_stats_are_those_after_the_last_step(small: LLMEngine) -> None:
         async with serving:
             streams = [serving.generate("the", greedy(60)) for _ in range(3)]
             first = [asyncio.create_task(anext(stream)) for stream in streams]
-            await until(lambda: serving.stats().num_running == 2)
-            assert serving.stats().num_waiting == 1 and serving.stats().num_used_blocks >= 2
+            await until(lambda: serving.stats().num_waiting == 1)  # the first steps may come before the third request
+            assert serving.stats().num_running == 2 and serving.stats().num_used_blocks >= 2
             for task in first:
                 task.cancel()
             await asyncio.gather(*first, return_exceptions=True)
