@@ -1,6 +1,7 @@
 // A CPU graph captures what ops on the CPU do past their doors, and replays it later on the same memory.
 #pragma once
 
+#include <concepts>
 #include <functional>
 #include <stdexcept>
 #include <type_traits>
@@ -13,6 +14,16 @@ namespace pagedattn {
 // values, tensors, and pointers to the memory of the op's tensors. Who captures keeps that memory.
 template <typename Params>
 concept KeptByValue = std::is_aggregate_v<Params> && std::is_copy_assignable_v<Params>;
+
+// The check of what an op's index tensors hold, which may be other values at each replay. It throws if a value is not
+// as the op's kernel takes for granted.
+template <typename Check>
+concept ValueCheck = KeptByValue<Check> && std::invocable<const Check&>;
+
+// Of an op that takes no value for granted.
+struct AnyValues {
+  void operator()() const {}
+};
 
 class CpuGraph {
  public:
@@ -33,18 +44,25 @@ class CpuGraph {
   // Whether this thread captures.
   static bool is_capturing() { return capturing_ != nullptr; }
 
+  // Throws what the check of a call throws, before this call is made. All calls before it have been made.
   void replay() const {
     for (const auto& node : nodes_) node();
   }
 
-  // Calls function(params). If this thread captures, the graph keeps a copy of `params`, and makes the call when it is
-  // replayed. A plain function has nothing but its parameters.
-  template <KeptByValue Params>
-  static void run_or_capture(std::type_identity_t<void (*)(const Params& params)> function, const Params& params) {
+  // Calls check(), then function(params). If this thread captures, function(params) is not called. The graph then keeps
+  // a copy of `check` and `params`, and makes both calls when it is replayed. A plain function has nothing but its
+  // parameters.
+  template <ValueCheck Check, KeptByValue Params>
+  static void run_or_capture(const Check& check, std::type_identity_t<void (*)(const Params& params)> function,
+                             const Params& params) {
+    check();
     if (capturing_ == nullptr) {
       function(params);
     } else {
-      capturing_->nodes_.emplace_back([function, params] { function(params); });
+      capturing_->nodes_.emplace_back([check, function, params] {
+        check();
+        function(params);
+      });
     }
   }
 

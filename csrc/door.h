@@ -130,6 +130,13 @@ inline bool values_are_checked_on_cuda() {
   throw std::runtime_error("PAGEDATTN_CHECK: expected 0 or 1, got " + text);
 }
 
+// What a tensor holds, in memory that the CPU can read.
+struct HostValues {
+  bool are_given = false;
+  const void* data = nullptr;
+  std::optional<Tensor> fetched;  // has `data`, if it comes from a GPU
+};
+
 // The checks of one op's arguments.
 class Door {
  public:
@@ -142,9 +149,15 @@ class Door {
   const Device& device() const { return device_; }
   bool runs_on_cuda() const { return runs_on_cuda_; }
 
-  // Whether the op checks what its index tensors hold before anything runs. On the CPU it does. From a GPU the tensors
-  // would have to be fetched, which waits for the GPU.
-  bool checks_values() const { return !runs_on_cuda_ || values_are_checked_on_cuda(); }
+  // What the op checks of the values of an index tensor before it runs (ValueCheck). From a GPU the tensor would have
+  // to be fetched, which waits for the GPU, so that nothing is given unless PAGEDATTN_CHECK says so. Memory of the CPU
+  // is the tensor's own, where a CPU graph finds the values of each replay.
+  HostValues values(const Tensor& tensor) const {
+    if (is_on_cuda(tensor) && runs_on_cuda_ && !values_are_checked_on_cuda()) return {};
+    if (tensor.is_cpu()) return {true, tensor.const_data_ptr(), std::nullopt};
+    const Tensor fetched = on_host(tensor);
+    return {true, fetched.const_data_ptr(), fetched};
+  }
 
   // `text` may hold sizes and dtypes as they are.
   template <typename... Text>

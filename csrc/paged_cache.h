@@ -14,6 +14,26 @@ constexpr int64_t MAX_BLOCK_SIZE = 256;  // of a CHUNKED cache
 struct CacheScale {
   float on_host = 1.0f;              // for a kernel on a GPU
   const float* on_device = nullptr;  // in the kernel's own memory, read when the kernel runs
+  HostValues values{};               // of on_device
+};
+
+inline float check_scale_value(const Door& door, const char* argument, float value) {
+  door.check(std::isfinite(value) && value > 0, argument, "expected a positive finite number, got ", value);
+  return value;
+}
+
+struct ScaleCheck {
+  Door door;
+  CacheScale key_scale;
+  CacheScale value_scale;
+
+  void operator()() const {
+    check("k_scale", key_scale.values);
+    check("v_scale", value_scale.values);
+  }
+  void check(const char* argument, const HostValues& values) const {
+    if (values.are_given) check_scale_value(door, argument, *static_cast<const float*>(values.data));
+  }
 };
 
 struct PagedCache {
@@ -53,11 +73,6 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
   return door.float_dtype("key_cache", key_cache);
 }
 
-inline float check_scale_value(const Door& door, const char* argument, float value) {
-  door.check(std::isfinite(value) && value > 0, argument, "expected a positive finite number, got ", value);
-  return value;
-}
-
 // None is 1. A cache that is not fp8 is not scaled, whatever the scale says, because frameworks always pass the scales
 // of a layer. An op on a GPU takes a scale in the memory of the host or of the GPU.
 inline CacheScale cache_scale(const Door& door, const char* argument, const std::optional<Tensor>& scale, DType dtype) {
@@ -69,8 +84,7 @@ inline CacheScale cache_scale(const Door& door, const char* argument, const std:
     return {check_scale_value(door, argument, *scale->const_data_ptr<float>()), nullptr};
   }
   door.present(argument, *scale);
-  if (door.checks_values()) check_scale_value(door, argument, *on_host(*scale).const_data_ptr<float>());
-  return {1.0f, scale->const_data_ptr<float>()};
+  return {1.0f, scale->const_data_ptr<float>(), door.values(*scale)};
 }
 
 inline CacheStrides nhd_strides(const Door& door, const char* argument, const Tensor& cache) {

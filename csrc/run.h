@@ -14,23 +14,25 @@
 
 namespace pagedattn {
 
-// On the CPU: calls ON_CPU(params), now or when a CPU graph is replayed. On a GPU: calls on_cuda(stream), with the
-// door's device as the current device. ON_CPU is void (*)(const Params& params), because a plain function has nothing
-// but its parameters.
-template <auto ON_CPU, KeptByValue Params, typename OnCuda>
-void run_on([[maybe_unused]] const Door& door, [[maybe_unused]] const Params& params,
+// On the CPU: calls check(), then ON_CPU(params), now and again whenever a CPU graph is replayed. On a GPU: calls
+// check(), then on_cuda(stream), with the door's device as the current device. ON_CPU is void (*)(const Params&
+// params), because a plain function has nothing but its parameters.
+template <auto ON_CPU, ValueCheck Check, KeptByValue Params, typename OnCuda>
+void run_on([[maybe_unused]] const Door& door, const Check& check, [[maybe_unused]] const Params& params,
             [[maybe_unused]] const OnCuda& on_cuda) {
 #if defined(PAGEDATTN_SIMT)
+  check();
   on_cuda(nullptr);
 #else
 #if defined(PAGEDATTN_WITH_CUDA)
   if (door.runs_on_cuda()) {
+    check();
     const torch::stable::accelerator::DeviceGuard guard(door.device().index());
     on_cuda(current_cuda_stream(door.device().index()));
     return;
   }
 #endif
-  CpuGraph::run_or_capture(ON_CPU, params);
+  CpuGraph::run_or_capture(check, ON_CPU, params);
 #endif
 }
 
@@ -56,12 +58,13 @@ void run_loop(const RowLoop<Params>& loop) {
                     [&](int64_t begin, int64_t end) { loop.kernel(loop.params, begin, end); });
 }
 
-template <typename Params>
-void run_rows(const Door& door, const RowKernels<Params>& kernels, const Params& params, int64_t num_rows,
-              int64_t elements_per_row) {
-  if (num_rows == 0 || elements_per_row == 0) return;
-  run_on<run_loop<Params>>(door, RowLoop<Params>{kernels.cpu, params, num_rows, elements_per_row},
-                           [&](cudaStream_t stream) { kernels.cuda(params, stream); });
+template <ValueCheck Check, typename Params>
+void run_rows(const Door& door, const Check& check, const RowKernels<Params>& kernels, const Params& params,
+              int64_t num_rows, int64_t elements_per_row) {
+  run_on<run_loop<Params>>(door, check, RowLoop<Params>{kernels.cpu, params, num_rows, elements_per_row},
+                           [&](cudaStream_t stream) {
+                             if (num_rows > 0 && elements_per_row > 0) kernels.cuda(params, stream);
+                           });
 }
 
 }  // namespace pagedattn

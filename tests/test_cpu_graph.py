@@ -1,18 +1,19 @@
 """CPUGraph: replays give what the ops give, on what the inputs hold then; what cannot be replayed is refused."""
 
+import copy
 import importlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checks import assert_same_bits
-from op_calls import CALLS, make_arguments, raw_op, tensors_in
+from op_calls import CALLS, make_arguments, op_of, raw_op, tensors_in
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -290,6 +291,144 @@ def test_scales_of_a_cache_are_read_at_replay(kv_cache_dtype: str) -> None:
         assert_same_bits(mine, eager)
 
 
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+# Of the arguments of op_calls whose values ops check, by the place in the argument: values that are wrong there.
+WRONG_VALUES: dict[str, dict[int, list[float]]] = {
+    "seq_lens": {1: [-1, 33, INT32_MIN, INT32_MAX]},
+    "block_tables": {0: [-1, 6, INT32_MIN, INT32_MAX], 5: [6]},
+    "query_start_loc": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 2, 4, INT32_MAX]},
+    "key_start_loc": {0: [-1, 1], 1: [-1, 5, INT32_MIN, INT32_MAX], 3: [0, 5, 7, INT32_MAX]},
+    "slot_mapping": {0: [96, INT32_MAX]},
+    "block_mapping": {0: [-1, 6, INT32_MIN, INT32_MAX], 3: [-1, 6, INT32_MIN, INT32_MAX], 5: [3]},
+    "positions": {1: [-1, 8, INT32_MIN, INT32_MAX]},
+    "indices": {1: [-1, 4, INT32_MIN, INT32_MAX, 1]},
+    "k_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
+    "v_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
+}
+MAY_BE_INT64 = ("seq_lens", "block_tables", "query_start_loc", "key_start_loc", "slot_mapping")
+HOLDS_ANY_BITS = ("bitmask",)
+
+
+def wrong_values() -> Iterator[tuple[str, str, torch.dtype, int, float]]:
+    """A call, an argument and its dtype, a place in the argument, and a value that is wrong there."""
+    for call in CALLS:
+        for argument, tensor in make_arguments(call).items():
+            if argument not in WRONG_VALUES or tensor is None:
+                continue
+            dtypes = [torch.int32, torch.int64] if argument in MAY_BE_INT64 else [tensor.dtype]
+            for dtype in dtypes:
+                for place, values in WRONG_VALUES[argument].items():
+                    # In the first one, what int32 would hold of the value is right.
+                    wide = [int(tensor.view(-1)[place]) + 2**32, INT64_MIN, INT64_MAX] if dtype == torch.int64 else []
+                    if argument == "slot_mapping":
+                        wide = [value for value in wide if value >= 0]  # a negative slot is skipped
+                    yield from ((call, argument, dtype, place, value) for value in values + wide)
+
+
+def assert_replay_checks(call: str, arguments: dict[str, Any], argument: str, place: int, value: float) -> None:
+    """A replay with this value raises what the op raises, writes nothing, and leaves the graph as it was."""
+    graph = CPUGraph()
+    with graph.capture():
+        result = raw_op(call)(**arguments)
+    graph.replay()
+    right = arguments[argument].clone()
+    arguments[argument].view(-1)[place] = value
+    before = [tensor.clone() for tensor in tensors_of(arguments, result)]
+    with pytest.raises(RuntimeError) as of_the_op:
+        raw_op(call)(**copy.deepcopy(arguments))
+    with pytest.raises(ValueError) as of_the_replay:
+        graph.replay()
+    assert str(of_the_replay.value) == str(of_the_op.value)
+    assert str(of_the_op.value).startswith(f"{op_of(call)}: ")
+    for tensor, untouched in zip(tensors_of(arguments, result), before, strict=True):
+        assert_same_bits(tensor, untouched)
+
+    arguments[argument].copy_(right)
+    expected = copy.deepcopy(arguments)
+    expected_result = raw_op(call)(**expected)
+    graph.replay()
+    for mine, eager in zip(tensors_of(arguments, result), tensors_of(expected, expected_result), strict=True):
+        assert_same_bits(mine, eager)
+
+
+@pytest.mark.parametrize(("call", "argument", "dtype", "place", "value"), [*wrong_values()])
+def test_values_are_checked_at_replay(call: str, argument: str, dtype: torch.dtype, place: int, value: float) -> None:
+    """As they were at the capture: a length, a block, a slot, a position, an offset, a row, a scale."""
+    arguments = make_arguments(call)
+    arguments[argument] = arguments[argument].to(dtype)
+    assert_replay_checks(call, arguments, argument, place, value)
+
+
+def test_wrong_values_of_all_index_arguments() -> None:
+    """Are in WRONG_VALUES, so that an op cannot come without them."""
+    for call in CALLS:
+        for argument, tensor in make_arguments(call).items():
+            if isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64):
+                assert argument in (*WRONG_VALUES, *HOLDS_ANY_BITS), (call, argument)
+
+
+@pytest.mark.parametrize("call", ["paged_attention_v1", "paged_attention_v2", "paged_attention"])
+def test_a_length_beyond_max_seq_len_at_replay(call: str) -> None:
+    arguments = make_arguments(call) | {"max_seq_len": 17, "seq_lens": torch.tensor([5, 17, 16], dtype=torch.int32)}
+    assert_replay_checks(call, arguments, "seq_lens", 2, 18)
+
+
+def test_keys_beyond_max_seq_len_at_replay() -> None:
+    """And within the rows of key."""
+    assert_replay_checks(
+        "varlen_attention", make_arguments("varlen_attention") | {"max_seq_len": 2}, "key_start_loc", 1, 3
+    )
+
+
+def test_a_source_that_is_a_target_at_replay() -> None:
+    """Pairs are copied side by side."""
+    assert_replay_checks("copy_blocks", make_arguments("copy_blocks"), "block_mapping", 0, 3)
+
+
+def test_values_of_a_call_without_rows_are_checked_at_replay() -> None:
+    """As the op does, though its kernel has nothing to do."""
+    arguments = make_arguments("paged_attention")
+    nothing = {"query": torch.zeros(0, 4, 16), "query_start_loc": torch.zeros(4, dtype=torch.int32)}
+    assert_replay_checks("paged_attention", arguments | nothing, "seq_lens", 0, -1)
+    one_sided = {name: arguments["key_cache"].new_zeros(6, 2, 0) for name in ("src", "dst")}
+    mapping = torch.tensor([[0, 1]])
+    assert_replay_checks("swap_blocks", {**one_sided, "block_mapping": mapping}, "block_mapping", 1, 6)
+
+
+def test_what_has_run_before_a_wrong_value() -> None:
+    """The ops before it in the graph, of this package and of torch; and positions that the graph itself computes."""
+    rotary = make_arguments("rotary_embedding")
+    cos_sin_cache, first, query = rotary["cos_sin_cache"], rotary["positions"], rotary["query"]
+    input, step = torch.ones(3, 16), torch.zeros((), dtype=torch.int64)
+
+    def function() -> list[Tensor]:
+        before = ops.gelu_new(input)
+        doubled = before * 2
+        rotated = query.clone()
+        ops.rotary_embedding(first + step, rotated, None, 16, cos_sin_cache)
+        return [before, doubled, rotated, ops.gelu_new(input + 1)]
+
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        results = function()
+    graph.replay()
+    after = results[3].clone()
+    input.neg_(), step.add_(1)
+    message = r"^rotary_embedding: positions: expected 0 to 7 \(the rows of cos_sin_cache\), got 8 at token 1$"
+    with pytest.raises(ValueError, match=message):
+        graph.replay()
+    assert_same_bits(results[0], ops.gelu_new(input))
+    assert_same_bits(results[1], ops.gelu_new(input) * 2)
+    assert_same_bits(results[2], query)
+    assert_same_bits(results[3], after)
+    step.zero_()
+    graph.replay()
+    for mine, eager in zip(results, function(), strict=True):
+        assert_same_bits(mine, eager)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -402,30 +541,36 @@ def test_tensors_that_are_given_other_memory() -> None:
 KEPT_BY_VALUE = """
 #include "cpu_graph.h"
 
-template <typename Function, typename Params>
-constexpr bool IS_TAKEN = requires(Function function, Params params) {
-  pagedattn::CpuGraph::run_or_capture(function, params);
+template <typename Check, typename Function, typename Params>
+constexpr bool IS_TAKEN = requires(Check check, Function function, Params params) {
+  pagedattn::CpuGraph::run_or_capture(check, function, params);
 };
 struct Values { const float* x; int n; };
 struct Reference { const int& n; };
 template <typename T> struct Struct { T member; };
+template <typename T> struct Check { T member; void operator()() const {} };
+using pagedattn::AnyValues;
 
 void op(int n) {
   auto function = [](const auto&) {};
   auto function_that_captures = [&](const Values&) { ++n; };
   auto closure = [&] { ++n; };
-  static_assert(IS_TAKEN<decltype(function), Values>);
-  static_assert(!IS_TAKEN<decltype(function_that_captures), Values>);
-  static_assert(!IS_TAKEN<decltype(function), Reference>);
-  static_assert(!IS_TAKEN<decltype(function), Struct<Reference>>);
-  static_assert(!IS_TAKEN<decltype(function), decltype(closure)>);
-  static_assert(!IS_TAKEN<decltype(function), Struct<decltype(closure)>>);
+  static_assert(IS_TAKEN<AnyValues, decltype(function), Values>);
+  static_assert(!IS_TAKEN<AnyValues, decltype(function_that_captures), Values>);
+  static_assert(!IS_TAKEN<AnyValues, decltype(function), Reference>);
+  static_assert(!IS_TAKEN<AnyValues, decltype(function), Struct<Reference>>);
+  static_assert(!IS_TAKEN<AnyValues, decltype(function), decltype(closure)>);
+  static_assert(IS_TAKEN<Check<Values>, decltype(function), Values>);
+  static_assert(!IS_TAKEN<Check<Reference>, decltype(function), Values>);
+  static_assert(!IS_TAKEN<decltype(closure), decltype(function), Values>);
+  static_assert(!IS_TAKEN<Values, decltype(function), Values>);
 }
 """
 
 
 def test_an_op_leaves_nothing_of_its_own_to_a_graph() -> None:
-    """What is gone when the op has returned does not compile."""
+    """What is gone when the op has returned does not compile, neither as parameters nor as a check of values. A call
+    without a check does not compile."""
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", str(CSRC), "-"]
     result = subprocess.run(command, input=KEPT_BY_VALUE, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr

@@ -31,7 +31,7 @@ ActivationParams check_activation(const Door& door, const Tensor& out, const Ten
 void run(const Door& door, const Tensor& out, const Tensor& input, int64_t input_widths,
          const RowKernels<ActivationParams>& kernels) {
   const ActivationParams params = check_activation(door, out, input, input_widths);
-  run_rows(door, kernels, params, params.num_rows, params.width);
+  run_rows(door, AnyValues{}, kernels, params, params.num_rows, params.width);
 }
 
 }  // namespace

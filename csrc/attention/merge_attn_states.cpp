@@ -39,7 +39,7 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   params.prefix_lse = prefix_lse.const_data_ptr<float>();
   params.suffix_output = suffix_output.const_data_ptr();
   params.suffix_lse = suffix_lse.const_data_ptr<float>();
-  run_rows(door, PAGEDATTN_ROW_KERNELS(merge_attn_states), params, params.num_tokens * params.num_heads,
+  run_rows(door, AnyValues{}, PAGEDATTN_ROW_KERNELS(merge_attn_states), params, params.num_tokens * params.num_heads,
            params.head_size);
 }
 

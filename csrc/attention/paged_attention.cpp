@@ -1,6 +1,7 @@
 #include "attention/paged_attention.h"
 
 #include <memory>
+#include <utility>
 
 #include "attention/paged_attention_plan.h"
 #include "ops.h"
@@ -87,26 +88,53 @@ void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t 
   }
 }
 
-// Checks the values of the index tensors.
-void check_values(const Door& door, const PagedAttentionParams& params, const Tensor& block_tables,
-                  const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, int64_t num_blocks,
-                  int64_t max_seq_len) {
-  const Tensor host_tables = on_host(block_tables);
-  const Tensor host_lens = on_host(seq_lens);
-  std::optional<Tensor> host_starts;
-  PagedAttentionParams host_params = params;
-  host_params.block_tables = door.indices("block_tables", host_tables);
-  host_params.block_table_stride = host_tables.stride(0);
-  host_params.seq_lens = door.indices("seq_lens", host_lens);
-  if (query_start_loc.has_value()) {
-    host_starts = on_host(*query_start_loc);
-    host_params.query_start_loc = door.indices("query_start_loc", *host_starts);
-    check_start_loc(door, "query_start_loc", host_params.query_start_loc, params.num_seqs, params.num_tokens,
-                    "query rows");
+// Of attention over a cache.
+struct PagedCheck {
+  Door door;
+  ScaleCheck scales;
+  HostValues block_tables;
+  HostValues seq_lens;
+  HostValues query_start_loc;
+  PagedAttentionParams params;  // its index tensors are those above
+  int64_t num_blocks;           // of the cache
+  int64_t max_blocks_per_seq;
+  int64_t max_seq_len;
+
+  void operator()() const {
+    scales();
+    if (!seq_lens.are_given) return;
+    if (query_start_loc.are_given) {
+      check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
+                      "query rows");
+    }
+    check_blocks(door, params, num_blocks, max_blocks_per_seq);
+    check_max_seq_len(door, params, max_seq_len);
   }
-  check_blocks(door, host_params, num_blocks, block_tables.size(1));
-  check_max_seq_len(door, host_params, max_seq_len);
-}
+};
+
+// Of attention over keys and values that lie one after the other.
+struct VarlenCheck {
+  Door door;
+  HostValues query_start_loc;
+  HostValues key_start_loc;
+  PagedAttentionParams params;  // its index tensors are those above
+  int64_t num_keys;
+  int64_t max_seq_len;
+
+  void operator()() const {
+    if (!key_start_loc.are_given) return;
+    check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens, "query rows");
+    check_start_loc(door, "key_start_loc", params.key_start_loc, params.num_seqs, num_keys, "keys");
+    check_max_seq_len(door, params, max_seq_len);
+  }
+};
+
+// What an op passes from its door to its run.
+template <typename Check>
+struct Checked {
+  PagedAttentionParams params;
+  Check check;
+};
 
 // Sets what query says. dtype, head_size and num_kv_heads are set.
 void set_query(const Door& door, const Tensor& query, PagedAttentionParams& params) {
@@ -132,12 +160,12 @@ Indices check_indices(const Door& door, const char* argument, const Tensor& tens
 
 // Checks the arguments that all ops over a cache have. The op itself sets `out`, `lse` and the parameters that only
 // some ops have.
-PagedAttentionParams check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
-                                     const Tensor& value_cache, double scale, const Tensor& block_tables,
-                                     const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
-                                     int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                                     const Windows& windows, const std::string& kv_cache_dtype,
-                                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const Tensor& key_cache,
+                                    const Tensor& value_cache, double scale, const Tensor& block_tables,
+                                    const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
+                                    int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                                    const Windows& windows, const std::string& kv_cache_dtype,
+                                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   PagedAttentionParams params{};
@@ -178,10 +206,21 @@ PagedAttentionParams check_attention(const Door& door, const Tensor& query, cons
     door.check(params.num_tokens == params.num_seqs, "query", "expected one row for each of the ", params.num_seqs,
                " sequences (no query_start_loc is given), got ", params.num_tokens);
   }
-  if (door.checks_values()) {
-    check_values(door, params, block_tables, seq_lens, query_start_loc, cache.num_blocks, max_seq_len);
-  }
-  return params;
+
+  PagedCheck check{door,
+                   {door, cache.key_scale, cache.value_scale},
+                   door.values(block_tables),
+                   door.values(seq_lens),
+                   query_start_loc.has_value() ? door.values(*query_start_loc) : HostValues{},
+                   params,
+                   cache.num_blocks,
+                   block_tables.size(1),
+                   max_seq_len};
+  check.params.block_tables.data = check.block_tables.data;
+  if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
+  check.params.seq_lens.data = check.seq_lens.data;
+  check.params.query_start_loc.data = check.query_start_loc.data;
+  return {params, std::move(check)};
 }
 
 // A line of the CPU's caches. In memory that is aligned to lines, no vector lies in two lines, and no two threads write
@@ -271,23 +310,27 @@ void attend_on_cpu(const PagedAttentionParams& params) {
   });
 }
 
-void run(const Door& door, const Tensor& query, const PagedAttentionParams& params) {
-  if (params.num_tokens == 0) return;
-  run_on<attend_on_cpu>(door, params, [&](cudaStream_t stream) {
+template <typename Check>
+void run(const Door& door, const Tensor& query, const Checked<Check>& checked) {
+  const PagedAttentionParams& params = checked.params;
+  run_on<attend_on_cpu>(door, checked.check, params, [&](cudaStream_t stream) {
+    if (params.num_tokens == 0) return;
     const int64_t scratch_bytes = cuda::paged_attention_scratch_bytes(params);
     const Tensor scratch = torch::stable::new_empty(query, {&scratch_bytes, 1}, ScalarType::Byte);
     cuda::paged_attention(params, scratch.mutable_data_ptr(), stream);
   });
 }
 
-std::tuple<Tensor, Tensor> run_into_new(const Door& door, const Tensor& query, PagedAttentionParams params) {
+template <typename Check>
+std::tuple<Tensor, Tensor> run_into_new(const Door& door, const Tensor& query, Checked<Check> checked) {
+  PagedAttentionParams& params = checked.params;
   const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};
   Tensor out = torch::stable::new_empty(query, {sizes, 3});
   Tensor lse = torch::stable::new_empty(query, {sizes, 2}, ScalarType::Float);
   params.out = out.mutable_data_ptr();
   params.out_stride = params.num_heads * params.head_size;
   params.lse = lse.mutable_data_ptr<float>();
-  run(door, query, params);
+  run(door, query, checked);
   return {out, lse};
 }
 
@@ -314,15 +357,16 @@ void set_keys_and_values(const Door& door, const Tensor& key, const Tensor& valu
 }
 
 // Checks the arguments of v1 and v2: one row for each sequence, which goes into `out`.
-PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
-                                  const Tensor& value_cache, int64_t num_kv_heads, double scale,
-                                  const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
-                                  int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                                  const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                                  const std::optional<Tensor>& v_scale) {
-  PagedAttentionParams params =
+Checked<PagedCheck> check_decode(const Door& door, Tensor& out, const Tensor& query, const Tensor& key_cache,
+                                 const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                                 const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
+                                 int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                                 const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                                 const std::optional<Tensor>& v_scale) {
+  Checked<PagedCheck> checked =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, std::nullopt, max_seq_len,
                       alibi_slopes, Windows{}, kv_cache_dtype, k_scale, v_scale);
+  PagedAttentionParams& params = checked.params;
   door.check(num_kv_heads == params.num_kv_heads, "num_kv_heads", "expected ", params.num_kv_heads,
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
@@ -332,7 +376,7 @@ PagedAttentionParams check_decode(const Door& door, Tensor& out, const Tensor& q
   door.written_from_1("out", out);
   params.out = out.mutable_data_ptr();
   params.out_stride = out.stride(0);
-  return params;
+  return checked;
 }
 
 }  // namespace
@@ -357,9 +401,10 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention_v2", query);
-  const PagedAttentionParams params =
+  const Checked<PagedCheck> checked =
       check_decode(door, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
                    max_seq_len, alibi_slopes, cache_dtype, k_scale, v_scale);
+  const PagedAttentionParams& params = checked.params;
   door.dtype("exp_sums", exp_sums, ScalarType::Float);
   door.shape("exp_sums", exp_sums, {params.num_seqs, params.num_heads, ANY});
   const int64_t num_partitions = exp_sums.size(2);
@@ -370,7 +415,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
   door.shape("max_logits", max_logits, exp_sums.sizes());
   door.dtype("tmp_out", tmp_out, query.scalar_type());
   door.shape("tmp_out", tmp_out, {params.num_seqs, params.num_heads, num_partitions, params.head_size});
-  run(door, query, params);
+  run(door, query, checked);
 }
 
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -386,12 +431,12 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
   const Door door("paged_attention", query);
   const Windows windows = check_windows(door, sliding_window, causal, right_window);
   const float float_softcap = check_softcap(door, softcap);
-  PagedAttentionParams params =
+  Checked<PagedCheck> checked =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
                       max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, cache_dtype, k_scale, v_scale);
-  params.softcap = float_softcap;
-  params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
-  return run_into_new(door, query, params);
+  checked.params.softcap = float_softcap;
+  checked.params.sinks = check_per_head(door, "sinks", sinks, checked.params.num_heads);
+  return run_into_new(door, query, std::move(checked));
 }
 
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -422,17 +467,11 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
   const int64_t bound = max_seq_len.value_or(NO_MAX_SEQ_LEN);
   door.check(bound >= 0, "max_seq_len", "expected a number that is not negative, got ", bound);
   params.max_seq_len = std::min(bound, key.size(0));
-  if (door.checks_values()) {
-    const Tensor host_query_starts = on_host(query_start_loc);
-    const Tensor host_key_starts = on_host(key_start_loc);
-    PagedAttentionParams host_params = params;
-    host_params.key_start_loc = door.indices("key_start_loc", host_key_starts);
-    check_start_loc(door, "query_start_loc", door.indices("query_start_loc", host_query_starts), params.num_seqs,
-                    params.num_tokens, "query rows");
-    check_start_loc(door, "key_start_loc", host_params.key_start_loc, params.num_seqs, key.size(0), "keys");
-    check_max_seq_len(door, host_params, bound);
-  }
-  return run_into_new(door, query, params);
+
+  VarlenCheck check{door, door.values(query_start_loc), door.values(key_start_loc), params, key.size(0), bound};
+  check.params.query_start_loc.data = check.query_start_loc.data;
+  check.params.key_start_loc.data = check.key_start_loc.data;
+  return run_into_new(door, query, Checked<VarlenCheck>{params, std::move(check)});
 }
 
 }  // namespace pagedattn

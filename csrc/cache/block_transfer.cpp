@@ -17,36 +17,37 @@ void check_mapping(const Door& door, const Tensor& mapping) {
   door.contiguous("block_mapping", mapping);
 }
 
-// Checks that every (src, dst) pair is in range, and that no dst is named twice. Returns all dst. `mapping` is on the
-// host.
-std::unordered_set<int64_t> check_pairs(const Door& door, const Tensor& mapping, int64_t num_src_blocks,
-                                        int64_t num_dst_blocks) {
-  const int64_t* pairs = mapping.const_data_ptr<int64_t>();
-  std::unordered_set<int64_t> targets;
-  for (int64_t i = 0; i < mapping.size(0); ++i) {
-    const int64_t src = pairs[2 * i];
-    const int64_t dst = pairs[2 * i + 1];
-    door.check(src >= 0 && src < num_src_blocks, "block_mapping", "expected source blocks of 0 to ", num_src_blocks - 1,
-               ", got ", src, " in pair ", i);
-    door.check(dst >= 0 && dst < num_dst_blocks, "block_mapping", "expected target blocks of 0 to ", num_dst_blocks - 1,
-               ", got ", dst, " in pair ", i);
-    door.check(targets.insert(dst).second, "block_mapping", "expected every target block once, got ", dst,
-               " again in pair ", i);
-  }
-  return targets;
-}
+// Checks that every (src, dst) pair is in range, and that no dst is named twice. Pairs are copied in parallel, so
+// within one pool no block may be both read and written. The mapping may be on any device. Its pairs are checked
+// wherever that takes no wait for a GPU.
+struct PairCheck {
+  Door door;
+  HostValues mapping;
+  int64_t num_pairs;
+  int64_t num_src_blocks;
+  int64_t num_dst_blocks;
+  bool is_one_pool;
 
-// Pairs are copied in parallel, so within one pool no block may be both read and written. `mapping` is on the host.
-void check_disjoint(const Door& door, const Tensor& mapping, const std::unordered_set<int64_t>& targets) {
-  const int64_t* pairs = mapping.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < mapping.size(0); ++i) {
-    door.check(!targets.contains(pairs[2 * i]), "block_mapping",
-               "expected blocks that are either source or target, got both for ", pairs[2 * i], " in pair ", i);
+  void operator()() const {
+    if (!mapping.are_given) return;
+    const auto* pairs = static_cast<const int64_t*>(mapping.data);
+    std::unordered_set<int64_t> targets;
+    for (int64_t i = 0; i < num_pairs; ++i) {
+      const int64_t src = pairs[2 * i];
+      const int64_t dst = pairs[2 * i + 1];
+      door.check(src >= 0 && src < num_src_blocks, "block_mapping", "expected source blocks of 0 to ",
+                 num_src_blocks - 1, ", got ", src, " in pair ", i);
+      door.check(dst >= 0 && dst < num_dst_blocks, "block_mapping", "expected target blocks of 0 to ",
+                 num_dst_blocks - 1, ", got ", dst, " in pair ", i);
+      door.check(targets.insert(dst).second, "block_mapping", "expected every target block once, got ", dst,
+                 " again in pair ", i);
+    }
+    for (int64_t i = 0; is_one_pool && i < num_pairs; ++i) {
+      door.check(!targets.contains(pairs[2 * i]), "block_mapping",
+                 "expected blocks that are either source or target, got both for ", pairs[2 * i], " in pair ", i);
+    }
   }
-}
-
-// The mapping may be on any device. Its pairs are checked wherever that takes no wait for a GPU.
-bool checks_pairs(const Door& door, const Tensor& mapping) { return !is_on_cuda(mapping) || door.checks_values(); }
+};
 
 // A dimension of two tensors of one shape, or several dimensions that are evenly spaced in both.
 struct PieceDim {
@@ -136,10 +137,12 @@ void transfer_on_cpu(const Transfers& transfers) {
 
 // Runs on the CPU, or by `on_cuda` on a GPU. `on_cuda` brings the mapping to the GPU itself.
 template <typename OnCuda>
-void transfer(const Door& door, const std::vector<BlockTransferParams>& transfers, const Tensor& mapping,
-              const OnCuda& on_cuda) {
+void transfer(const Door& door, const PairCheck& check, const std::vector<BlockTransferParams>& transfers,
+              const Tensor& mapping, const OnCuda& on_cuda) {
   const Tensor on_cpu = door.runs_on_cuda() ? mapping : on_host(mapping);
-  run_on<transfer_on_cpu>(door, with_mapping(transfers, on_cpu), on_cuda);
+  run_on<transfer_on_cpu>(door, check, with_mapping(transfers, on_cpu), [&](cudaStream_t stream) {
+    if (!transfers.empty() && mapping.size(0) > 0) on_cuda(stream);
+  });
 }
 
 // The mapping in the memory of the door's GPU, without a wait. The caller may change a mapping in pinned memory as soon
@@ -237,19 +240,16 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
   check_caches("value_caches", value_caches);
   check_apart(door, key_caches, value_caches);
   check_mapping(door, block_mapping);
-  if (checks_pairs(door, block_mapping)) {
-    const Tensor mapping = on_host(block_mapping);
-    check_disjoint(door, mapping, check_pairs(door, mapping, num_blocks, num_blocks));
-  }
 
-  if (block_mapping.size(0) == 0) return;
+  const int64_t num_pairs = block_mapping.size(0);
+  const PairCheck check{door, door.values(block_mapping), num_pairs, num_blocks, num_blocks, /*is_one_pool=*/true};
   std::vector<BlockTransferParams> transfers;
   for (size_t layer = 0; layer < key_caches.size(); ++layer) {
     for (const Tensor& cache : {key_caches[layer], value_caches[layer]}) {
       if (cache.numel() > 0) add_transfers(cache, cache, transfers);
     }
   }
-  transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
+  transfer(door, check, transfers, block_mapping, [&](cudaStream_t stream) {
     const Transfers on_device = with_mapping(transfers, on_gpu(door, block_mapping, stream));
     cuda::transfer_blocks(on_device.all, /*over_the_bus=*/false, stream);
   });
@@ -272,12 +272,12 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   door.check(!overlap(span_of(src), span_of(dst)), "dst",
              "expected another pool than src (copy_blocks copies within one), got memory that they share");
   check_mapping(door, block_mapping);
-  if (checks_pairs(door, block_mapping)) check_pairs(door, on_host(block_mapping), src.size(0), dst.size(0));
 
-  if (block_mapping.size(0) == 0 || src.numel() == 0) return;
+  const int64_t num_pairs = block_mapping.size(0);
+  const PairCheck check{door, door.values(block_mapping), num_pairs, src.size(0), dst.size(0), /*is_one_pool=*/false};
   std::vector<BlockTransferParams> transfers;
-  add_transfers(src, dst, transfers);
-  transfer(door, transfers, block_mapping, [&](cudaStream_t stream) {
+  if (src.numel() > 0 && dst.numel() > 0) add_transfers(src, dst, transfers);
+  transfer(door, check, transfers, block_mapping, [&](cudaStream_t stream) {
     const auto is_reachable = [&](const Tensor& pool) {
       return pool.is_cuda() ? pool.get_device_index() == door.device().index()
                             : cuda::is_reachable(pool.const_data_ptr());

@@ -7,21 +7,41 @@
 namespace pagedattn {
 namespace {
 
-Indices check_slots(const Door& door, const Tensor& slot_mapping, const PagedCache& cache) {
+Indices check_slots(const Door& door, const Tensor& slot_mapping) {
   door.present("slot_mapping", slot_mapping);
   const Indices result = door.indices("slot_mapping", slot_mapping);
   door.rank("slot_mapping", slot_mapping, 1);
   door.contiguous("slot_mapping", slot_mapping);
-  if (door.checks_values()) {
-    const Tensor host_slots = on_host(slot_mapping);
-    const Indices slots = door.indices("slot_mapping", host_slots);
-    const int64_t num_slots = cache.num_blocks * cache.block_size;
-    for (int64_t token = 0; token < slot_mapping.size(0); ++token) {
+  return result;
+}
+
+struct SlotCheck {
+  Door door;
+  ScaleCheck scales;
+  HostValues slot_mapping;
+  bool are_int64;
+  int64_t num_tokens;
+  int64_t num_slots;  // of the cache
+
+  void operator()() const {
+    scales();
+    if (!slot_mapping.are_given) return;
+    const Indices slots{slot_mapping.data, are_int64};
+    for (int64_t token = 0; token < num_tokens; ++token) {
       door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
                  " at token ", token);
     }
   }
-  return result;
+};
+
+SlotCheck value_check(const Door& door, const PagedCache& cache, const Tensor& slot_mapping, const Indices& slots) {
+  const ScaleCheck scales{door, cache.key_scale, cache.value_scale};
+  return {door,
+          scales,
+          door.values(slot_mapping),
+          slots.are_int64,
+          slot_mapping.size(0),
+          cache.num_blocks * cache.block_size};
 }
 
 void check_rows(const Door& door, const char* argument, const Tensor& rows, int64_t num_tokens,
@@ -57,7 +77,7 @@ void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tens
                   const std::optional<Tensor>& v_scale, bool takes_padding) {
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   ReshapeAndCacheParams params{};
-  params.slot_mapping = check_slots(door, slot_mapping, cache);
+  params.slot_mapping = check_slots(door, slot_mapping);
   params.num_tokens = slot_mapping.size(0);
   params.dtype = check_meets_cache(door, "key", key, cache, key_cache);
   const bool is_padded = takes_padding && key.dim() > 0 && key.size(0) > params.num_tokens;
@@ -78,8 +98,8 @@ void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tens
   params.value_scale = cache.value_scale.on_host;
   params.key_scale_on_device = cache.key_scale.on_device;
   params.value_scale_on_device = cache.value_scale.on_device;
-  run_rows(door, PAGEDATTN_ROW_KERNELS(reshape_and_cache), params, params.num_tokens,
-           2 * cache.num_kv_heads * cache.head_size);
+  run_rows(door, value_check(door, cache, slot_mapping, params.slot_mapping), PAGEDATTN_ROW_KERNELS(reshape_and_cache),
+           params, params.num_tokens, 2 * cache.num_kv_heads * cache.head_size);
 }
 
 }  // namespace
@@ -109,7 +129,7 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, "auto", std::nullopt, std::nullopt);
   door.float_dtype("key_cache", key_cache);
   GatherCachedKvParams params{};
-  params.slot_mapping = check_slots(door, slot_mapping, cache);
+  params.slot_mapping = check_slots(door, slot_mapping);
   params.num_tokens = slot_mapping.size(0);
   door.dtype("key", key, key_cache.scalar_type());
   check_rows(door, "key", key, params.num_tokens, cache);
@@ -124,8 +144,8 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   params.value = value.mutable_data_ptr();
   params.key_cache = key_cache.const_data_ptr();
   params.value_cache = value_cache.const_data_ptr();
-  run_rows(door, PAGEDATTN_ROW_KERNELS(gather_cached_kv), params, params.num_tokens,
-           2 * cache.num_kv_heads * cache.head_size);
+  run_rows(door, value_check(door, cache, slot_mapping, params.slot_mapping), PAGEDATTN_ROW_KERNELS(gather_cached_kv),
+           params, params.num_tokens, 2 * cache.num_kv_heads * cache.head_size);
 }
 
 }  // namespace pagedattn

@@ -160,7 +160,7 @@ void all_reduce_shared(Tensor& input, int64_t group) {
   params.group = group;
   params.num_elements = input.numel();
   params.input = input.mutable_data_ptr();
-  CpuGraph::run_or_capture(run_all_reduce, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_all_reduce, params);
 }
 
 void all_gather_shared(Tensor& out, const Tensor& input, int64_t group) {
@@ -179,7 +179,7 @@ void all_gather_shared(Tensor& out, const Tensor& input, int64_t group) {
   params.group = group;
   params.input = input.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  CpuGraph::run_or_capture(run_all_gather, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_all_gather, params);
 }
 
 }  // namespace pagedattn

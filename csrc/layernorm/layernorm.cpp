@@ -58,7 +58,7 @@ RowPlaces check_like(const Door& door, const char* argument, const Tensor& tenso
 }
 
 void run(const Door& door, const RmsNormParams& params) {
-  run_rows(door, PAGEDATTN_ROW_KERNELS(rms_norm), params, params.num_rows, params.hidden_size);
+  run_rows(door, AnyValues{}, PAGEDATTN_ROW_KERNELS(rms_norm), params, params.num_rows, params.hidden_size);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ Tensor linear_packed(const Tensor& input, const Tensor& packed_weight, int64_t o
   params.packed_weight = packed_weight.const_data_ptr();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture(run, params);
+  CpuGraph::run_or_capture(AnyValues{}, run, params);
   return out;
 }
 

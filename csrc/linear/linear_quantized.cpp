@@ -80,7 +80,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture(run, params);
+  CpuGraph::run_or_capture(AnyValues{}, run, params);
   return out;
 }
 
@@ -110,7 +110,7 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   params.weight = packed_weight.const_data_ptr<uint8_t>();
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture(run, params);
+  CpuGraph::run_or_capture(AnyValues{}, run, params);
   return out;
 }
 

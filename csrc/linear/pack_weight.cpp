@@ -41,7 +41,7 @@ void pack_linear_weight(Tensor& out, const Tensor& weight) {
   door.shape("out", out, {num_panels_of(params.out_features), params.in_features, LINEAR_PANEL});
   door.contiguous("out", out);
   params.out = out.mutable_data_ptr();
-  CpuGraph::run_or_capture(run_float, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_float, params);
 }
 
 void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
@@ -56,7 +56,7 @@ void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
   door.shape("out", out, {num_panels_of(params.out_features), ceil_div(params.in_features, QUAD), LINEAR_PANEL, QUAD});
   door.contiguous("out", out);
   params.out = out.mutable_data_ptr<uint8_t>();
-  CpuGraph::run_or_capture(run_int8, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_int8, params);
 }
 
 void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros) {
@@ -88,7 +88,7 @@ void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& sca
   door.shape("out", out, {num_panels_of(params.out_features), params.num_groups, group_bytes});
   door.contiguous("out", out);
   params.out = out.mutable_data_ptr<uint8_t>();
-  CpuGraph::run_or_capture(run_int4, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_int4, params);
 }
 
 }  // namespace pagedattn

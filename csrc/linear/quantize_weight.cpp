@@ -61,7 +61,7 @@ void quantize_weight_int8(Tensor& codes, Tensor& scales, const Tensor& weight) {
   params.codes = codes.mutable_data_ptr<int8_t>();
   check_out(door, "scales", scales, ScalarType::Float, {params.out_features});
   params.scales = scales.mutable_data_ptr<float>();
-  CpuGraph::run_or_capture(run_int8, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_int8, params);
 }
 
 void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Tensor& weight) {
@@ -77,7 +77,7 @@ void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Te
   params.scales = scales.mutable_data_ptr<float>();
   check_out(door, "zeros", zeros, ScalarType::Byte, {params.out_features, num_groups});
   params.zeros = zeros.mutable_data_ptr<uint8_t>();
-  CpuGraph::run_or_capture(run_int4, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_int4, params);
 }
 
 }  // namespace pagedattn

@@ -37,12 +37,21 @@ Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, 
   return {num_heads, door.written_rows_before(argument, tensor, heads_dim, width).stride, head_stride};
 }
 
-void check_positions(const Door& door, const int64_t* positions, int64_t num_tokens, int64_t max_position) {
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    door.check(positions[token] >= 0 && positions[token] < max_position, "positions", "expected 0 to ",
-               max_position - 1, " (the rows of cos_sin_cache), got ", positions[token], " at token ", token);
+struct PositionCheck {
+  Door door;
+  HostValues positions;
+  int64_t num_tokens;
+  int64_t max_position;
+
+  void operator()() const {
+    if (!positions.are_given) return;
+    const auto* values = static_cast<const int64_t*>(positions.data);
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      door.check(values[token] >= 0 && values[token] < max_position, "positions", "expected 0 to ", max_position - 1,
+                 " (the rows of cos_sin_cache), got ", values[token], " at token ", token);
+    }
   }
-}
+};
 
 void rotate(const Door& door, const Tensor& positions, Tensor& query, const std::optional<Tensor>& key,
             int64_t head_size, const Tensor& cos_sin_cache, bool is_neox) {
@@ -80,14 +89,11 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
              cos_sin_cache.sizes());
 
   params.positions = positions.const_data_ptr<int64_t>();
-  if (door.checks_values()) {
-    check_positions(door, on_host(positions).const_data_ptr<int64_t>(), params.num_tokens, cos_sin_cache.size(0));
-  }
-
   params.query = query.mutable_data_ptr();
   params.is_neox = is_neox;
   params.cos_sin_cache = cos_sin_cache.const_data_ptr();
-  run_rows(door, PAGEDATTN_ROW_KERNELS(rotary_embedding), params, params.num_tokens,
+  const PositionCheck check{door, door.values(positions), params.num_tokens, cos_sin_cache.size(0)};
+  run_rows(door, check, PAGEDATTN_ROW_KERNELS(rotary_embedding), params, params.num_tokens,
            (params.num_heads + params.num_kv_heads) * params.rot_dim);
 }
 

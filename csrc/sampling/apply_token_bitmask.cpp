@@ -9,17 +9,24 @@ namespace pagedattn {
 namespace {
 
 // Checks that every index is a row of logits, and that no row is named twice, as two threads would write to it.
-// `indices` is on the host.
-void check_indices(const Door& door, const Tensor& indices, int64_t num_rows) {
-  const int64_t* rows = indices.const_data_ptr<int64_t>();
-  std::vector<bool> has_mask(num_rows);
-  for (int64_t i = 0; i < indices.size(0); ++i) {
-    door.check(rows[i] >= 0 && rows[i] < num_rows, "indices", "expected rows of logits, 0 to ", num_rows - 1, ", got ",
-               rows[i], " at mask ", i);
-    door.check(!has_mask[rows[i]], "indices", "expected every row once, got ", rows[i], " again at mask ", i);
-    has_mask[rows[i]] = true;
+struct RowCheck {
+  Door door;
+  HostValues indices;
+  int64_t num_masks;
+  int64_t num_rows;
+
+  void operator()() const {
+    if (!indices.are_given) return;
+    const auto* rows = static_cast<const int64_t*>(indices.data);
+    std::vector<bool> has_mask(num_rows);
+    for (int64_t i = 0; i < num_masks; ++i) {
+      door.check(rows[i] >= 0 && rows[i] < num_rows, "indices", "expected rows of logits, 0 to ", num_rows - 1,
+                 ", got ", rows[i], " at mask ", i);
+      door.check(!has_mask[rows[i]], "indices", "expected every row once, got ", rows[i], " again at mask ", i);
+      has_mask[rows[i]] = true;
+    }
   }
-}
+};
 
 }  // namespace
 
@@ -45,13 +52,14 @@ void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optio
   const int64_t num_words = (params.vocab_size + TOKENS_PER_WORD - 1) / TOKENS_PER_WORD;
   door.check(bitmask.size(1) >= num_words, "bitmask", "expected rows of at least ", num_words, " words (for ",
              params.vocab_size, " tokens), got shape ", bitmask.sizes());
-  if (indices.has_value() && door.checks_values()) check_indices(door, on_host(*indices), logits.size(0));
 
   params.logits = logits.mutable_data_ptr();
   params.logits_stride = logits.stride(0);
   params.bitmask = bitmask.const_data_ptr<int32_t>();
   params.bitmask_stride = bitmask.stride(0);
-  run_rows(door, PAGEDATTN_ROW_KERNELS(apply_token_bitmask), params, params.num_masks, params.vocab_size);
+  const HostValues rows = indices.has_value() ? door.values(*indices) : HostValues{};
+  run_rows(door, RowCheck{door, rows, params.num_masks, logits.size(0)}, PAGEDATTN_ROW_KERNELS(apply_token_bitmask),
+           params, params.num_masks, params.vocab_size);
 }
 
 }  // namespace pagedattn

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from .ops._call import tensors_in
+from .ops._call import raise_promised, tensors_in
 
 ALLOCATIONS = (
     "empty",
@@ -77,11 +77,13 @@ class CPUGraph:
             self._capture = None
 
     def replay(self) -> None:
-        """Run all that was captured. Values that an op checks before it runs, such as block numbers, are not checked
-        again.
+        """Run all that was captured. Each op of this package first checks the values that its index tensors and scales
+        hold by then.
 
-        Raises RuntimeError within a capture, which could not see what is replayed. Raises RuntimeError if an op of
-        torch gives a result of another shape than at the capture.
+        Raises ValueError with the op's own words if such a value is out of range. This op has written nothing, all ops
+        before it have done their work, and none after it has run. The graph can be replayed again. Raises RuntimeError
+        within a capture, which could not see what is replayed. Raises RuntimeError if an op of torch gives a result of
+        another shape than at the capture.
         """
         if _C.CpuGraph.is_capturing():
             raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
@@ -161,7 +163,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         self._graph = _C.CpuGraph()
-        self.steps.append(self._graph.replay)
+        self.steps.append(partial(_replay, self._graph))
         self._graph.begin_capture()
 
     def _refuse(self, message: str) -> NoReturn:
@@ -201,6 +203,14 @@ def _has_shape_by_values(op: Any, args: Any) -> bool:
     if op is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.dynamic_output_shape in op.tags
+
+
+def _replay(graph: _C.CpuGraph) -> None:
+    try:
+        graph.replay()
+    except RuntimeError as error:
+        raise_promised(error)
+        raise
 
 
 def _run_again(op: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:

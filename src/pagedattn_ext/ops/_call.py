@@ -23,16 +23,21 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        message = str(error)  # C++ raises RuntimeError alone: only the words tell a type from a value
-        if "the group is broken" in message:  # of csrc/collectives; the words behind may be a caller's
-            raise
-        if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
-            raise TypeError(message) from None
-        if ": expected " in message:
-            raise ValueError(message) from None
-        if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in message:
+        raise_promised(error)
+        if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
             _name_other_device(op, args, kwargs)  # torch's error does not say which argument differs
         raise
+
+
+def raise_promised(error: RuntimeError) -> None:
+    """Raise a raw op's error as the type that `pagedattn_ext.ops` promises, if that is another one."""
+    message = str(error)  # C++ raises RuntimeError alone: only the words tell a type from a value
+    if "the group is broken" in message:  # of csrc/collectives; the words behind may be a caller's
+        return
+    if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
+        raise TypeError(message) from None
+    if ": expected " in message:
+        raise ValueError(message) from None
 
 
 def call_on_cpu(name: str, *args: Any) -> Any:
