@@ -10,6 +10,7 @@ import pytest
 from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
 from pagedattn_serve.simulation.deployment import SYSTEMS
+from pagedattn_serve.simulation.hardware import find_hardware
 
 OPT_13B = {
     "architectures": ["OPTForCausalLM"],
@@ -55,6 +56,7 @@ def test_all_systems_at_two_rates(opt_13b: str, capsys: pytest.CaptureFixture[st
     assert simulate(opt_13b, "--hardware", "A100-40", "--system", ",".join(SYSTEMS), *options) == 0
     text = capsys.readouterr().out
     assert "12.9B parameters, 25.7 GB; 800 KiB of cache a token" in text and "15,792 slots" in text
+    assert f"\nnumbers   {find_hardware('A100-40').source}\n" in text
     lines, runs = table(text), json.loads(path.read_text())["runs"]
     assert [(line["system"], line["rate"]) for line in lines] == [(name, rate) for name in SYSTEMS for rate in "12"]
     for line, run in zip(lines, runs, strict=True):
@@ -63,6 +65,17 @@ def test_all_systems_at_two_rates(opt_13b: str, capsys: pytest.CaptureFixture[st
         assert float(line["1M tok"]) == pytest.approx(run["cost_per_million"], rel=0.01)
         assert run["cost_per_million"] == pytest.approx(2 / 3600 / run["tokens_per_second"] * 1e6)
         assert run["num_requests"] == runs["12".index(run["rate"])]["num_requests"]
+
+
+def test_what_is_said_of_the_numbers_of_a_gpu() -> None:
+    """The one number that was measured is of a plain read, not of this project's kernels. The page says the same."""
+    for name in ("A100-40", "A100-80", "H100", "H200"):
+        assert find_hardware(name).source == (
+            "data sheet; of it kernels are assumed to reach 91% of the bandwidth (a plain read of memory on one H200 "
+            "did, not this project's kernels) and 60% of the operations; the times of a step and of a sum are assumed"
+        )
+    page = Path(__file__).resolve().parents[2] / "docs" / "simulate.md"
+    assert f"\nnumbers   {find_hardware('A100-40').source}\n" in page.read_text()
 
 
 def test_a_plot(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pagedattn_serve.errors import ArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One GPU, or the CPU. Bytes and operations are per second, as kernels reach them.
+    """One GPU, or the CPU. Bytes and operations are per second, as kernels reach them; `source` says whether anybody
+    has measured that.
 
     memory: bytes, for weights and cache.
     weight_bytes, weight_flops: of linear layers.
@@ -49,12 +50,14 @@ class Hardware:
                 check_float(field.name, value, 0, but=0)
 
 
-# The best read kernel of one H200 got 4375 of the 4800 GB/s in the data sheet. Nobody has measured the rest here.
+# A kernel that only reads memory got 4375 of the 4800 GB/s in the data sheet, on one H200. It is not a kernel of this
+# project, and nobody has measured these kernels on a GPU here. Nobody has measured the rest either.
 SHARE_OF_BANDWIDTH = 0.91
 SHARE_OF_FLOPS = 0.6
 DATA_SHEET = (
-    f"data sheet; of it kernels reach {SHARE_OF_BANDWIDTH:.0%} of the bandwidth (measured on one H200) and "
-    f"{SHARE_OF_FLOPS:.0%} of the operations (assumed); the times of a step and of a sum are assumed"
+    f"data sheet; of it kernels are assumed to reach {SHARE_OF_BANDWIDTH:.0%} of the bandwidth (a plain read of memory "
+    f"on one H200 did, not this project's kernels) and {SHARE_OF_FLOPS:.0%} of the operations; the times of a step and "
+    "of a sum are assumed"
 )
 
 
