@@ -42,7 +42,7 @@ class Case:
     block_size: int = 16
     layout: str = "chunked"  # of cache_layouts.LAYOUTS
     row_gap: int = 0  # elements between two rows of query
-    block_gap: int = 0  # elements between two blocks of a cache
+    block_gap: int = 0  # elements between two blocks of the key cache, and half of those of the value cache
     alibi: bool = False
     sliding_window: int | None = None
     softcap: float = 0.0
@@ -59,9 +59,10 @@ def make_caches(
     """A key and a value cache in which every slot is NaN."""
 
     def make(*shape: int) -> torch.Tensor:
-        return with_row_gap(filled_with_nan(*shape, dtype=dtype, device=device), case.block_gap)
+        return filled_with_nan(*shape, dtype=dtype, device=device)
 
-    return make_cache_pair(case.layout, num_blocks, case.num_kv_heads, case.head_size, case.block_size, make)
+    sizes = num_blocks, case.num_kv_heads, case.head_size, case.block_size
+    return make_cache_pair(case.layout, *sizes, make, case.block_gap)
 
 
 def make_arguments(case: Case, device: torch.device) -> dict:
@@ -72,7 +73,8 @@ def make_arguments(case: Case, device: torch.device) -> dict:
 
     num_blocks = [math.ceil(seq_len / case.block_size) for seq_len in seq_lens]
     block_ids = torch.randperm(sum(num_blocks) + UNUSED_BLOCKS, generator=generator, dtype=torch.int32)
-    block_tables = torch.full((len(seq_lens), max(num_blocks, default=0) + 1), NO_BLOCK, dtype=torch.int32)
+    columns = max(num_blocks, default=0) + 1
+    block_tables = torch.full((len(seq_lens), columns + case.block_gap), NO_BLOCK, dtype=torch.int32)[:, :columns]
     for block_table, n, ids in zip(block_tables, num_blocks, block_ids[:-UNUSED_BLOCKS].split(num_blocks), strict=True):
         block_table[:n] = ids
     slots = [reference.slots_of(t, n, case.block_size) for t, n in zip(block_tables, seq_lens, strict=True)]

@@ -84,26 +84,29 @@ def filled_with_nan(*shape: int, dtype: torch.dtype, device: torch.device | str 
     return nan[: math.prod(shape)].view(shape).view(dtype)
 
 
-def with_row_gap(tensor: Tensor, gap: int) -> Tensor:
-    """A copy of the tensor in which `gap` NaN elements follow each index of dim 0, like a slice of a fused qkv."""
-    row = math.prod(tensor.shape[1:])
-    buffer = filled_with_nan(tensor.shape[0], row + gap, dtype=tensor.dtype, device=tensor.device)
-    strided = buffer[:, :row].unflatten(1, tensor.shape[1:])
+def with_row_gap(tensor: Tensor, gap: int, num_dims: int = 1) -> Tensor:
+    """A copy of the tensor in which `gap` NaN elements follow each index of dim 0, like a slice of a fused qkv. With 2
+    or 3 of `num_dims` they follow each index of dim 1 or 2, and one more index of NaN follows in the dims before."""
+    sizes = [size + 1 for size in tensor.shape[1:num_dims]]
+    buffer = filled_with_nan(
+        len(tensor), *sizes, math.prod(tensor.shape[num_dims:]) + gap, dtype=tensor.dtype, device=tensor.device
+    )
+    inside = buffer[:, *(slice(size) for size in tensor.shape[1:num_dims]), : buffer.shape[-1] - gap]
+    strided = inside.unflatten(-1, tensor.shape[num_dims:])
     strided.copy_(tensor)
     return strided
 
 
-def assert_row_gap_untouched(strided: Tensor) -> None:
-    """The gaps of a tensor made by `with_row_gap` are still NaN."""
-    row, num_rows = math.prod(strided.shape[1:]), strided.shape[0]
-    buffer = strided.as_strided((num_rows, strided.stride(0)), (strided.stride(0), 1))
-    gaps = buffer[:, row:]
-    if gaps.dtype.itemsize > 1:
-        untouched = gaps.isnan()
-    else:
-        expected = filled_with_nan(*buffer.shape, dtype=gaps.dtype, device=gaps.device)
-        untouched = bits(gaps) == bits(expected[:, row:])
-    assert untouched.all(), "the padding between the rows was written"
+def assert_row_gap_untouched(*views: Tensor) -> None:
+    """The gaps of tensors made by `with_row_gap` are still NaN. Tensors in one memory, each in the gaps of the other
+    ones, are given together."""
+    whole = views[0].new_empty(0)
+    whole.set_(views[0].untyped_storage(), 0, (views[0].untyped_storage().nbytes() // whole.element_size(),))
+    is_gap = torch.ones_like(whole, dtype=torch.bool)
+    for view in views:
+        is_gap.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
+    expected = filled_with_nan(len(whole), dtype=whole.dtype, device=whole.device)
+    assert_same_bits(whole[is_gap], expected[is_gap])
 
 
 def tensors_in(arguments: Mapping[str, object]) -> list[Tensor]:

@@ -33,12 +33,12 @@ BLOCK_DTYPES = [
 def make_caches(
     num_blocks, num_kv_heads, head_size, block_size, dtype, generator, device, layout="chunked", block_gap=0
 ):
-    """A key and a value cache of any bits. `block_gap` elements follow each block of the memory."""
+    """A key and a value cache of any bits. `block_gap` is that of make_cache_pair."""
 
     def make(*shape: int) -> torch.Tensor:
-        return with_row_gap(random_bits(*shape, dtype=dtype, generator=generator).to(device), block_gap)
+        return random_bits(*shape, dtype=dtype, generator=generator).to(device)
 
-    return make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make)
+    return make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make, block_gap)
 
 
 def draw_block_size(draw: st.DrawFn, layout: str) -> int:
@@ -63,7 +63,7 @@ def make_reshape_arguments(
     layout="chunked",
     slot_dtype=torch.int64,
 ) -> dict:
-    """`gaps` follow the rows of key and of value, `block_gap` the blocks of the caches."""
+    """`gaps` follow the rows of key and of value. `block_gap` is that of make_cache_pair."""
     generator = torch.Generator().manual_seed(seed)
     key, value = random_bits(2, len(slots), num_kv_heads, head_size, dtype=dtype, generator=generator).unbind()
     sizes = num_blocks, num_kv_heads, head_size, block_size
@@ -79,7 +79,8 @@ def make_reshape_arguments(
 
 def assert_block_gaps_untouched(*caches: torch.Tensor) -> None:
     if caches[0].untyped_storage().data_ptr() == caches[1].untyped_storage().data_ptr():
-        caches = (caches[0]._base,)  # the two lie in each other's gaps
+        assert_row_gap_untouched(*caches)  # the two lie in each other's gaps
+        return
     for cache in caches:
         assert_row_gap_untouched(cache)
 

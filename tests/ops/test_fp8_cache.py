@@ -101,9 +101,9 @@ def make_reshape_arguments(
     (_, num_kv_heads, head_size), (k_scale, v_scale) = key.shape, scales or (None, None)
 
     def make(*shape: int) -> torch.Tensor:
-        return with_row_gap(filled_with_nan(*shape, dtype=dtype).to(device), block_gap)
+        return filled_with_nan(*shape, dtype=dtype).to(device)
 
-    key_cache, value_cache = make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make)
+    key_cache, value_cache = make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make, block_gap)
     return {
         "key": key.to(device),
         "value": value.to(device),
