@@ -156,6 +156,20 @@ def test_each_option_alone_over_several_partitions(device, dtype, option):
     assert not torch.equal(out, without[0])
 
 
+@pytest.mark.parametrize("layout", ["chunked", "hnd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_alibi_on_both_sides_of_a_row(device, dtype, layout, group_size):
+    """The distance of a token behind the row counts as that of a token before it. Of two rows, of a few and of many: on
+    AMX as many columns, or three times as many, take other instructions."""
+    lens = ((2, 4), (3, 9), (7, 7), (40, 150))
+    arguments = make_arguments(
+        Case(lens, dtype, num_kv_heads=1, group_size=group_size, layout=layout, alibi=True, causal=False), device
+    )
+    arguments["alibi_slopes"] = torch.tensor([0.7, -0.3, 0.2], device=device)[:group_size]
+    assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 50.0])
 def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):

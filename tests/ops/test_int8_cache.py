@@ -18,7 +18,7 @@ NO_BLOCK = 2**31 - 1
 
 
 def make_caches(num_blocks: int, num_kv_heads: int, head_size: int, block_size: int, gap: int = 0):
-    """Any codes, and scales that are NaN."""
+    """Any codes, and scales that are NaN. `gap` elements follow a block of keys, twice as many a block of values."""
     generator = torch.Generator().manual_seed(num_blocks)
 
     def codes(*shape: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def make_caches(num_blocks: int, num_kv_heads: int, head_size: int, block_size: 
     key_cache = codes(num_blocks, num_kv_heads, head_size // 16, block_size, 16)
     value_cache = codes(num_blocks, num_kv_heads, head_size + 8, block_size)
     value_cache[:, :, head_size:] = torch.tensor([0, 0, -64, 127], dtype=torch.int8).repeat(2 * block_size).view(8, -1)
-    return with_row_gap(key_cache, gap), with_row_gap(value_cache, gap)
+    return with_row_gap(key_cache, gap), with_row_gap(value_cache, 2 * gap)
 
 
 def scales_in(value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +112,11 @@ def make_arguments(
     key_cache, value_cache = make_caches(len(ids), num_kv_heads, head_size, block_size, gap)
     slots = [reference.slots_of(table, n, block_size) for table, (_, n) in zip(block_tables, lens, strict=True)]
     slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
-    key, value = torch.randn(2, len(slots), num_kv_heads, head_size, generator=generator).to(dtype)
+    key, value = torch.randn(2, len(slots), num_kv_heads, head_size, generator=generator)
+    value *= 8.0 ** torch.randint(
+        -1, 2, (len(slots), num_kv_heads, 1), generator=generator
+    )  # scales far from each other
+    key, value = key.to(dtype), value.to(dtype)
     OPS.reshape_and_cache(key, value, key_cache, value_cache, slots, "int8")
     rows = [n for n, _ in lens]
     query = torch.randn(sum(rows), num_kv_heads * group_size, head_size, generator=generator).to(dtype)
@@ -211,6 +215,21 @@ def test_attention(device, data):
         right_window=None if causal else draw(st.none() | st.integers(0, 40)),
     )
     assert_attention(*run(arguments), arguments)
+
+
+@CPU
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_each_row_has_a_scale_of_its_own(device, block_size, num_rows):
+    """The rows that a kernel takes at once, as heads of a decode row and as rows of a chunk. Heads of which the last
+    strips are few end within what is summed at once. A row's weights have another scale in each tile: tiles of one,
+    of some and of all visible tokens."""
+    for head_size in range(16, 144, 16):
+        for group_size, lens in ((num_rows, [(1, 300)]), (1, [(num_rows, 129 + num_rows)])):
+            arguments = make_arguments(
+                lens, num_kv_heads=1, group_size=group_size, head_size=head_size, block_size=block_size
+            )
+            assert_attention(*run(arguments), arguments)
 
 
 @CPU
