@@ -64,18 +64,6 @@ PAGEDATTN_INLINE void add_bfloat16_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
 }
 
-// While an object of this class lives, subnormal numbers count as zeros on this thread, as in tiles.
-class FlushedFloats {
- public:
-  FlushedFloats() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
-  ~FlushedFloats() { _mm_setcsr(before_); }
-  FlushedFloats(const FlushedFloats&) = delete;
-  FlushedFloats& operator=(const FlushedFloats&) = delete;
-
- private:
-  uint32_t before_;
-};
-
 // The tile SUMS, of int32, [rows of A][16], += products of the tile A, of int8, [rows of A][quads][4], and the tile B,
 // of uint8, [quads][16][4].
 template <int SUMS, int A, int B>

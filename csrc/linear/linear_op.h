@@ -64,8 +64,10 @@ void run_linear(Params params, LinearKernel<Params> prepare_rows, LinearKernel<P
   const int64_t out_bytes = params.out_features * element_size(params.dtype);
   for (int64_t row = 0; row < num_rows; row += chunk_rows) {
     params.num_rows = std::min(num_rows - row, chunk_rows);
-    parallel_for_rows(params.num_rows, params.in_features,
-                      [&](int64_t begin, int64_t end) { prepare_rows(params, begin, end); });
+    parallel_for_rows(params.num_rows, params.in_features, [&](int64_t begin, int64_t end) {
+      const FlushedFloats flushed;
+      prepare_rows(params, begin, end);
+    });
     const int64_t multiply_adds = params.num_rows * params.in_features * params.out_features;
     parallel_for_items(num_items, num_workers_for(multiply_adds, num_items), [&](int64_t item, int64_t) {
       multiply(params, item * PANELS_PER_ITEM, std::min((item + 1) * PANELS_PER_ITEM, num_panels));

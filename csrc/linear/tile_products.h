@@ -163,7 +163,6 @@ void multiply_few_tiles(const LinearPackedParams& p, const RowTiles& tiles, int6
 // two chains of multiply-adds, and their sum is added to the total.
 template <int PANELS>
 void multiply_one_row(const LinearPackedParams& p, int64_t panel, float* sums) {
-  const FlushedFloats flushed;
   const int64_t panel_size = p.in_features * LINEAR_PANEL;
   const auto* weights = static_cast<const bfloat16*>(p.packed_weight) + panel * panel_size;
   const auto* row = static_cast<const char*>(p.rows);

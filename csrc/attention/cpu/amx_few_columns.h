@@ -2,8 +2,8 @@
 //
 // With a few columns there is little to multiply, and packing for the tile registers would take longer than the reading
 // of the cache. An instruction of AMX takes the even and the odd numbers of a step as two chains of multiply-adds, and
-// adds the sum of both to what was there. Vectors do the same, where subnormal numbers count as zeros (FlushedFloats).
-// Their elements are tokens (keys), or elements of the values.
+// adds the sum of both to what was there. Subnormal numbers count as zeros. Vectors do the same, as FlushedFloats
+// (parallel.h) surrounds the kernel. Their elements are tokens (keys), or elements of the values.
 #pragma once
 
 #include "attention/cpu/amx_pack.h"
@@ -98,7 +98,6 @@ PAGEDATTN_INLINE void multiply_keys_at(const PagedAttentionParams& p, const Tile
 template <int N, typename Fetch>
 PAGEDATTN_INLINE void multiply_few_keys(const PagedAttentionParams& p, const Tile<bfloat16>& tile, const bfloat16* keys,
                                         const float* queries, int begin, int end, float* logits, const Fetch& fetch) {
-  const FlushedFloats flushed;
   constexpr int VECS = 4 / N;  // as many chains as hide the latency of the multiply-adds
   int token = begin;
   for (; token + VECS * VEC_SIZE <= end; token += VECS * VEC_SIZE) {
@@ -113,7 +112,6 @@ PAGEDATTN_INLINE void multiply_few_keys(const PagedAttentionParams& p, const Til
 template <int N, typename Fetch>
 PAGEDATTN_INLINE void add_few_values(const ValuePacker& values, int64_t row_groups, const FewWeights<N>& weights,
                                      int begin, int end, float* to, const Fetch& fetch) {
-  const FlushedFloats flushed;
   for (int64_t group = 0; group < row_groups; ++group) {
     Vec sums[N];
     PAGEDATTN_UNROLL
