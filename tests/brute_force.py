@@ -64,7 +64,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 class Pages:
     """A pair of caches [num_pages, page_size, num_kv_heads, head_size] full of NaN, whose pages are dealt out in no
-    order. With `interleaved`, both are views of one tensor."""
+    order. The values have strides of their own. With `interleaved`, both are views of one tensor."""
 
     def __init__(
         self,
@@ -81,7 +81,9 @@ class Pages:
             both = torch.full((num_pages, 2, page_size, num_kv_heads, head_size), torch.nan).to(dtype)
             self.key, self.value = both.unbind(1)
         else:
-            self.key, self.value = (torch.full(shape, torch.nan).to(dtype) for _ in range(2))
+            self.key = torch.full(shape, torch.nan).to(dtype)
+            wider = torch.full((num_pages, page_size + 1, num_kv_heads + 1, head_size + 16), torch.nan).to(dtype)
+            self.value = wider[:, :page_size, :num_kv_heads, :head_size]
         self.page_size = page_size
         self._free = torch.randperm(num_pages).tolist()
 

@@ -42,7 +42,7 @@ class Batch:
         self.kv_layout, form = layout.split()
         caches = [pages.key, pages.value]
         if self.kv_layout == "HND":
-            caches = [cache.transpose(1, 2).contiguous() for cache in caches]
+            caches = [cache.transpose(1, 2) for cache in caches]
         self.cache = tuple(caches) if form == "tuple" else torch.stack(caches, 1)
 
     @property
