@@ -2,8 +2,10 @@
 .venv/bin/python tests/mutants/run.py no_copy_on_write window_of_many_rows
 
 Beside this file lies one patch a bug. Its first lines say what is wrong then, and the line "Tests:" with what arguments
-pytest is to find it. The bugs are planted in a copy of the checkout, build/mutants, which is compiled anew where a bug
-is in csrc/, for the instruction set of this machine alone: the copy takes minutes at first.
+pytest is to find it. A line "Needs:" names the instruction set of the kernel that has the bug: on a machine without it,
+the bug is left out, and counts neither as caught nor as missed. The bugs are planted in a copy of the checkout,
+build/mutants, which is compiled anew where a bug is in csrc/, for the instruction set of this machine alone: the copy
+takes minutes at first.
 
 Exit status 1 if a bug is not caught, if a patch does not fit any more, or if its tests fail without it.
 """
@@ -21,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagedattn_ext import _C
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 COPY = ROOT / "build" / "mutants"
@@ -33,6 +37,7 @@ class Mutant:
     patch: Path
     description: str
     pytest_arguments: tuple[str, ...]
+    needs: str | None  # a CPU capability without which the bug does nothing
     files: tuple[str, ...]  # that the patch changes, as paths from the root
 
     @property
@@ -49,11 +54,12 @@ def read_mutant(patch: Path) -> Mutant:
     head, separator, changes = patch.read_text().partition("--- a/")
     lines = head.splitlines()
     arguments = [line.removeprefix("Tests:").split() for line in lines if line.startswith("Tests:")]
-    description = " ".join(line for line in lines if line and not line.startswith("Tests:"))
+    needs = [line.removeprefix("Needs:").strip() for line in lines if line.startswith("Needs:")]
+    description = " ".join(line for line in lines if line and not line.startswith(("Tests:", "Needs:")))
     files = [line.removeprefix("+++ b/").split("\t")[0] for line in changes.splitlines() if line.startswith("+++ b/")]
     if not (separator and files and description and len(arguments) == 1 and arguments[0]):
         raise ValueError(f"{patch.name}: expected a description, one line 'Tests: ...' and a patch with a/ and b/")
-    return Mutant(patch, description, tuple(arguments[0]), tuple(files))
+    return Mutant(patch, description, tuple(arguments[0]), needs[0] if needs else None, tuple(files))
 
 
 def all_mutants() -> list[Mutant]:
@@ -144,6 +150,11 @@ def try_mutant(mutant: Mutant, with_simt: bool) -> tuple[bool, str]:
     return True, f"{len(failed)} tests fail: " + ", ".join(failed[:3]) + (", ..." if len(failed) > 3 else "")
 
 
+def can_run(mutant: Mutant) -> bool:
+    """Whether this machine runs the kernel that has the bug."""
+    return mutant.needs is None or mutant.needs in _C.available_cpu_capabilities()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="the mutants to try (default: all)")
@@ -154,6 +165,11 @@ def main() -> None:
         parser.error(f"NAME: expected names of patches in {HERE}, got {', '.join(sorted(unknown))}")
     if arguments.names:
         mutants = [mutant for mutant in mutants if mutant.name in arguments.names]
+    num_named = len(mutants)
+    for mutant in mutants:
+        if not can_run(mutant):
+            print(f"left out  {mutant.name}: needs {mutant.needs}: not run here")
+    mutants = [mutant for mutant in mutants if can_run(mutant)]
     with_simt = any("simt" in " ".join(mutant.pytest_arguments) for mutant in mutants)
     bring_up_to_date()
     if error := build(with_simt):
@@ -171,7 +187,8 @@ def main() -> None:
         num_caught += is_caught
         seconds = time.monotonic() - started
         print(f"{'caught' if is_caught else 'FAILED'}  {mutant.name} ({seconds:.0f} s): {text}", flush=True)
-    print(f"{num_caught} of {len(mutants)} planted bugs are caught")
+    left_out = f", {num_named - len(mutants)} are not planted" if len(mutants) < num_named else ""
+    print(f"{num_caught} of {len(mutants)} planted bugs are caught{left_out}")
     sys.exit(num_caught < len(mutants))
 
 
