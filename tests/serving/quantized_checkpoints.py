@@ -90,6 +90,24 @@ def int8_rows(rows: Tensor, group_size: int) -> Tensor:
     return ((groups / scales).round() * scales).nan_to_num().view(rows.shape)
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a loaded model, by name."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def assert_same_tensors(one: nn.Module, other: nn.Module) -> None:
+    """Of two loaded models, bit for bit."""
+    mine, wanted = tensors_of(one), tensors_of(other)
+    assert mine.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
 

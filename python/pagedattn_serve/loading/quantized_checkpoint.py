@@ -17,6 +17,7 @@ from pagedattn_serve.models.partition import Share, SlicedLinear, everything
 from pagedattn_serve.models.quantization import CODES_PER_INT32, Int4Weight, Int8Weight, QuantizedWeight, chunks
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
+SYMMETRIC_ZERO = 8  # of the 16 codes
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
@@ -97,7 +98,7 @@ class CompressedInt4(CheckpointFormat):
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         scales = tensors["weight_scale"]
         if self.symmetric:
-            zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+            zeros = torch.full(scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
         else:
             zeros = unpack_nibbles("weight_zero_point", tensors["weight_zero_point"].t()).t()[: len(scales)]
         check_dtype("weight_packed", tensors["weight_packed"], torch.int32)
@@ -112,6 +113,7 @@ class Gptq(CheckpointFormat):
     OPTIONAL: ClassVar = frozenset({"g_idx"})  # groups are in order, because desc_act is refused
 
     zero_offset: int  # what the first version of the format subtracts from its zeros
+    symmetric: bool | None  # None: config.json does not say
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
         groups = self.groups(inputs)
@@ -128,14 +130,23 @@ class Gptq(CheckpointFormat):
         order = tensors.get("g_idx", torch.zeros(1)).long()  # of all ranks
         if not torch.equal(order, torch.arange(len(order)) // (self.group_size or len(order))):
             raise ValueError("g_idx: expected groups in order, got a permutation of them")
-        zeros = unpack_nibbles("qzeros", tensors["qzeros"]).add_(self.zero_offset).bitwise_and_(15).t()
+        zeros = unpack_nibbles("qzeros", tensors["qzeros"]).t()
+        if self.symmetric is not False and is_filled(zeros, SYMMETRIC_ZERO, SYMMETRIC_ZERO - 1):
+            zeros = zeros.new_full(zeros.shape, SYMMETRIC_ZERO)  # programs differ in what they write, not in the zero
+        elif self.symmetric:
+            raise asymmetric("qzeros", zeros, "7 in all places or 8 in all places")
+        else:
+            zeros = zeros.add_(self.zero_offset).bitwise_and_(15)
         return Int4Weight(codes, scales, zeros)
 
 
+@dataclass(slots=True, frozen=True)
 class Awq(CheckpointFormat):
     METHOD: ClassVar = "awq"
     QUANTIZATION: ClassVar = "int4"
     MARKER: ClassVar = "qweight"
+
+    symmetric: bool | None  # as in Gptq
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
         groups = self.groups(inputs)
@@ -150,7 +161,21 @@ class Awq(CheckpointFormat):
             unpack_nibbles(name, tensors[name]).view(len(tensors[name]), -1, 8)[..., AWQ_PLACES].flatten(1).t()
             for name in ("qweight", "qzeros")
         )
+        if self.symmetric and not is_filled(zeros, SYMMETRIC_ZERO):
+            raise asymmetric("qzeros", zeros, "8 in all places")
         return Int4Weight(codes, tensors["scales"].t(), zeros)
+
+
+def is_filled(zeros: Tensor, *values: int) -> bool:
+    """Whether one of the values stands in all places."""
+    return any(bool((zeros == value).all()) for value in values)
+
+
+def asymmetric(name: str, zeros: Tensor, expected: str) -> ValueError:
+    return ValueError(
+        f"{name}: expected zeros of {expected}, as sym is true in quantization_config, "
+        f"got {int(zeros.min())} to {int(zeros.max())}"
+    )
 
 
 def unpack_nibbles(name: str, packed: Tensor) -> Tensor:
@@ -197,13 +222,15 @@ def parse_format(config: Any) -> CheckpointFormat:
             expect(config, "desc_act", False, default=False)
             expect(config, "is_marlin_format", False, default=False)
             expect(config, "dynamic", None, {}, default=None)  # other formats for some of the layers
-            version = expect(config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
-            return Gptq(group_size_of(config), zero_offset=1 if version == "gptq" else 0)
+            # "format" is the name that some programs give the field.
+            version = expect(config, "checkpoint_format", "gptq", "gptq_v2", default=config.get("format", "gptq"))
+            expect(config, "format", version, default=version)
+            return Gptq(group_size_of(config), zero_offset=1 if version == "gptq" else 0, symmetric=sym_of(config))
         case "awq":
             expect(config, "bits", 4)
             expect(config, "version", "gemm", "GEMM", default="gemm")
             expect(config, "zero_point", True, default=True)
-            return Awq(group_size_of(config))
+            return Awq(group_size_of(config), symmetric=sym_of(config))
         case _:
             return compressed_format(config)
 
@@ -233,7 +260,8 @@ def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
     expect(weights, "num_bits", 4)
     expect(weights, "actorder", None, "weight", "static", default=None)
     has_groups = expect(weights, "strategy", "group", "channel") == "group"
-    return CompressedInt4(group_size_of(weights) if has_groups else None, bool(weights.get("symmetric", True)))
+    symmetric = expect(weights, "symmetric", True, False, default=True)
+    return CompressedInt4(group_size_of(weights) if has_groups else None, symmetric)
 
 
 def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) -> Any:
@@ -251,6 +279,12 @@ def section(config: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"quantization_config: {name}: expected an object, got {value!r:.80}")
     return value
+
+
+def sym_of(config: dict[str, Any]) -> bool | None:
+    """Whether config.json says that all zeros are in the middle of the codes; None: it does not say."""
+    sym = expect(config, "sym", True, False, None, default=None)
+    return None if sym is None else bool(sym)
 
 
 def group_size_of(config: dict[str, Any]) -> int | None:

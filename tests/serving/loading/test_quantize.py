@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import change_config, make_model
-from quantized_checkpoints import SHAPES, pack
+from quantized_checkpoints import SHAPES, assert_same_tensors, pack
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_serve.cli import main
@@ -26,21 +25,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a loaded model, by name."""
-    return {
-        f"{name}.{attribute}": value
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
-
-
 def assert_same_model(one: Path, other: Path, **options: Any) -> None:
-    mine, wanted = (tensors_of(load_model(path, **options)) for path in (one, other))
-    assert mine.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(mine[name], tensor), name
+    assert_same_tensors(load_model(one, **options), load_model(other, **options))
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])

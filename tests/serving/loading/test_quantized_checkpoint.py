@@ -13,9 +13,12 @@ from quantized_checkpoints import (
     INT8,
     ROWS_OF_8_BITS,
     SHAPES,
+    assert_same_tensors,
     compressed,
     linear_layers,
     matrix,
+    pack,
+    quantize,
     quantize_inputs,
     save_quantized,
 )
@@ -114,17 +117,7 @@ def test_gptq_without_g_idx_has_its_groups_in_order(tmp_path: Path, name: str) -
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
-    loaded = load_model(tmp_path)
-    held = {
-        f"{layer_name} {name}": value
-        for layer_name, layer in expected.named_modules()
-        for name, value in vars(layer).items()
-        if isinstance(layer, Int4Linear) and isinstance(value, Tensor)
-    }
-    assert len(held) > 1
-    for name, value in held.items():
-        layer_name, _, attribute = name.partition(" ")
-        assert torch.equal(getattr(loaded.get_submodule(layer_name), attribute), value), name
+    assert_same_tensors(load_model(tmp_path), expected)
 
 
 def test_the_option_beside_a_quantized_checkpoint(tmp_path: Path) -> None:
@@ -149,9 +142,99 @@ def test_cuda_has_no_quantized_weights(llama: Checkpoint, quantization: str) -> 
         linear_forms(model, None, quantization, "cuda:1")
 
 
+# ---- zeros ----------------------------------------------------------------------------------------------------------
+
+V2 = GPTQ | dict(checkpoint_format="gptq_v2")
+
+
+def save_with_zeros(directory: Path, config: dict[str, Any], stored: list[int]) -> None:
+    """A checkpoint, lm_head included, whose groups all have the zero 8: as `stored` says, groups taking turns."""
+    model = save_quantized(directory, "llama-gqa", config | dict(sym=True), vocab_size=96)
+    packed, _ = quantize(matrix(model.lm_head), config | dict(sym=True))
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
+    for name, tensor in tensors.items():
+        if name.endswith("qzeros"):
+            zeros = torch.tensor(stored).repeat(8 * tensor.numel())[: 8 * tensor.numel()]
+            tensors[name] = pack(zeros.view(len(tensor), -1))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (GPTQ, 7),
+        (GPTQ, 8),
+        (V2, 7),
+        (V2, 8),
+        (GPTQ | dict(sym=None), 8),  # says as little as without the field
+        (V2 | dict(sym=None), 7),
+        (GPTQ | dict(sym=False), 7),
+        (V2 | dict(sym=False), 8),
+        (GPTQ | dict(sym=False, format="gptq_v2"), 8),  # another name of checkpoint_format
+        (AWQ, 8),
+        (AWQ | dict(sym=True), 8),
+    ],
+)
+def test_zeros_of_symmetric_weights(tmp_path: Path, config: dict[str, Any], stored: int) -> None:
+    """Programs write 7 or 8 and mean 8. To take them at the word of checkpoint_format would load garbage."""
+    save_with_zeros(tmp_path / "plain", AWQ if config["quant_method"] == "awq" else V2, [8])
+    save_with_zeros(tmp_path / "model", config, [stored])
+    model = load_model(tmp_path / "model")
+    assert type(model.lm_head) is Int4Linear
+    assert_same_tensors(model, load_model(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "meant"),
+    [
+        (GPTQ | dict(sym=False), 8, 9),
+        (V2 | dict(sym=False), 7, 7),
+        (GPTQ | dict(sym=False), 15, 0),  # one less than 0
+        (V2 | dict(sym=None), 9, 9),
+        (AWQ, 7, 7),
+    ],
+)
+def test_zeros_of_other_weights(tmp_path: Path, config: dict[str, Any], stored: int, meant: int) -> None:
+    """Nothing but the format says what they are."""
+    save_with_zeros(tmp_path / "plain", AWQ if config["quant_method"] == "awq" else V2 | dict(sym=False), [meant])
+    save_with_zeros(tmp_path / "model", config, [stored])
+    assert_same_tensors(load_model(tmp_path / "model"), load_model(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "expected"),
+    [
+        (GPTQ, [9], "7 in all places or 8 in all places, as sym is true in quantization_config, got 9 to 9"),
+        (GPTQ, [7, 8], "7 in all places or 8 in all places, .* got 7 to 8"),
+        (V2, [0, 15], "7 in all places or 8 in all places, .* got 0 to 15"),
+        (AWQ | dict(sym=True), [7], "8 in all places, as sym is true in quantization_config, got 7 to 7"),
+    ],
+)
+def test_zeros_that_symmetric_weights_cannot_have(
+    tmp_path: Path, config: dict[str, Any], stored: list[int], expected: str
+) -> None:
+    save_with_zeros(tmp_path, config, stored)
+    with pytest.raises(ValueError, match=f"cannot read .*_proj: qzeros: expected zeros of {expected}$"):
+        load_model(tmp_path)
+
+
+def test_zeros_of_a_head_that_is_not_symmetric(tmp_path: Path) -> None:
+    """Its zeros are looked at as those of any layer."""
+    save_with_zeros(tmp_path, GPTQ, [7])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.qzeros"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"cannot read lm_head: qzeros: expected zeros of 7 .*, got 7 to 8"):
+        load_model(tmp_path)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 INT4 = compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32)
+ZEROS = CONFIGS["int4-zeros"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(quant_method="fp8"), "quant_method: expected compressed-tensors or gptq or awq, got 'fp8'"),
     (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method: .*, got 'bitsandbytes'"),
@@ -164,6 +247,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | dict(dynamic={"+:.*down_proj": {"bits": 8}}), "dynamic: expected None"),
     (GPTQ | dict(group_size=None), "group_size: expected -1 or an int >= 1, got None"),
     (GPTQ | dict(group_size=0), "group_size: expected -1 or an int >= 1, got 0"),
+    (GPTQ | dict(checkpoint_format="gptq", format="gptq_v2"), "format: expected gptq, got 'gptq_v2'"),
+    (GPTQ | dict(sym="true"), "sym: expected True or False or None, got 'true'"),
+    (AWQ | dict(sym="true"), "sym: expected True or False or None, got 'true'"),
     (AWQ | dict(bits=8), "bits: expected 4, got 8"),
     (AWQ | dict(version="gemv"), "version: expected gemm or GEMM, got 'gemv'"),
     (AWQ | dict(zero_point=False), "zero_point: expected True, got False"),
@@ -193,6 +279,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, actorder="group"),
         "actorder: expected None or weight or static, got 'group'",
+    ),
+    (
+        compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, symmetric="false"),
+        "symmetric: expected True or False, got 'false'",
     ),
     (
         compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, type="float"),
@@ -241,6 +331,9 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
         (GPTQ, dict(q_proj__qweight=torch.zeros(8, 64)), "{}.q_proj: qweight: expected torch.int32, got torch.float32"),
         (INT8, dict(v_proj__weight=torch.ones(32, 64)), "{}.v_proj: weight: expected torch.int8, got torch.float32"),
         (INT8, dict(v_proj__weight_scale=torch.ones(1)), r"{}.v_proj.weight_scale: expected \[32, 1\], got \[1\]"),
+        (INT4, dict(q_proj__weight_zero_point=torch.zeros(8, 2).int()), "unexpected {}.q_proj.weight_zero_point"),
+        (INT8, dict(q_proj__weight_zero_point=torch.zeros(64, 1)), "unexpected {}.q_proj.weight_zero_point"),
+        (ZEROS, dict(q_proj__weight_zero_point=None), "missing {}.q_proj.weight_zero_point"),
         (INT4, dict(k_proj__weight_packed=None, k_proj__weight=torch.ones(32, 64)), "missing {}.k_proj.weight_packed"),
     ],
 )
