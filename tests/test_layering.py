@@ -181,7 +181,9 @@ ARROWS: dict[str, set[str]] = {
     "loading.quantize": {"loading.loader"},
     "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
     | {"loading.weights", "loading.plain_config", "config"},
-    "loading.weights": {"loading.quantized_checkpoint", "loading.kv_scales", "models.causal_lm", "models.linear"},
+    "loading.weights": {"loading.checkpoint_files", "loading.quantized_checkpoint", "loading.kv_scales"}
+    | {"models.causal_lm", "models.linear"},
+    "loading.checkpoint_files": {"loading.directory"},
     "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
     "loading.kv_scales": {"errors"},
     "loading.generation_config": {"loading.directory", "sampling_params"},

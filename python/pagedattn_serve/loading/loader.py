@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.plain_config import read_plain_config
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
-from pagedattn_serve.loading.weights import OpenFiles, load_weights, open_checkpoint, weight_files
+from pagedattn_serve.loading.weights import load_weights
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
@@ -82,11 +83,15 @@ def load_model(
     forms = linear_forms(model, stored, quantization, device)
     description = describe_linear_layers(model, stored, forms)
     joins = model.joins()
+    if partition.rank == 0:
+        warn_of_other_weights(directory)
     if isinstance(model, NativeCausalLM):
         load_weights(model, directory, device, stored, forms)
     else:
-        weight_files(directory)  # raises if there are none
-        model.load_weights(directory, device)
+        with OpenFiles() as open_files:
+            tensors = {name: read() for name, read in open_checkpoint(directory, open_files).items()}
+            tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+            model.load_weights(tensors, directory, device)
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)

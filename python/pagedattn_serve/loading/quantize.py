@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.loading.weights import OpenFiles, checkpoint_name, checkpoint_shapes, open_checkpoint, read_tensors
+from pagedattn_serve.loading.weights import checkpoint_name, checkpoint_shapes, read_tensors
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
@@ -59,6 +60,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
             "a family that has a file here, as quantized checkpoints of others cannot run",
             network.architecture,
         )
+    warn_of_other_weights(directory)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         copy = Path(temporary) / out.name
         copy.mkdir()

@@ -1,36 +1,26 @@
-"""Puts the tensors of a checkpoint's files, *.safetensors or pytorch_model*.bin, into a native model."""
+"""Puts the tensors of a checkpoint into a native model."""
 
 import logging
-import pickle
-import zipfile
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint
 from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 
-# In order of preference: the file with all weights, and the index that takes its place if there are several files.
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 HEAD = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
-
-Tensors = dict[str, Callable[[], Tensor]]  # by name; calling an entry reads the data of the tensor
 
 
 def load_weights(
@@ -106,87 +96,6 @@ def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
     if not torch.equal(weight, model.lm_head.weight):
         logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
         model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-class OpenFiles:
-    """The *.safetensors files that tensors are read from. After `close`, the next tensor opens its file again.
-
-    Pages of a file that were read count as memory of the process until the file is closed and its tensors are gone.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def names(self, file: Path) -> list[str]:
-        names: list[str] = self._opened(file).keys()
-        return names
-
-    def read(self, file: Path, name: str) -> Tensor:
-        tensor: Tensor = self._opened(file).get_tensor(name)
-        return tensor
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def _opened(self, file: Path) -> Any:
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
-
-
-def open_checkpoint(directory: Path, open_files: OpenFiles) -> Tensors:
-    """Every tensor of the checkpoint, memory-mapped where the format allows it."""
-    tensors: Tensors = {}
-    for file in weight_files(directory):
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= {name: partial(open_files.read, file, name) for name in open_files.names(file)}
-            else:
-                # Before torch 1.6 it was another format, which cannot be mapped.
-                mmap = zipfile.is_zipfile(file)
-                state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-                if not isinstance(state, dict):
-                    raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
-                tensors |= {name: lambda t=tensor: t for name, tensor in state.items()}
-        except pickle.UnpicklingError:  # its message advises to run the code in the file
-            raise ValueError(
-                f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
-            ) from None
-        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0] or "it ends too early"
-            raise ValueError(f"model: cannot read the weights in {file}: {reason}") from None
-    return tensors
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, safetensors if there are any."""
-    for name in WEIGHT_FILES:
-        index = directory / f"{name}.index.json"
-        if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError(f"weight_map: expected the files of tensors in {index}, got {weight_map!r:.80}")
-            files = [directory / file for file in sorted(set(weight_map.values()))]
-            for file in files:
-                if not file.is_file():
-                    raise FileNotFoundError(f"model: expected {file.name} in {directory}, as {index.name} names it")
-            return files
-        if (directory / name).is_file():
-            return [directory / name]
-    # Files of any other name are shards without an index.
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        if files := sorted(directory.glob(pattern)):
-            return files
-    raise FileNotFoundError(f"model: expected {' or '.join(WEIGHT_FILES)} in {directory}, found neither")
 
 
 # ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------

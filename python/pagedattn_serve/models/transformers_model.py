@@ -8,7 +8,6 @@ it is loaded: a few tokens go through our attention and through transformers', a
 """
 
 import inspect
-import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
@@ -78,13 +76,16 @@ class TransformersCausalLM(CausalLM):
         self.vocab_size = text_config.vocab_size
         self.step = Step()
 
-    def load_weights(self, directory: Path, device: str) -> None:
-        """Replace the model without weights by the checkpoint's, or by the rank's slices of it, on `device`."""
+    def load_weights(self, tensors: dict[str, Tensor], directory: Path, device: str) -> None:
+        """Replace the model without weights by the checkpoint's, or by the rank's slices of it, on `device`.
+
+        tensors: of the checkpoint, by name. directory: where they lie, for errors.
+        """
         if self.slices is None:
-            self.model = load(type(self.model), directory, self.config, self.dtype).to(device).eval()
+            self.model = load(type(self.model), tensors, directory, self.config, self.dtype).to(device).eval()
         else:
             with self.slices.cut_when_loaded(type(self.model)) as model_class:
-                self.model = load(model_class, directory, self.config, self.dtype).to(device).eval()
+                self.model = load(model_class, tensors, directory, self.config, self.dtype).to(device).eval()
             self.slices.make_slices(self.model)
         give_to_layers(self.model, self.step)
         try:
@@ -252,11 +253,14 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def load(model_class: type[PreTrainedModel], directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its weights, read by transformers, which logs the tensors that the model does not use."""
+def load(
+    model_class: type[PreTrainedModel], tensors: dict[str, Tensor], directory: Path, config: Any, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model with its weights, made by transformers, which logs the tensors that the model does not use."""
     try:
         model, report = model_class.from_pretrained(
-            directory,
+            None,
+            state_dict=tensors,
             config=config,
             dtype=dtype,
             attn_implementation=PAGED,
@@ -264,8 +268,8 @@ def load(model_class: type[PreTrainedModel], directory: Path, config: Any, dtype
             ignore_mismatched_sizes=True,  # which are in the report
             output_loading_info=True,
         )
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-        reason = re.split(r"\. |\n", str(error).strip())[0] or "it ends too early"
+    except (RuntimeError, ValueError) as error:
+        reason = re.split(r"\. |\n", str(error).strip())[0]
         raise ValueError(f"model: cannot read the weights in {directory}: {reason}") from None
     problems = [f"missing {name}" for name in sorted(report["missing_keys"])]
     for name, found, expected in sorted(report["mismatched_keys"]):

@@ -281,16 +281,6 @@ def test_corrupt_weights(save: Save, file_name: str, keep: str) -> None:
     assert "weights_only" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}"])
-def test_a_wrong_index(save: Save, content: str) -> None:
-    directory = save("llama-gqa")
-    index = directory / "model.safetensors.index.json"
-    index.write_text(content)
-    name = re.escape(str(index))
-    with pytest.raises(ValueError, match=f"^{name}: expected a JSON object, got |expected .* in {name}, got "):
-        load_model(str(directory))
-
-
 # ---- base models -----------------------------------------------------------------------------------------------------
 
 

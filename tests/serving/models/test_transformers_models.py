@@ -324,7 +324,7 @@ def test_weights_that_cannot_be_read(save: Save, name: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         load_model(path)
     (Path(path) / name).write_bytes(b"x" * 500)
-    with pytest.raises(ValueError, match=f"cannot read the weights in {path}: [^\n]+$") as error:
+    with pytest.raises(ValueError, match=f"cannot read the weights in {path}/{name}: [^\n]+$") as error:
         load_model(path)
     assert "weights_only=" not in str(error.value)
 
