@@ -163,7 +163,7 @@ def linear_forms(
             f"None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the checkpoint",
             quantization,
         )
-    return LinearForms(model.vocab_size, quantization)
+    return LinearForms(model.head, quantization)
 
 
 def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, forms: LinearForms | None) -> str:

@@ -10,24 +10,31 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.loading.checkpoint_files import (
+    NAMED_BY_CONFIG,
+    OpenFiles,
+    Tensors,
+    is_same,
+    open_checkpoint,
+    warn_of_other_weights,
+)
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
-from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.loading.weights import checkpoint_name, checkpoint_shapes, read_tensors
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
+from pagedattn_serve.loading.weights import HEAD, checkpoint_names, checkpoint_shapes, is_passed_over, read_tensors
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
-from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantizable, quantize_int4, quantize_int8
 
 FORMATS = ("int4", "int8")
-HEAD = "lm_head"
 SHARD_BYTES = 4 << 30  # of tensors in a file; so many are in memory at once
 # Files beside the weights that a copy has, too: tokenizer, chat template, defaults of generation, license.
 COPIED = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ""})
@@ -35,6 +42,9 @@ COPIED = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ""}
 
 def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], format: str) -> tuple[int, int]:
     """Write the model, with its linear layers in 4 or 8 bits, into the directory `out`.
+
+    On one rank the copy gives the tokens and logprobs of the model, bit for bit, if both are loaded with `format` as
+    their quantization, and with the same dtype and other options.
 
     The last layer is not quantized, and in 4 bits neither is a layer whose in_features are no multiple of GROUP_SIZE.
     All is written beside `out` first. So an interrupt or an error leaves nothing.
@@ -49,8 +59,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     """
     if format not in FORMATS:
         raise ArgumentError("format", " or ".join(FORMATS), repr(format))
-    directory, out = model_directory(model), Path(out).expanduser()
-    check_out(out)
+    directory, out = model_directory(model), directory_to_write(out)
     if (stored := checkpoint_format(directory)) is not None:
         raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")
     network = build_model(directory)
@@ -68,18 +77,28 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
         left = write_tensors(network, directory, copy, format)
         config = read_json(directory / "config.json")
         of_cache = config.get("quantization_config") or {}
+        config.pop(NAMED_BY_CONFIG, None)
         config["quantization_config"] = of_cache | quantization_config(format, left)
         write_json(copy / "config.json", config)
+        for file in copy.iterdir():
+            write_to_disk(file)
         os.replace(copy, out)
     num_layers = sum(len(layer.checkpoint_parts(name)) for name, layer in sliced_layers(network).items())
     return num_layers - len(left), num_layers
 
 
-def check_out(out: Path) -> None:
+def directory_to_write(path: str | PathLike[str]) -> Path:
+    """The directory, with "~" and links resolved. Raises ArgumentError for one that cannot be replaced in the end."""
+    if not isinstance(path, str | PathLike):
+        raise ArgumentTypeError("out", "a directory as a string or a path", type(path).__name__)
+    out = Path(path).expanduser().resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ArgumentError("out", "a directory that is empty or does not exist", f"{out}, which is in use")
     if not out.parent.is_dir():
         raise ArgumentError("out", "a directory within one that exists", out)
+    if out.is_mount():
+        raise ArgumentError("out", "a directory that is no mount point, such as one within it", out)
+    return out
 
 
 def copy_other_files(directory: Path, copy: Path) -> None:
@@ -87,6 +106,13 @@ def copy_other_files(directory: Path, copy: Path) -> None:
         is_wanted = file.suffix in COPIED and not file.name.startswith(".") and not file.name.endswith(".index.json")
         if is_wanted and file.is_file() and file.name != "config.json":
             shutil.copyfile(file, copy / file.name)
+
+
+def write_to_disk(file: Path) -> None:
+    """Wait until the file is on the disk. So a copy that has its name is whole, whatever happens to the machine; and
+    some disks say only now that they are full."""
+    with file.open("rb") as opened:
+        os.fsync(opened)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -133,7 +159,11 @@ def shard_file(copy: Path, number: int, num_shards: int) -> Path:
 
 def write_shard(shard: dict[str, Tensor], copy: Path, shards: list[list[str]]) -> None:
     shards.append(list(shard))
-    save_file(shard, shard_file(copy, len(shards), 0), metadata={"format": "pt"})
+    file = shard_file(copy, len(shards), 0)
+    try:
+        save_file(shard, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # of the disk, as its tensors are ours
+        raise OSError(f"out: cannot write {file}: {error}") from None
 
 
 def quantized_tensors(
@@ -144,21 +174,16 @@ def quantized_tensors(
     left: gets the names of the linear layers that are not quantized.
     """
     stored = open_checkpoint(directory, open_files)
-    own_names = {checkpoint_name(model, name): name for name in stored}
+    own_names = checkpoint_names(model, stored)
     tensors = {name: stored[own] for name, own in own_names.items()}
-    problems: list[str] = []
-    for name, _ in model.named_parameters():
-        layer_name, _, kind = name.rpartition(".")
-        read_tensors(tensors, checkpoint_shapes(model.get_submodule(layer_name), layer_name, kind), problems)
-    if problems:
-        raise ValueError(misfit(directory, type(model).__name__, problems))
+    check_tensors(model, directory, tensors)
     for name, layer in tqdm(sliced_layers(model).items(), desc="Quantizing", disable=None, leave=False):
         for part in layer.checkpoint_parts(name):
             own_name = own_names[f"{part}.weight"].removesuffix(".weight")
-            if name == HEAD or (format == "int4" and layer.in_features % GROUP_SIZE):
+            if name == model.head or (format == "int4" and layer.in_features % GROUP_SIZE):
                 left.append(own_name)
                 continue
-            weight = tensors.pop(f"{part}.weight")()
+            weight = quantizable(tensors.pop(f"{part}.weight")())
             try:
                 packed = compressed(weight.t() if isinstance(layer, TransposedLinear) else weight, format)
             except ValueError as error:
@@ -167,7 +192,29 @@ def quantized_tensors(
             open_files.close()
             give_back_freed_memory()
     for name, read in tensors.items():
-        yield {own_names[name]: read().contiguous()}
+        # Some files have tensors in the same memory, which the copy must not have.
+        yield {own_names[name]: read().detach().clone(memory_format=torch.contiguous_format)}
+        open_files.close()
+
+
+def check_tensors(model: NativeCausalLM, directory: Path, tensors: Tensors) -> None:
+    """Raises ValueError, as `load_weights` does, unless they are the model's. Leaves out a head that is a copy of the
+    embedding where config.json ties the two."""
+    problems: list[str] = []
+    unexpected = {name for name in tensors if not is_passed_over(model, name)}
+    for name, parameter in model.named_parameters():
+        layer_name, _, kind = name.rpartition(".")
+        shapes = checkpoint_shapes(model.get_submodule(layer_name), layer_name, kind)
+        found = read_tensors(tensors, shapes, problems)
+        unexpected.difference_update(shapes)
+        if parameter is model.lm_head.weight and HEAD in unexpected:
+            unexpected.discard(HEAD)
+            own = read_tensors(tensors, checkpoint_shapes(model.lm_head, model.head, "weight"), problems)
+            if found and own and is_same(found[0], own[0]):
+                del tensors[HEAD]
+    problems += [f"unexpected {name}" for name in sorted(unexpected)]
+    if problems:
+        raise ValueError(misfit(directory, type(model).__name__, problems))
 
 
 def sliced_layers(model: nn.Module) -> dict[str, SlicedLinear]:
@@ -201,7 +248,7 @@ def compressed(weight: Tensor, format: str) -> dict[str, Tensor]:
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 [n, 8 * k] to int32 [n, k], the lowest four bits first."""
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+    return row_bytes(codes[:, ::2] | codes[:, 1::2] << 4, torch.int32)
 
 
 def quantization_config(format: str, left: list[str]) -> dict[str, Any]:
@@ -218,6 +265,6 @@ def quantization_config(format: str, left: list[str]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "pack-quantized" if format == "int4" else "int-quantized",
         "quantization_status": "compressed",
-        "ignore": sorted({*left, HEAD}),
+        "ignore": sorted({*left, NativeCausalLM.head}),
         "config_groups": {"group_0": group},
     }

@@ -178,10 +178,16 @@ def asymmetric(name: str, zeros: Tensor, expected: str) -> ValueError:
     )
 
 
+def row_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of each row as elements of another dtype."""
+    # Not `contiguous`, which leaves the strides of a single row or column as they are; `view` looks at them.
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def unpack_nibbles(name: str, packed: Tensor) -> Tensor:
     """int32 [n, k] to uint8 [n, 8 * k], the lowest four bits first."""
     check_dtype(name, packed, torch.int32)
-    pairs = packed.contiguous().view(torch.uint8)
+    pairs = row_bytes(packed, torch.uint8)
     codes = torch.empty(len(pairs), 2 * pairs.shape[1], dtype=torch.uint8)
     for words, some in zip(chunks(codes.view(torch.int16)), chunks(pairs), strict=True):
         words.copy_(some)

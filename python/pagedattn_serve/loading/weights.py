@@ -15,6 +15,7 @@ from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_qu
 from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
+from pagedattn_serve.models.quantization import quantizable
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -37,9 +38,11 @@ def load_weights(
         tied lm_head keeps its form.
     """
     with OpenFiles() as open_files:
-        tensors = {checkpoint_name(model, n): read for n, read in open_checkpoint(directory, open_files).items()}
-        unexpected = {name for name in tensors if not name.endswith(model.NOT_PARAMETERS) and not is_kv_scale(name)}
+        stored_tensors = open_checkpoint(directory, open_files)
+        tensors = {name: stored_tensors[own] for name, own in checkpoint_names(model, stored_tensors).items()}
+        unexpected = {name for name in tensors if not is_passed_over(model, name)}
         problems: list[str] = []
+        is_quantizing = forms is not None and forms.quantization is not None
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
 
         def read(shapes: dict[str, list[Share]]) -> list[Tensor] | None:
@@ -56,9 +59,12 @@ def load_weights(
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
                 elif (found := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
                     parts = layer.parts_from_checkpoint(kind, found) if isinstance(layer, SlicedLinear) else found
-                    # Packed layers take weights of any dtype, so 16-bit weights keep their dtype, whatever the model's.
-                    kept = HALF_DTYPES if is_packed else ()
-                    parts = [part.to(device, part.dtype if part.dtype in kept else model.dtype) for part in parts]
+                    if is_quantizing and is_packed and kind == "weight":
+                        parts = [quantizable(part).to(device) for part in parts]
+                    else:
+                        # Packed layers take weights of any dtype, so 16-bit weights keep theirs, whatever the model's.
+                        kept = HALF_DTYPES if is_packed else ()
+                        parts = [part.to(device, part.dtype if part.dtype in kept else model.dtype) for part in parts]
                     if is_packed and kind == "weight":
                         weight = parts
                     else:
@@ -77,9 +83,9 @@ def load_weights(
             load_layer(layer_name, names)
             open_files.close()
             give_back_freed_memory()
-        if HEAD in unexpected and not problems:  # its embeddings are tied
-            unexpected.discard(HEAD)
-            load_own_head(model, tensors[HEAD]().to(device, model.dtype))
+        is_tied = HEAD in unexpected and not problems
+        if is_tied and (found := read(checkpoint_shapes(model.lm_head, model.head, "weight"))):
+            load_own_head(model, found[0].to(device, model.dtype))
     problems += [f"unexpected {name}" for name in sorted(unexpected)]
     if problems == [f"missing {HEAD}"]:
         problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
@@ -88,11 +94,7 @@ def load_weights(
 
 
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
-    """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head.
-
-    weight: of the whole vocabulary.
-    """
-    weight = model.lm_head.outputs.of(weight, dim=0)
+    """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head."""
     if not torch.equal(weight, model.lm_head.weight):
         logger.warning("lm_head.weight differs from the embedding, so they are not tied as config.json has it")
         model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
@@ -101,9 +103,22 @@ def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
 # ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
 
 
-def checkpoint_name(model: NativeCausalLM, name: str) -> str:
-    """The name of a checkpoint's tensor with the prefix that some checkpoints leave out."""
-    return name if name.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + name
+def checkpoint_names(model: NativeCausalLM, names: Iterable[str]) -> dict[str, str]:
+    """Names of a checkpoint's tensors, by the same with the prefix that some checkpoints leave out.
+
+    Raises ValueError for a checkpoint that has one tensor under both.
+    """
+    own_names: dict[str, str] = {}
+    for own in names:
+        name = own if own.startswith((model.PREFIX, "lm_head.")) else model.PREFIX + own
+        if (other := own_names.setdefault(name, own)) != own:
+            raise ValueError(f"model: expected one tensor {name}, got two, {' and '.join(sorted((own, other)))}")
+    return own_names
+
+
+def is_passed_over(model: NativeCausalLM, name: str) -> bool:
+    """Whether a tensor in the checkpoint is no parameter, and may be there."""
+    return name.endswith(model.NOT_PARAMETERS) or is_kv_scale(name)
 
 
 def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str, list[Share]]:

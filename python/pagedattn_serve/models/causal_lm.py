@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
 
     runs: what computes the model, in words. max_model_len: positions that the model knows.
     head_size: the size of a key in the cache. A narrower value is padded to this size.
+    head: the name of the last layer, to the vocabulary.
     num_heads, num_kv_heads: where ranks share the model, those of this rank. vocab_size is always the whole.
     """
 
@@ -36,6 +37,7 @@ class CausalLM(nn.Module):
     head_size: int
     vocab_size: int
     max_model_len: int
+    head: str
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -60,6 +62,7 @@ class NativeCausalLM(CausalLM):
     NOT_PARAMETERS: ClassVar[tuple[str, ...]] = ()
 
     runs = "native"
+    head = "lm_head"
     lm_head: SlicedLinear
 
     def __init__(

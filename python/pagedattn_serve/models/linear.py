@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_ext.huge_pages import empty_huge_pages
-from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
@@ -106,29 +105,23 @@ LinearType = type[PackedLinear] | type[Int8Linear] | type[Int4Linear]
 class LinearForms:
     """Which form each linear layer of a model takes.
 
-    vocab_size: out_features of the model's last layer, with the slices of all ranks. quantization: "int8", "int4" or
-        None.
+    head: the name of the model's last layer. quantization: "int8", "int4" or None.
     """
 
-    vocab_size: int
+    head: str
     quantization: str | None
 
-    def of(self, linear: nn.Linear) -> LinearType:
-        """The type of the layer that takes the place of `linear`.
+    def of(self, name: str, linear: nn.Linear) -> LinearType:
+        """The type of the layer that takes the place of `linear`, called `name`.
 
         With int4, two kinds of layers have 8 bits: the last layer, because no later layer evens out its errors, and
         layers whose in_features are no multiple of a group.
         """
         if self.quantization is None:
             return PackedLinear
-        if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and not self.is_head(linear):
+        if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and name != self.head:
             return Int4Linear
         return Int8Linear
-
-    def is_head(self, linear: nn.Linear) -> bool:
-        # A slice of the last layer may be as large as other layers are.
-        out_features = linear.outputs.whole if isinstance(linear, SlicedLinear) else linear.out_features
-        return out_features == self.vocab_size
 
     def pack(self, name: str, linear: nn.Linear, parts: Sequence[Tensor] | None = None) -> nn.Module:
         """The layer, called `name`, in its form. ValueError for weights that cannot be quantized.
@@ -137,7 +130,7 @@ class LinearForms:
         """
         parts = [linear.weight.detach()] if parts is None else parts
         bias = None if linear.bias is None else linear.bias.detach()
-        form = self.of(linear)
+        form = self.of(name, linear)
         if form is PackedLinear:
             return PackedLinear(parts, bias)
         try:
@@ -149,10 +142,10 @@ class LinearForms:
 
     def describe(self, model: nn.Module) -> str:
         """The forms in words. The model's layers are not packed; the model may be on any device."""
-        layers = linear_layers(model).values()
-        counts = Counter(self.of(linear).FORM for linear in layers if not self.is_head(linear))
+        forms = {name: self.of(name, linear).FORM for name, linear in linear_layers(model).items()}
+        heads = {form for name, form in forms.items() if name == self.head}
+        counts = Counter(form for name, form in forms.items() if name != self.head)
         words = [form if len(counts) == 1 else f"{count} {form}" for form, count in counts.most_common()]
-        heads = {self.of(linear).FORM for linear in layers if self.is_head(linear)}
         return "; ".join([*words, *(f"the last one {form}" for form in heads - counts.keys())])
 
 

@@ -139,7 +139,7 @@ class Partition:
     def features(self, size: int) -> Share:
         """The hidden features of an MLP, in whole groups of GROUP_SIZE and of the checkpoint if there are as many."""
         unit = math.lcm(GROUP_SIZE, self.group_size)
-        if size // unit >= self.world_size:
+        if self.world_size == 1 or size // unit >= self.world_size:  # one rank has less than a unit, too
             return split(size, self.rank, self.world_size, unit)
         if self.world_size > size // self.group_size:
             raise self.refusal(f"at most {size // self.group_size}, the groups of the {size} features of an MLP")

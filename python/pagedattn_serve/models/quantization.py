@@ -56,6 +56,14 @@ class Int4Weight:
 QuantizedWeight = Int8Weight | Int4Weight
 
 
+def quantizable(weight: Tensor) -> Tensor:
+    """The weight in a dtype that can be quantized: its own, or fp32.
+
+    So the codes hang on the checkpoint alone, whatever the dtype of the model.
+    """
+    return weight if weight.dtype in (torch.float32, torch.float16, torch.bfloat16) else weight.float()
+
+
 def quantize_int8(weight: Tensor) -> Int8Weight:
     """Each weight becomes the nearest of 255 levels; the largest weight of an output feature is at 127.
 

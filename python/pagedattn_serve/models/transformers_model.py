@@ -24,7 +24,7 @@ from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import SINGLE, Partition
-from pagedattn_serve.models.transformers_slices import Joins, Slices, joined
+from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, name_of
 from pagedattn_serve.models.transformers_trial import (
     TRIAL,
     AttentionShape,
@@ -63,6 +63,7 @@ class TransformersCausalLM(CausalLM):
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
             shape = run_trial(self.model, text_config)
+            self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition

@@ -136,6 +136,16 @@ def test_a_file_that_the_config_names(source: Source, tmp_path: Path, caplog: py
     expect_warning(caplog, tmp_path, ["model.safetensors"])
 
 
+def test_the_copy_of_a_file_that_the_config_names(tmp_path: Path) -> None:
+    """It is called as others are."""
+    make("native").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "mine.safetensors")
+    change_config(tmp_path / "model", transformers_weights="mine.safetensors")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", "int8")
+    mine, wanted = (load_model(tmp_path / name, quantization="int8") for name in ("out", "model"))
+    assert_same_tensors(mine, wanted)
+
+
 def test_shards(source: Source, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tensor may lie in two of them, if it is the same; the index need not have its sizes."""
     source.put("own/sharded.safetensors", tmp_path)

@@ -156,28 +156,32 @@ def test_quantized_weights_are_small(form: str, bits: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "shape", "expected"),
+    ("quantization", "name", "shape", "expected"),
     [
-        (None, (64, 64), PackedLinear),
-        (None, (64, VOCAB_SIZE), PackedLinear),
-        ("int8", (50, 64), Int8Linear),
-        ("int8", (64, VOCAB_SIZE), Int8Linear),
-        ("int4", (64, 50), Int4Linear),
-        ("int4", (50, 64), Int8Linear),  # no multiple of 32
-        ("int4", (64, VOCAB_SIZE), Int8Linear),
+        (None, "layer", (64, 64), PackedLinear),
+        (None, "head", (64, VOCAB_SIZE), PackedLinear),
+        ("int8", "layer", (50, 64), Int8Linear),
+        ("int8", "head", (64, VOCAB_SIZE), Int8Linear),
+        ("int4", "layer", (64, 50), Int4Linear),
+        ("int4", "layer", (50, 64), Int8Linear),  # no multiple of 32
+        ("int4", "head", (64, VOCAB_SIZE), Int8Linear),
+        ("int4", "layer", (64, VOCAB_SIZE), Int4Linear),  # as large as the last layer
+        ("int4", "head", (64, 2 * VOCAB_SIZE), Int8Linear),
     ],
 )
-def test_the_form_of_a_layer(quantization: str | None, shape: tuple[int, int], expected: type[nn.Module]) -> None:
-    forms = LinearForms(VOCAB_SIZE, quantization)
+def test_the_form_of_a_layer(
+    quantization: str | None, name: str, shape: tuple[int, int], expected: type[nn.Module]
+) -> None:
+    forms = LinearForms("head", quantization)
     layer = nn.Linear(*shape)
-    assert forms.of(layer) is type(forms.pack("layer", layer)) is expected
+    assert forms.of(name, layer) is type(forms.pack(name, layer)) is expected
 
 
 def test_layers_are_replaced_one_by_one() -> None:
     """Their weights go with them; a tied one stays with the embedding."""
     model = nn.Sequential(nn.Embedding(VOCAB_SIZE, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, VOCAB_SIZE))
     model[2].weight = model[0].weight
-    pack_linear_layers(model, LinearForms(VOCAB_SIZE, "int4"))
+    pack_linear_layers(model, LinearForms("2", "int4"))
     assert [type(module) for module in (model[0], model[1][0], model[2])] == [nn.Embedding, Int4Linear, Int8Linear]
     assert [name for name, _ in model.named_parameters()] == ["0.weight"]
 
@@ -189,7 +193,7 @@ def test_weights_that_are_not_finite(quantization: str, value: float) -> None:
     with torch.no_grad():
         model[0][0].weight[60, 60] = value
     with pytest.raises(ValueError, match=rf"quantization: 0.0: weight: expected elements between .*, got {value}"):
-        pack_linear_layers(model, LinearForms(VOCAB_SIZE, quantization))
+        pack_linear_layers(model, LinearForms("head", quantization))
 
 
 @pytest.mark.parametrize("quantization", ["int2", "INT8", "", 8, True, ["int8"]])
@@ -201,12 +205,13 @@ def test_quantizations_that_there_are_not(quantization: object) -> None:
 def test_forms_in_words() -> None:
     layers = [nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(50, 64), nn.Linear(64, VOCAB_SIZE)]
     model = nn.Sequential(*layers).to("meta")
-    assert LinearForms(VOCAB_SIZE, None).describe(model) == PackedLinear.FORM
-    assert LinearForms(VOCAB_SIZE, "int8").describe(model) == Int8Linear.FORM
-    int4 = LinearForms(VOCAB_SIZE, "int4")
+    assert LinearForms("3", None).describe(model) == PackedLinear.FORM
+    assert LinearForms("3", "int8").describe(model) == Int8Linear.FORM
+    int4 = LinearForms("3", "int4")
     assert int4.describe(model) == f"2 {Int4Linear.FORM}; 1 {Int8Linear.FORM}"
     assert int4.describe(model[3:]) == f"the last one {Int8Linear.FORM}"
-    assert int4.describe(nn.Sequential(layers[0], layers[3])) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
+    two = nn.Sequential(layers[0], layers[3])
+    assert LinearForms("1", "int4").describe(two) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
 
 
 def test_memory_does_not_grow_with_every_number_of_rows() -> None:

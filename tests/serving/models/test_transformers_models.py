@@ -35,7 +35,7 @@ from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models import transformers_model
-from pagedattn_serve.models.linear import LinearForms, PackedLinear, pack_linear_layers
+from pagedattn_serve.models.linear import Int4Linear, Int8Linear, LinearForms, PackedLinear, pack_linear_layers
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
 from pagedattn_serve.models.transformers_trial import Refusal, TrialMask, check_mask
 from pagedattn_serve.sampling_params import SamplingParams
@@ -265,8 +265,23 @@ def test_linear_layers_are_packed_but_for_those_with_a_forward_of_their_own(save
     layers = [type(module) for module in model_of(LLMEngine(path)).model.modules()]
     assert layers.count(PackedLinear) == 2 * 4 + 1 and nn.Linear not in layers  # q, k, v, o of both layers; the head
     model = nn.Sequential(nn.Linear(4, 4), Router(4, 4))
-    pack_linear_layers(model, LinearForms(100, None))
+    pack_linear_layers(model, LinearForms("head", None))
     assert [type(layer) for layer in model] == [PackedLinear, Router]
+
+
+@pytest.mark.parametrize(("model_type", "head"), [("olmo2", "lm_head"), ("biogpt", "output_projection")])
+def test_the_last_layer_has_8_bits_whatever_the_others_size(
+    save: Save, capsys: pytest.CaptureFixture[str], model_type: str, head: str
+) -> None:
+    """Each family gives the layer a name of its own."""
+    path, _ = save(model_type, vocab_size=64, hidden_size=64, intermediate_size=64)
+    layers = dict(load_model(path, quantization="int4").named_modules())
+    assert type(layers.pop(f"model.{head}")) is Int8Linear
+    kinds = {type(layer) for layer in layers.values()}
+    assert Int4Linear in kinds and not kinds & {Int8Linear, PackedLinear}
+    capsys.readouterr()
+    assert main(["info", path, "--quantization", "int4"]) == 0
+    assert f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}" in capsys.readouterr().out
 
 
 # ---- checkpoints, and the doors -------------------------------------------------------------------------------------
