@@ -76,12 +76,12 @@ ARROWS: dict[str, set[str]] = {
     "cli.quantize": {"loading.quantize"},
     "cli.info": {"execution.cache_memory"},
     "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.plot", "simulation.sweep"}
-    | {"async_engine.router"}
+    | {"async_engine.router", "progress"}
     | {"execution.cache_memory", "text.tokenizer"},
     "ray_serve": {"cli.serve"},
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},
-    "llm": {"engine", "text.chat_template"},
+    "llm": {"engine", "text.chat_template", "progress"},
     "engine": {"engine_args", "engine_setup", "requests.inputs", "distributed.executor"},
     "engine_setup": {"execution.cache_memory"},
     "environment": set(),
@@ -178,11 +178,11 @@ ARROWS: dict[str, set[str]] = {
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # from a directory to a model
     "loading": {"loading.loader"},
-    "loading.quantize": {"loading.loader"},
+    "loading.quantize": {"loading.loader", "progress"},
     "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
     | {"loading.weights", "loading.plain_config", "config"},
     "loading.weights": {"loading.checkpoint_files", "loading.quantized_checkpoint", "loading.kv_scales"}
-    | {"models.causal_lm", "models.linear"},
+    | {"models.causal_lm", "models.linear", "progress"},
     "loading.checkpoint_files": {"loading.directory"},
     "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
     "loading.kv_scales": {"errors"},
@@ -195,7 +195,7 @@ ARROWS: dict[str, set[str]] = {
     "models.gpt2": {"models.causal_lm", "models.layers"},
     "models.llama": {"models.causal_lm", "models.layers"},
     "models.opt": {"models.causal_lm", "models.layers"},
-    "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_slices"},
+    "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_slices", "progress"},
     "models.transformers_slices": {"models.partition", "models.transformers_trial", "environment"},
     "models.transformers_trial": {"pagedattn_ext"},
     "models.causal_lm": {"models.metadata", "models.partition"},
@@ -214,6 +214,7 @@ ARROWS: dict[str, set[str]] = {
     # plain data that users hold and any room may read
     "engine_args": {"config", "options"},
     "options": set(),
+    "progress": set(),
     "outputs": {"errors"},
     "sampling_params": {"structured_output"},
     "structured_output": {"config"},

@@ -52,7 +52,7 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = [*_MODULE_OF, "__version__"]
 
 # What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
-_EXTRA = ("huggingface_hub", "numpy", "safetensors", "tqdm", "transformers")
+_EXTRA = ("huggingface_hub", "numpy", "safetensors", "transformers")
 _SERVER_EXTRA = ("fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn")
 _NEED_EXTRA = ("llm", "engine", "async_engine", "calibration")
 

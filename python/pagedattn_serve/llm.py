@@ -3,12 +3,11 @@
 from os import PathLike
 from typing import Any
 
-from tqdm import tqdm
-
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, with_place
 from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.progress import Progress
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
@@ -52,7 +51,8 @@ class LLM:
             sampling_params: one for all prompts, or a list with one for each; default `get_default_sampling_params()`.
                 Each prompt has one RequestOutput, whatever output_kind says.
             prompt_token_ids: instead of prompts, a list of token ids for each prompt, or one such list.
-            use_tqdm: show progress on standard error.
+            use_tqdm: show progress on standard error: on a terminal a line that changes, elsewhere a line every 10
+                seconds and a last one. (The name is vLLM's; tqdm is not used.)
 
         Returns the finished requests, in the order of the prompts. `error` says why a request could not go on.
 
@@ -67,7 +67,7 @@ class LLM:
             for i, (prompt, param) in enumerate(zip(requests, params, strict=True)):
                 self._add(f"prompt {i} of {len(requests)}", prompt, param)
             own = set(self._request_ids)
-            with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as progress:
+            with Progress(len(requests), "Requests", shown=use_tqdm) as progress:
                 while len(outputs) < len(requests):
                     stepped = self.llm_engine.step()  # the engine may hold requests of other callers, too
                     finished = [output for output in stepped if output.request_id in own]

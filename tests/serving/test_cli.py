@@ -25,7 +25,7 @@ PROMPT = 'The "with" statement'
 COMMAND = Path(sys.executable).parent / "pagedattn"
 DTYPES = "float32, float16, bfloat16, float, half"
 # What an installation of the ops alone lacks.
-HIDDEN = ["transformers", "safetensors", "huggingface_hub", "tqdm", "numpy"]
+HIDDEN = ["transformers", "safetensors", "huggingface_hub", "numpy"]
 
 
 def completion(prompt: str, **params: Any) -> str:

@@ -7,21 +7,25 @@ which each run takes others. A timer's signal tries what lies between lines.
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+import tqdm.std
 from checkpoints import Checkpoint, finish_all, token_ids
+from test_progress import on_terminal
 from torch.autograd import grad_mode
 from torch.utils import _python_dispatch
 
 import pagedattn_serve
 from pagedattn_ext import cpu_graph
-from pagedattn_serve import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutput
+from pagedattn_serve import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutput, progress
+from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.scheduling.scheduler import Scheduler
 
 ROOT = Path(pagedattn_serve.__file__).parent
@@ -31,6 +35,7 @@ FILES = {
     for name in (
         "llm.py",
         "engine.py",
+        "progress.py",
         "requests/request.py",
         "requests/beam_request.py",
         "requests/completion.py",
@@ -54,6 +59,8 @@ FILES = {
 MODES = {str(ROOT / "execution/decode_graphs.py")} | {
     module.__file__ for module in (cpu_graph, grad_mode, _python_dispatch)
 }
+# What may show progress: the file here, and tqdm's, whose lock between processes an interrupt would leave taken.
+OF_PROGRESS = {str(progress.__file__), str(tqdm.std.__file__)}
 # Chunks of prompts, one that does not fit in a step, a preemption, and an end at a time of its own for each.
 SMALL: dict[str, Any] = dict(num_blocks=6, block_size=8, max_num_seqs=3, max_num_batched_tokens=14)
 PROMPTS = [[*range(5, 19)], [*range(30, 45)], [7] * 8]
@@ -75,6 +82,9 @@ FORMS = [
     SamplingParams(seed=2, max_tokens=9, structured_output=StructuredOutput(json={"enum": [1, 22, "a"]})),
 ]
 NUM_LINES = 40  # that a test tries beside the beginnings of functions
+HANG_SECONDS = 30  # after which a thread counts as one that hangs
+
+T = TypeVar("T")
 
 
 class Places:
@@ -129,6 +139,17 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
         for output in outputs
         for each in output.outputs
     ]
+
+
+def in_another_thread(f: Callable[[], T]) -> T:
+    """What it returns there. A thread that waits for ever fails the test soon."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(f()), daemon=True)
+    thread.start()
+    thread.join(HANG_SECONDS)
+    assert not thread.is_alive(), f"it hangs at {sys._current_frames()[thread.ident or 0]}"
+    [result] = results
+    return result
 
 
 def expect_nothing_left(engine: LLMEngine) -> None:
@@ -204,6 +225,41 @@ def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPa
             second += 3
             assert results(generate(llm)) == expected, (places.seen[at - 1], in_clean_up.seen[-1])
             expect_nothing_left(llm.llm_engine)
+
+
+def test_an_interrupt_of_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each line that shows the progress of a call: the next call shows its own, in whichever thread."""
+    terminal = on_terminal(monkeypatch)
+
+    def generate_one() -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        return results(llm.generate(prompt_token_ids=[PROMPTS[2]], sampling_params=params))
+
+    expected = generate_one()
+    assert "Requests: 1/1 (100%)" in terminal.getvalue()
+    with Places(files=OF_PROGRESS) as places:
+        generate_one()
+    for at in sorted({place: number for number, place in enumerate(places.seen, 1)}.values()):
+        with Places(at, OF_PROGRESS), pytest.raises(KeyboardInterrupt):
+            generate_one()
+        expect_nothing_left(llm.llm_engine)
+        terminal.truncate(0)
+        assert in_another_thread(generate_one) == expected, places.seen[at - 1]
+        assert "Requests: 1/1 (100%)" in terminal.getvalue(), places.seen[at - 1]
+    assert generate_one() == expected
+    assert {"Progress.update", "Progress.close", "write"} <= {name for name, _ in places.seen}
+
+
+def test_an_interrupt_of_the_progress_of_loading(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last line of each function of it: the next model is loaded, in whichever thread."""
+    terminal = on_terminal(monkeypatch)
+    with Places(files=OF_PROGRESS) as places:
+        load_model(llama.path)
+    assert "Loading weights: " in terminal.getvalue()
+    for at in sorted({name: number for number, (name, _) in enumerate(places.seen, 1)}.values()):
+        with Places(at, OF_PROGRESS), pytest.raises(KeyboardInterrupt):
+            load_model(llama.path)
+        in_another_thread(lambda: load_model(llama.path))
 
 
 @pytest.mark.parametrize("call", ["add_request", "step", "abort_request", "register_prefix", "fail_batch"])

@@ -10,7 +10,6 @@ from random import Random
 from typing import Any
 
 from torch import nn
-from tqdm import tqdm
 
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_float
@@ -19,6 +18,7 @@ from pagedattn_serve.execution.cache_memory import block_bytes_of
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
+from pagedattn_serve.progress import Progress
 from pagedattn_serve.simulation.cost_model import ModelShape
 from pagedattn_serve.simulation.deployment import SYSTEMS, Deployment
 from pagedattn_serve.simulation.files import read_pairs, read_trace
@@ -86,7 +86,7 @@ def run_with_progress(
     trace: list[TraceEntry],
 ) -> Summary:
     """A line on standard error says how many requests are over, if the run takes longer than a moment."""
-    with tqdm(total=len(trace), desc=system, unit=" requests", delay=2, mininterval=1, leave=False) as progress:
+    with Progress(len(trace), f"{system}, requests", delay=2, leave=False) as progress:
 
         def on_end(request: SimulatedRequest) -> None:
             progress.update()

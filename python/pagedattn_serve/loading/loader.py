@@ -25,6 +25,7 @@ from pagedattn_serve.models.linear import LinearForms, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition
+from pagedattn_serve.progress import Report
 
 if TYPE_CHECKING:
     from pagedattn_serve.models.transformers_model import TransformersCausalLM
@@ -65,6 +66,7 @@ def load_model(
     device: str = "cpu",
     quantization: str | None = None,
     partition: Partition = SINGLE,
+    on_loading: Report | None = None,
 ) -> CausalLM:
     """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
 
@@ -72,6 +74,8 @@ def load_model(
     quantization: "int8", "int4", or None for the weights as the checkpoint has them. On the CPU alone, where linear
         layers take the forms of `models.linear`.
     partition: the slice of the model that is loaded. Its communicator is called by each step of the model, not before.
+    on_loading: is called with the weights that are loaded and the number of all, some times; without it a terminal
+        shows the progress.
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
     cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
@@ -86,12 +90,12 @@ def load_model(
     if partition.rank == 0:
         warn_of_other_weights(directory)
     if isinstance(model, NativeCausalLM):
-        load_weights(model, directory, device, stored, forms)
+        load_weights(model, directory, device, stored, forms, on_loading)
     else:
         with OpenFiles() as open_files:
             tensors = {name: read() for name, read in open_checkpoint(directory, open_files).items()}
             tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-            model.load_weights(tensors, directory, device)
+            model.load_weights(tensors, directory, device, on_loading)
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)

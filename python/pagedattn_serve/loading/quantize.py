@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.loading.checkpoint_files import (
@@ -33,6 +32,7 @@ from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantizable, quantize_int4, quantize_int8
+from pagedattn_serve.progress import told
 
 FORMATS = ("int4", "int8")
 SHARD_BYTES = 4 << 30  # of tensors in a file; so many are in memory at once
@@ -177,7 +177,7 @@ def quantized_tensors(
     own_names = checkpoint_names(model, stored)
     tensors = {name: stored[own] for name, own in own_names.items()}
     check_tensors(model, directory, tensors)
-    for name, layer in tqdm(sliced_layers(model).items(), desc="Quantizing", disable=None, leave=False):
+    for name, layer in told(sliced_layers(model).items(), "Quantizing", report=None):
         for part in layer.checkpoint_parts(name):
             own_name = own_names[f"{part}.weight"].removesuffix(".weight")
             if name == model.head or (format == "int4" and layer.in_features % GROUP_SIZE):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint
 from pagedattn_serve.loading.kv_scales import is_kv_scale
@@ -16,6 +15,7 @@ from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 from pagedattn_serve.models.quantization import quantizable
+from pagedattn_serve.progress import Report, told
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -30,12 +30,14 @@ def load_weights(
     device: str,
     stored: CheckpointFormat | None = None,
     forms: LinearForms | None = None,
+    on_loading: Report | None = None,
 ) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors, or the rank's slices of them.
 
     stored: how the checkpoint has quantized its weights, if it has.
     forms: what the linear layers become, one layer after the other, so that memory holds one layer twice at most. A
         tied lm_head keeps its form.
+    on_loading: as `load_model` takes it.
     """
     with OpenFiles() as open_files:
         stored_tensors = open_checkpoint(directory, open_files)
@@ -77,9 +79,8 @@ def load_weights(
                 packed = quantized_linear(quantized, layer.bias) if quantized else forms.pack(layer_name, layer, weight)
                 model.set_submodule(layer_name, packed)
 
-        # disable=None shows the bar only on a terminal.
-        bar = tqdm(parameters, desc="Loading weights", disable=None, leave=False)
-        for layer_name, names in groupby(bar, lambda name: name.rpartition(".")[0]):
+        names_as_told = told(parameters, "Loading weights", on_loading)
+        for layer_name, names in groupby(names_as_told, lambda name: name.rpartition(".")[0]):
             load_layer(layer_name, names)
             open_files.close()
             give_back_freed_memory()

@@ -9,7 +9,9 @@ it is loaded: a few tokens go through our attention and through transformers', a
 
 import inspect
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
@@ -33,6 +36,7 @@ from pagedattn_serve.models.transformers_trial import (
     give_to_layers,
     run_trial,
 )
+from pagedattn_serve.progress import Report, told
 
 PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no mask function, so no masks are made
 FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
@@ -77,16 +81,21 @@ class TransformersCausalLM(CausalLM):
         self.vocab_size = text_config.vocab_size
         self.step = Step()
 
-    def load_weights(self, tensors: dict[str, Tensor], directory: Path, device: str) -> None:
+    def load_weights(
+        self, tensors: dict[str, Tensor], directory: Path, device: str, on_loading: Report | None = None
+    ) -> None:
         """Replace the model without weights by the checkpoint's, or by the rank's slices of it, on `device`.
 
         tensors: of the checkpoint, by name. directory: where they lie, for errors.
+        on_loading: as `load_model` takes it.
         """
         if self.slices is None:
-            self.model = load(type(self.model), tensors, directory, self.config, self.dtype).to(device).eval()
+            self.model = load(type(self.model), tensors, directory, self.config, self.dtype, on_loading)
+            self.model = self.model.to(device).eval()
         else:
             with self.slices.cut_when_loaded(type(self.model)) as model_class:
-                self.model = load(model_class, tensors, directory, self.config, self.dtype).to(device).eval()
+                self.model = load(model_class, tensors, directory, self.config, self.dtype, on_loading)
+                self.model = self.model.to(device).eval()
             self.slices.make_slices(self.model)
         give_to_layers(self.model, self.step)
         try:
@@ -255,20 +264,26 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load(
-    model_class: type[PreTrainedModel], tensors: dict[str, Tensor], directory: Path, config: Any, dtype: torch.dtype
+    model_class: type[PreTrainedModel],
+    tensors: dict[str, Tensor],
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    on_loading: Report | None,
 ) -> PreTrainedModel:
     """The model with its weights, made by transformers, which logs the tensors that the model does not use."""
     try:
-        model, report = model_class.from_pretrained(
-            None,
-            state_dict=tensors,
-            config=config,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # which are in the report
-            output_loading_info=True,
-        )
+        with own_progress(on_loading):
+            model, report = model_class.from_pretrained(
+                None,
+                state_dict=tensors,
+                config=config,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # which are in the report
+                output_loading_info=True,
+            )
     except (RuntimeError, ValueError) as error:
         reason = re.split(r"\. |\n", str(error).strip())[0]
         raise ValueError(f"model: cannot read the weights in {directory}: {reason}") from None
@@ -278,6 +293,28 @@ def load(
     if problems:
         raise ValueError(misfit(directory, model_class.__name__, problems))
     return model
+
+
+@contextmanager
+def own_progress(on_loading: Report | None) -> Iterator[None]:
+    """Our progress in place of transformers' bars, which are tqdm's: an interrupt amid one would leave tqdm's lock
+    taken, and all bars of other threads would wait for ever.
+
+    on_loading: as `load_model` takes it. Bars of other threads stay as they are.
+    """
+    loading_thread: int | None = threading.get_ident()
+
+    def make_bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != loading_thread:
+            return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
+        return transformers_logging.EmptyTqdm(*(told(items, "Loading weights", on_loading) for items in args[:1]))
+
+    previous = transformers_logging.set_tqdm_hook(make_bar)
+    try:
+        yield
+    finally:
+        loading_thread = None  # if another thread's hook leads here later on, it leads on
+        transformers_logging.set_tqdm_hook(previous)
 
 
 def max_model_len(config: Any) -> int:

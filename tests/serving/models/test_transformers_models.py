@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm.std
 import transformers
 from checkpoints import (
     MAX_LEN,
@@ -20,6 +21,8 @@ from checkpoints import (
     token_ids,
 )
 from safetensors.torch import load_file, save_file
+from test_interrupts import OF_PROGRESS, Places, in_another_thread
+from test_progress import on_terminal
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import (
@@ -30,6 +33,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
+from transformers.utils import logging as transformers_logging
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
@@ -406,6 +410,41 @@ def test_a_rotary_embedding_that_hangs_on_the_batch_is_refused(tmp_path: Path) -
     rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
     architecture = save_config(tmp_path, "olmo2", **SHAPE, rope_parameters=rope)
     expect_refusal(tmp_path, architecture, "its rotary embedding is of type dynamic")
+
+
+def test_the_progress_of_loading(
+    save: Save, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is ours in place of a bar of tqdm, whose lock an interrupt leaves taken. Bars of other threads, and those of the
+    same thread afterwards, are transformers' own."""
+    path, _ = save("olmo2")
+    capsys.readouterr()  # what was written while the checkpoint was made
+    told: list[tuple[int, int]] = []
+    load_model(path, on_loading=lambda done, total: told.append((done, total)))
+    assert told[0][0] == 0 and told[-1][0] == told[-1][1] > 10 and len(told) == 5
+    assert capsys.readouterr().err == ""
+    terminal = on_terminal(monkeypatch)
+    made: list[type] = []
+
+    def host_makes_a_bar() -> None:
+        made.append(type(transformers_logging.tqdm([], disable=True)))
+
+    def load_beside_a_host(done: int, total: int) -> None:
+        in_another_thread(host_makes_a_bar)
+
+    load_model(path, on_loading=load_beside_a_host)
+    host_makes_a_bar()
+    assert len(made) == 6 and all(issubclass(each, tqdm.std.tqdm) for each in made)
+    with Places(files=OF_PROGRESS) as places:
+        load_model(path)
+    assert "Loading weights: " in terminal.getvalue()
+    assert not any("tqdm" in name or "Lock" in name for name, _ in places.seen), "a bar of tqdm"
+    for name in ("Progress.update", "Progress.close"):
+        at = 1 + next(i for i, (place, _) in enumerate(places.seen) if place == name)
+        with Places(at, OF_PROGRESS), pytest.raises(KeyboardInterrupt):
+            load_model(path)
+        in_another_thread(lambda: load_model(path))
+    assert transformers_logging.set_tqdm_hook(None) is None
 
 
 def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
