@@ -113,7 +113,8 @@ test-ray: build .venv-ray/ready
 	PYTHONPATH=tests .venv-ray/bin/python -m pytest -q --disable-warnings --confcutdir=tests/ray_cluster tests/ray_cluster
 
 # Other people's programs on our ops, each in an environment of its own. By hand, not in CI: minutes, and 2 GB to install.
-ADOPTERS_PYTEST = PYTHONPATH=tests/adopters $(<D)/bin/python -m pytest -q --disable-warnings --confcutdir=tests/adopters
+ADOPTERS_PYTEST = PYTHONPATH=tests:tests/adopters $(<D)/bin/python -m pytest -q --disable-warnings -p hung_tests \
+  --confcutdir=tests/adopters
 test-adopters: test-vllm test-transformers-hub test-nano-vllm
 
 # vLLM's wheel for CPUs, without the packages for sound and pictures, which bring CUDA.

@@ -27,6 +27,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from op_table import DEVICES, EVERY_CPU, OPS, load_simt, num_simt_launches
 
+pytest_plugins = ["hung_tests"]
+
 # They have environments of their own, and leave this file out: make test-clients, test-ray, test-adopters.
 collect_ignore = ["adopters", "clients", "ray_cluster"]
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from server_process import ServerProcess, serving
 
+pytest_plugins = ["hung_tests"]
+
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("PAGEDATTN_PYTHON", str(ROOT / ".venv/bin/python"))
 

@@ -11,6 +11,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from replicas import NODE, free_port
 
+pytest_plugins = ["hung_tests"]
+
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
