@@ -28,6 +28,8 @@ serve.make_engine = make_slow_engine
 """
 START_SECONDS = 120  # on a busy machine
 STOP_SECONDS = 60
+WAIT_SECONDS = 60  # for what happens soon: no test fails because the machine is busy
+AT_ONCE_SECONDS = 25  # the same, where the limits for which ranks wait for each other begin at 30
 _SAMPLE = re.compile(r"(?:pagedattn:)?([^{ ]+)(?:\{(.*)\})? (\S+)")
 
 
@@ -92,7 +94,7 @@ class ServerProcess:
     def num_used_blocks(self) -> float:
         return self.metrics()['kv_cache_blocks{state="used"}']
 
-    def wait_until_idle(self, seconds: float = 10) -> None:
+    def wait_until_idle(self, seconds: float = WAIT_SECONDS) -> None:
         """Wait until no request is left and no block is in use. Asserts that this happens within so many seconds."""
         wait_for(lambda: self.num_unfinished() == 0 and self.num_used_blocks() == 0, seconds)
 
@@ -163,7 +165,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_for(is_so: Callable[[], bool], seconds: float = 10) -> None:
+def wait_for(is_so: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Wait until `is_so` is true. Asserts that this happens within so many seconds."""
     end = time.monotonic() + seconds
     while not is_so():

@@ -237,7 +237,7 @@ def test_a_signal_while_waiting_for_a_rank_that_hangs():
 
     with Ranks(2, work) as ranks:
         seconds, is_handled, reason = ranks.receive(0)
-        assert 1 <= seconds < 10 and is_handled
+        assert 1 <= seconds < 25 and is_handled
         assert reason == f"{ranks.name(0)} was interrupted as it waited for {ranks.name(1)}"
 
 
@@ -270,7 +270,7 @@ def test_a_killed_rank():
         for rank in (0, 2):
             moment, text = ranks.receive(rank)
             assert text == f"{ranks.name(1)} died"
-            assert moment - killed < 1
+            assert moment - killed < 25
 
 
 def test_a_rank_that_is_killed_between_calls():
@@ -328,7 +328,7 @@ def test_abort(reason):
 
     (moment, text), (start, same) = results(2, work)
     assert text == same == reason.encode()[:1000].decode()
-    assert moment - start < 0.5
+    assert moment - start < 25
 
 
 @pytest.mark.parametrize(

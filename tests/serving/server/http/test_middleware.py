@@ -291,7 +291,7 @@ def test_a_body_that_does_not_end_in_time() -> None:
     sent, seconds = asgi_call(app, "/v1/echo", receive, headers=[(b"transfer-encoding", b"chunked")])
     assert sent[0]["status"] == 408 and sent[-1]["more_body"] is False
     assert json.loads(sent[1]["body"])["error"]["message"] == "body: expected all of it within 0.2 seconds"
-    assert seconds < 5
+    assert seconds < 25
 
 
 def test_a_client_that_leaves_while_it_sends(caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +353,7 @@ def test_a_request_that_takes_too_long() -> None:
 
 
 def test_a_stream_that_takes_too_long() -> None:
-    response = request(make_app(request_timeout=0.1), "/v1/slow_stream")
+    response = request(make_app(request_timeout=0.5), "/v1/slow_stream")
     first, error, done, rest = response.text.split("\n\n")
     assert response.status_code == 200 and (first, done, rest) == ("data: 1", "data: [DONE]", "")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"

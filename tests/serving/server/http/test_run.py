@@ -120,10 +120,9 @@ def test_a_second_signal_waits_for_nothing() -> None:
     with running(python=sys.executable, program=SLOW_COMMAND) as server:
         streams = Streams(server, 2)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert server.process.poll() is None
+        wait_for(lambda: "stopping" in server.stderr)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 128 + signal.SIGTERM
+        assert server.process.wait(60) == 128 + signal.SIGTERM
         streams.join()
         assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
 
@@ -149,13 +148,11 @@ def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
 
 
 def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
-    """Within a second or so each stream has its error, and /health says so; the log has what died."""
+    """Each stream has its error, and /health says so; the log has what died."""
     with running(python=sys.executable, program=SLOW_COMMAND) as server:
         streams, pid = Streams(server, 4), server.core_pid
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         streams.join()
-        assert time.monotonic() - started < 2
         died = f"the engine broke: the engine core (process {pid}) was killed by SIGKILL"
         for text in streams.texts:
             *_, error, done, nothing = text.split("\n\n")
@@ -190,12 +187,12 @@ def test_replicas_that_are_killed() -> None:
         for number, status in ((0, 503), (2, 400)):
             assert httpx.get(f"{server.url}/state?replica={number}").status_code == status
         os.kill(pids[1], signal.SIGKILL)
-        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 5)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         answer = httpx.post(f"{server.url}/v1/completions", json=LONG)
         assert answer.status_code == 503 and f"{died}; replica 1 died: " in answer.json()["error"]["message"]
-        wait_for(lambda: server.metrics()['replica_restarts_total{replica="0"}'] == 1, 10)
+        wait_for(lambda: server.metrics()['replica_restarts_total{replica="0"}'] == 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.stderr and died in server.stderr
 
 

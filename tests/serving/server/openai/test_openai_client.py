@@ -326,11 +326,11 @@ def test_leaving_a_stream_frees_its_blocks(demo: OpenAI, demo_server: ServerProc
     wait_for(lambda: demo_server.num_used_blocks() > 0)  # counts may be some steps old
     generated = demo_server.metrics()["generation_tokens_total"]
     stream.close()
-    demo_server.wait_until_idle(2)
-    assert demo_server.metrics()["generation_tokens_total"] - generated < 1000, "it ran to its end"
+    demo_server.wait_until_idle()
+    assert demo_server.metrics()["generation_tokens_total"] - generated < 3 * 400 - 30, "it ran to its end"
 
 
 def test_leaving_before_the_answer(demo: OpenAI, demo_server: ServerProcess) -> None:
     with pytest.raises(openai.APITimeoutError):
         demo.with_options(timeout=0.2).completions.create(prompt=PROMPT, n=4, **LONG)
-    demo_server.wait_until_idle(2)
+    demo_server.wait_until_idle()
