@@ -29,6 +29,7 @@ from pagedattn_serve.loading.generation_config import eos_token_ids, generation_
 from pagedattn_serve.loading.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
+from pagedattn_serve.progress import Report
 from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt
@@ -42,6 +43,7 @@ from pagedattn_serve.text.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+OnLoading = Callable[[int, int, int], object]  # of a rank, how many weights are loaded, and the number of all
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -78,6 +80,8 @@ class LLMEngine:
     taken again, and no cached prefix is left. The engine is as good as new.
     """
 
+    _on_loading: OnLoading | None = None
+
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         model_config, cache_config, parallel_config, scheduler_config = args.create_engine_configs()
@@ -86,14 +90,19 @@ class LLMEngine:
         directory = model_directory(model_config.model)
         with ExitStack() as undo:
             workers, partition = None, SINGLE
+            on_loading: Report | None = None if self._on_loading is None else partial(self._on_loading, 0)
             if parallel_config.tensor_parallel_size > 1:
-                workers = Workers(parallel_config, replace(model_config, device=device), cache_config, scheduler_config)
+                model_config = replace(model_config, device=device)
+                workers = Workers(parallel_config, model_config, cache_config, scheduler_config, self._on_loading)
                 undo.callback(workers.close)
                 partition, device = workers.partition, workers.device
+                on_loading = on_loading and workers.tell_loading
             self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
             end_token_ids = frozenset(eos_token_ids(directory))
             defaults = generation_defaults(directory)
-            causal_lm = load_model(directory, model_config.dtype, device, model_config.quantization, partition)
+            causal_lm = load_model(
+                directory, model_config.dtype, device, model_config.quantization, partition, on_loading
+            )
             scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.num_layers)
             scheduler_config = limit_to_model(scheduler_config, causal_lm)
             cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
@@ -117,8 +126,13 @@ class LLMEngine:
         self._join(model_runner, scheduler, inputs)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        return cls(**vars(engine_args))
+    def from_engine_args(cls, engine_args: EngineArgs, on_loading: OnLoading | None = None) -> Self:
+        """on_loading: is called with (rank, done, total), some times, as each rank loads its weights; without it a
+        terminal shows the progress of rank 0."""
+        engine = cls.__new__(cls)
+        engine._on_loading = on_loading
+        engine.__init__(**vars(engine_args))  # type: ignore[misc]
+        return engine
 
     def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
         self.model_runner = model_runner

@@ -9,7 +9,7 @@ import pytest
 from test_cli import HIDDEN, run_without
 
 import pagedattn_serve.cli.serve
-from pagedattn_serve import DEMO_MODEL, LLMEngine
+from pagedattn_serve import DEMO_MODEL, EngineArgs, LLMEngine
 from pagedattn_serve.cli import main
 from pagedattn_serve.cli.options import ENGINE_OPTIONS, SERVER_OPTIONS, engine_args
 from pagedattn_serve.cli.parser import make_parser
@@ -94,6 +94,23 @@ def test_keys_of_the_environment(
         monkeypatch.setenv("PAGEDATTN_API_KEY", variable)
     assert main(["serve", "--port", "0", *options]) == 0
     assert served[0].api_keys == keys
+
+
+def test_the_first_line_comes_before_imports_that_take_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what is loaded, and from where."""
+
+    def imports() -> None:
+        raise ImportError("of what takes long")
+
+    monkeypatch.setattr(pagedattn_serve.cli.serve, "import_transformers_without_torch", imports)
+    caplog.set_level("INFO")
+    args = EngineArgs(DEMO_MODEL, dtype="float16", quantization="int4", tensor_parallel_size=2)
+    with pytest.raises(ImportError, match="of what takes long"):
+        pagedattn_serve.cli.serve.make_engine(args, ServerConfig(data_parallel_size=3))
+    what = f"LlamaForCausalLM, in float16, in int4 from {DEMO_MODEL}"
+    assert caplog.messages == [f"loading {what}; replicas: 3, ranks of each: 2"]
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])

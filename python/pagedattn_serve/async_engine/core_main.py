@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -91,13 +92,13 @@ def main(fd: int, parent_pid: int) -> NoReturn:
             initializer()
         from pagedattn_serve.engine import LLMEngine  # here, so that the initializer comes first
 
-        engine = LLMEngine.from_engine_args(engine_args)
+        engine = LLMEngine.from_engine_args(engine_args, partial(parent.send, "loading"))
     except Exception as error:
-        parent.send(False, portable(error))
+        parent.send("failed", portable(error))
         end(1)
     gc.collect()
     gc.freeze()  # what was imported is looked at by no collection again
-    parent.send(True, facts_of(engine), engine.stats())
+    parent.send("loaded", facts_of(engine), engine.stats())
     outbox = Outbox(parent)
     core = EngineCore(engine, publish=outbox.put_news, finish=outbox.put_end)
     while True:

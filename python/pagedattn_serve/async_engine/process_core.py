@@ -1,6 +1,7 @@
 """`ProcessCore`: the handle of an engine in a process of its own, for an event loop."""
 
 import asyncio
+import logging
 import pickle
 import socket
 import subprocess
@@ -16,9 +17,12 @@ from pagedattn_serve.distributed.processes import how_it_ended, start_process
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError, describe
 from pagedattn_serve.outputs import EngineStats
+from pagedattn_serve.progress import percent
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine
+
+logger = logging.getLogger(__name__)
 
 END_SECONDS = 1.0  # for a process to end once it has closed its socket
 POLL_SECONDS = 0.005
@@ -36,6 +40,7 @@ class ProcessCore(asyncio.Protocol):
             something that pickle can name: a function of a module, or a `functools.partial` of one.
 
     facts, first_stats: set by `wait_until_loaded`.
+    replica: the number of this core, if there are several. It is in the lines of the log that say how far loading is.
     """
 
     facts: EngineFacts
@@ -43,6 +48,8 @@ class ProcessCore(asyncio.Protocol):
 
     def __init__(self, engine_args: EngineArgs, initializer: Callable[[], object] | None = None) -> None:
         self.engine_args = engine_args
+        self.replica = 0
+        self._made = time.monotonic()
         self._frames = Frames()
         self._outbox: list[bytes] = []  # what was said in this turn of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,21 +70,29 @@ class ProcessCore(asyncio.Protocol):
         """Wait until the engine takes requests. Raises what `LLMEngine` does, and ChildProcessError if the process has
         died."""
         try:
-            messages: list[Any] = []
-            while not messages:
+            answer = None
+            while answer is None:
                 data = self._receive()
                 if not data:
                     self._wait_for_end()
                     raise ChildProcessError(f"{self._death()} while it loaded the model")
-                messages = self._frames.feed(data)
-            [(is_loaded, *answer)] = messages
-            if not is_loaded:
-                raise answer[0]
+                for kind, *content in self._frames.feed(data):
+                    if kind == "loading":
+                        self._log_loading(*content)
+                    elif kind == "failed":
+                        raise content[0]
+                    else:
+                        answer = content
         except BaseException:
             self.kill()
             raise
         self.facts, self.first_stats = answer
         self._unpacker = NewsUnpacker(self.first_stats)
+
+    def _log_loading(self, rank: int, done: int, total: int) -> None:
+        seconds = time.monotonic() - self._made
+        text = "replica %d, rank %d: %d%% of the weights are loaded, after %.1f s"
+        logger.info(text, self.replica, rank, percent(done, total), seconds)
 
     def interrupt_loading(self) -> None:
         """Let `wait_until_loaded` raise in the thread that is in there."""

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -101,8 +101,8 @@ class Replicas:
         """Wait until all replicas take requests. Raises what `ProcessCore.wait_until_loaded` does, and ValueError for
         replicas on CUDA; then no replica is left."""
         try:
+            self._load_all()
             for replica in self._replicas:
-                replica.core.wait_until_loaded()
                 replica.stats = replica.core.first_stats
             self.facts = self._replicas[0].core.facts
             if self.facts.device.startswith("cuda"):
@@ -112,6 +112,16 @@ class Replicas:
             self.kill()
             raise
         self.first_stats = self._sum_of_stats()
+
+    def _load_all(self) -> None:
+        """Wait for all at once: the log has what each says, and the first that fails ends all."""
+        with ThreadPoolExecutor(self._num_replicas, "pagedattn-load") as pool:
+            try:
+                for loaded in as_completed([pool.submit(each.core.wait_until_loaded) for each in self._replicas]):
+                    loaded.result()
+            except BaseException:
+                self.kill()  # or the threads would go on
+                raise
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -180,7 +190,9 @@ class Replicas:
 
     def _make_core(self, index: int) -> ProcessCore:
         initializer = partial(begin_on_share, index, self._num_replicas, self._initializer)
-        return ProcessCore(self.engine_args, initializer)
+        core = ProcessCore(self.engine_args, initializer)
+        core.replica = index
+        return core
 
     # ---- the replicas -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """`pagedattn serve`: OpenAI's API over HTTP, until a signal."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -12,12 +13,15 @@ from pagedattn_serve.cli.options import SERVER_OPTIONS, engine_args
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
 from pagedattn_serve.server.http.run import bind, run_server
 from pagedattn_serve.server.openai.app import make_app
 
 KEY_VARIABLE = "PAGEDATTN_API_KEY"
+
+logger = logging.getLogger(__name__)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -46,11 +50,32 @@ def serve(args: argparse.Namespace) -> int:
 
 def make_engine(engine_args: EngineArgs, config: ServerConfig) -> AsyncLLMEngine:
     """An engine in processes of its own, whose log is like this one's."""
+    say_start(engine_args, config.data_parallel_size)
     import_transformers_without_torch()
     initializer = partial(set_up_logs, config.log_format, config.log_level)
     return AsyncLLMEngine.from_engine_args(
         engine_args, config.max_waiting, initializer=initializer, data_parallel_size=config.data_parallel_size
     )
+
+
+def say_start(engine_args: EngineArgs, num_replicas: int) -> None:
+    """A line of the log, before anything is imported that takes long: what is loaded, from where, how many times.
+
+    Raises FileNotFoundError if there is no model.
+    """
+    directory = model_directory(engine_args.model)
+    fields = read_json(directory / "config.json")
+    architectures, stored = fields.get("architectures"), fields.get("quantization_config")
+    words = [f"{architectures[0]}" if isinstance(architectures, list) and architectures else "a model"]
+    dtype = engine_args.dtype if engine_args.dtype != "auto" else fields.get("dtype") or fields.get("torch_dtype")
+    if dtype is not None:
+        words.append(f"in {dtype}")
+    if isinstance(stored, dict):
+        words.append(f"quantized by {stored.get('quant_method')}")
+    if engine_args.quantization is not None:
+        words.append(f"in {engine_args.quantization}")
+    text = "loading %s from %s; replicas: %d, ranks of each: %d"
+    logger.info(text, ", ".join(words), directory.resolve(), num_replicas, engine_args.tensor_parallel_size)
 
 
 def import_transformers_without_torch() -> None:

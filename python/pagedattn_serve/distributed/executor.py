@@ -29,6 +29,7 @@ from pagedattn_serve.distributed.messages import (
     Joined,
     Left,
     Loaded,
+    Loading,
     MakeGroup,
     RankOrder,
     Ready,
@@ -63,6 +64,7 @@ class Worker:
 
     ip, nodes: of a rank on another host: the host's address, and the CPUs of its NUMA nodes.
     steps: the socket for the steps of the group that the rank is in.
+    unread: messages that were received, but not asked for yet.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Worker:
         self.ip = ip
         self.nodes = nodes
         self.steps: socket.socket | None = None
+        self.unread: list[Any] = []
         self._process = process
 
     @property
@@ -127,15 +130,22 @@ class Workers:
     """The processes of ranks 1 and up. They end with this object, with `close`, and with this process.
 
     device: of rank 0.
+    on_loading: is called with (rank, done, total), some times, as each rank loads its weights.
 
     Methods raise ExecutorDeadError if a process has died or does not answer. From then on every call raises it.
     """
 
     def __init__(
-        self, parallel: ParallelConfig, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig
+        self,
+        parallel: ParallelConfig,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        on_loading: Callable[[int, int, int], object] | None = None,
     ) -> None:
         world_size = parallel.tensor_parallel_size
         self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
+        self._on_loading = on_loading
         self._generation = 0  # of the group
         self._death: str | None = None
         self._workers: list[Worker] = []
@@ -193,6 +203,21 @@ class Workers:
     def partition(self) -> Partition:
         """The slice of the model that rank 0 holds."""
         return Partition(0, self.communicator.world_size, self.communicator)
+
+    def tell_loading(self, done: int, total: int) -> None:
+        """Rank 0 has loaded so much. What the other ranks have said until now is told, too."""
+        self._tell_loading(0, done, total)
+        for worker in self._workers:
+            while not worker.unread and worker.channel.has_message():
+                message = self._next_message(worker)
+                if isinstance(message, Loading):
+                    self._tell_loading(worker.rank, *message)
+                else:
+                    worker.unread.append(message)
+
+    def _tell_loading(self, rank: int, done: int, total: int) -> None:
+        if self._on_loading is not None:
+            self._on_loading(rank, done, total)
 
     def smallest(self, cache: CacheConfig) -> CacheConfig:
         """Wait until all ranks have loaded; the config with as many blocks as every rank has room for. Raises what
@@ -343,9 +368,7 @@ class Workers:
                 while not worker.channel.has_message(CHECK_SECONDS) and time.monotonic() < deadline:
                     self.check_health()
             try:
-                message, _ = worker.channel.receive(deadline)
-            except ChannelClosed:
-                raise self._dead(worker.death()) from None
+                message = worker.unread.pop() if worker.unread else self._next_message(worker, deadline)
             except TimeoutError:
                 text = f"{worker.name} has not answered for {ANSWER_SECONDS:g} s{circumstance}"
                 raise self._dead(text) from None
@@ -354,6 +377,9 @@ class Workers:
                     raise message.error
                 finally:
                     del message  # or the error would keep this frame, and the frame the error
+            if isinstance(message, Loading):
+                self._tell_loading(worker.rank, *message)
+                continue
             if isinstance(message, GroupMade | Joined | Left) and message.generation != self._generation:
                 continue
             if isinstance(message, kind):
@@ -361,6 +387,13 @@ class Workers:
             if isinstance(message, Left):  # in place of GroupMade or Joined
                 self.check_health()
                 raise RuntimeError(f"{worker.name}: {message.error}")
+
+    def _next_message(self, worker: Worker, deadline: float | None = None) -> Any:
+        try:
+            message, _ = worker.channel.receive(deadline)
+        except ChannelClosed:
+            raise self._dead(worker.death()) from None
+        return message
 
     def _dead(self, text: str) -> ExecutorDeadError:
         self._death = text

@@ -3,6 +3,7 @@
     rank 0                                        another rank
                                           <-      Arrived, if it is on another host
     RankOrder  ->                                 starts, loads its slice of the model
+                                          <-      Loading, some times
                                           <-      Loaded
     CacheOrder ->                                 makes its cache
                                           <-      Ready
@@ -67,6 +68,13 @@ class CacheOrder(NamedTuple):
     cache: CacheConfig
     scheduler: SchedulerConfig
     addresses: list[Address | None]
+
+
+class Loading(NamedTuple):
+    """How many of the rank's weights are loaded, and the number of all."""
+
+    done: int
+    total: int
 
 
 class Loaded(NamedTuple):

@@ -29,6 +29,7 @@ from pagedattn_serve.distributed.messages import (
     Joined,
     Left,
     Loaded,
+    Loading,
     MakeGroup,
     RankOrder,
     Ready,
@@ -96,7 +97,11 @@ class Rank:
         if order.hosts is not None:
             self._listener = Listener(order.hosts.ip, order.hosts.key)
         partition = Partition(order.rank, order.world_size, self._communicator)
-        model = load_model(config.model, config.dtype, device, config.quantization, partition)
+
+        def tell(done: int, total: int) -> None:
+            channel.send(Loading(done, total))
+
+        model = load_model(config.model, config.dtype, device, config.quantization, partition, tell)
         own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), device)
         address = None if self._listener is None else self._listener.address
         channel.send(Loaded(own_cache.num_blocks, own_cache.num_host_blocks, address))

@@ -14,7 +14,7 @@ from checkpoints import Checkpoint, run, token_ids
 from server_process import children_of, is_running, wait_for
 from warm_ranks import StartedRanks, memfds
 
-from pagedattn_serve import LLMEngine, SamplingParams
+from pagedattn_serve import EngineArgs, LLMEngine, SamplingParams
 from pagedattn_serve.loading.loader import load_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -50,6 +50,15 @@ def test_a_rank_has_a_slice(engine: LLMEngine, llama: Checkpoint) -> None:
     assert (slice.num_heads, slice.num_kv_heads) == (whole.num_heads // 2, whole.num_kv_heads // 2)
     [key_cache, *_] = engine.model_runner.cache_engine.kv_caches[0]
     assert key_cache.shape[1] == slice.num_kv_heads or key_cache.shape[2] == slice.num_kv_heads
+
+
+def test_each_rank_says_how_far_it_has_loaded(llama: Checkpoint, ranks: StartedRanks) -> None:
+    said: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    args = EngineArgs(llama.path, num_blocks=40, tensor_parallel_size=2)
+    LLMEngine.from_engine_args(args, lambda rank, done, total: said[rank].append((done, total)))
+    for rank in range(2):
+        assert [4 * done // total for done, total in said[rank]] == [0, 1, 2, 3, 4]
+    assert not said[2]
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")

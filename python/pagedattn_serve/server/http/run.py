@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -183,12 +184,19 @@ def allow_many_connections() -> None:
 def announce(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> None:
     """Say what is served, and where: as a table on standard output, or, if the log is JSON, as a line of the log."""
     facts = start_facts(engine, config, sockets)
+    logger.info("ready after %.1f s: %s", seconds_of_process(), facts["URL"])
     if config.log_format == "json":
         logger.info("serving", extra={"fields": facts})
     else:
         print("\n".join(f"{name:15}{value}" for name, value in facts.items()), flush=True)
     if not config.api_keys and not are_loopback(sockets):
         logger.warning("whoever can reach %s can use this server, as it asks for no API key (--api-key)", config.host)
+
+
+def seconds_of_process() -> float:
+    """How long this process has run, imports and all."""
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def are_loopback(sockets: list[socket.socket]) -> bool:

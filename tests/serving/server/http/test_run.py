@@ -15,6 +15,7 @@ import httpx
 import pytest
 from server_process import COMMAND, SLOW_COMMAND, ServerProcess, children_of, is_running, running, serving, wait_for
 
+from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.run import bind, listen, port_of, with_hosts
@@ -163,12 +164,26 @@ def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
         assert died in server.stderr and "Traceback" not in server.stderr
 
 
+def expect_news_of_the_start(server: ServerProcess) -> None:
+    """The log, which is a file here: what is loaded, from where; how far each replica is; when all is ready."""
+    first, *lines = server.stderr.splitlines()
+    assert f"INFO loading LlamaForCausalLM, in bfloat16 from {DEMO_MODEL}; replicas: 2, ranks of each: 1" in first
+    for replica in range(2):
+        name = f" INFO replica {replica}, rank 0: "
+        shares = [int(line.partition(name)[2].partition("%")[0]) for line in lines if name in line]
+        assert shares[0] == 0 and shares[-1] == 100 and shares == sorted(shares) and 3 <= len(shares) <= 5
+    [ready] = [i for i, line in enumerate(lines) if " INFO ready after " in line]
+    assert re.search(rf"ready after [0-9.]+ s: {server.url}$", lines[ready])
+    assert max(i for i, line in enumerate(lines) if " of the weights are loaded, after " in line) < ready
+
+
 def test_replicas_that_are_killed() -> None:
     """Streams of the first get an error, those of the second go on. When none is left, the server says so, and a signal
     ends it while the replicas start anew."""
     with running("--data-parallel-size", "2", python=sys.executable, program=SLOW_COMMAND) as server:
         pids = [int(pid) for pid in re.findall(r"replicas +2 \(processes (\d+), (\d+)\)", server.stdout)[0]]
         assert sorted(pids) == sorted(children_of(server.process.pid))
+        expect_news_of_the_start(server)
         streams = Streams(server, 4)
         running_on = [f'num_requests_running{{replica="{i}"}}' for i in range(2)]
         wait_for(lambda: [server.metrics()[name] for name in running_on] == [2, 2])  # counts may be some steps old
@@ -295,7 +310,8 @@ def test_a_signal_while_the_process_of_the_engine_starts(number: signal.Signals)
         wait_for(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"), 60)
         for each in (pid, process.pid) if number == signal.SIGINT else (process.pid,):
             os.kill(each, number)
-        assert process.communicate(timeout=60) == ("", "")  # the engine's process has closed its end, too
+        stdout, stderr = process.communicate(timeout=60)  # the engine's process has closed its end, too
+        assert stdout == "" and all(" INFO " in line for line in stderr.splitlines()), stderr
         assert process.returncode == 128 + number
         wait_for(lambda: not is_running(pid), 5)  # a process closes its files somewhat before it has ended
 
