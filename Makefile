@@ -86,8 +86,8 @@ test-serving: build
 test-rest: build
 	$(PYTEST) --ignore=tests/ops --ignore=tests/serving
 
-# The server through clients that are heavy to install, in an environment of their own, as strangers have them; and its
-# page in Chromium, if there is one.
+# The server through clients that are heavy to install, in an environment of their own, as strangers have them; its page
+# in Chromium and its metrics in Prometheus, if there is one.
 .venv-clients/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip install --quiet --upgrade "pip>=25.1"

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -25,6 +24,10 @@ from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.request_context import current_request
 
 Replicas = Callable[[], list[ReplicaStatus]]
+
+# The answer to every scraper, whatever its header Accept asks for. Every Prometheus reads this form, with the names as
+# they are. In its other forms prometheus_client puts "_" for the ":" of a name, or escapes more, as the header says.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds, from a small model on a GPU to a large model on a CPU. Each bucket is at most 2.5 times the one before.
 FIRST_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -97,10 +100,9 @@ class ServerMetrics:
         made = Histogram(f"pagedattn:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
         return made.labels(self._model_name)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, which follows the scraper's header Accept."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def render(self) -> bytes:
+        """The page, as CONTENT_TYPE has it."""
+        return generate_latest(self._registry)
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[RequestOutput], None]]:
@@ -236,7 +238,6 @@ class CoreProcessCollector(Collector):
 
 def add_metrics_route(app: Starlette, metrics: ServerMetrics) -> None:
     async def show(request: Request) -> Response:
-        body, content_type = metrics.render(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     app.add_route("/metrics", show, include_in_schema=False)

@@ -1,14 +1,17 @@
 """The metrics: what the engine counted and what clients met, under the names that dashboards of vLLM ask for."""
 
 import asyncio
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, ReplicaStatus, RequestOutput, SamplingParams
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
 from pagedattn_serve.server.http.errors import ApiError
-from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics
+from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics, add_metrics_route
 from pagedattn_serve.server.http.request_context import RequestContext, current_request
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
@@ -23,10 +26,8 @@ IDLE = [status_of(NO_STATS)]
 
 def samples(metrics: ServerMetrics) -> dict[str, float]:
     """Values by name and labels, as `name{a=b}`, without the label that all have."""
-    body, content_type = metrics.render("text/plain")
-    assert content_type.startswith("text/plain")
     found = {}
-    for family in text_string_to_metric_families(body.decode()):
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if sample.name.startswith("pagedattn:"):
@@ -195,16 +196,58 @@ def test_what_the_engine_counts() -> None:
 
 
 def test_every_metric_has_its_help_and_type() -> None:
-    body, _ = ServerMetrics(lambda: IDLE, "demo").render("")
+    body = ServerMetrics(lambda: IDLE, "demo").render()
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert all(family.documentation and family.type != "unknown" for family in families.values())
     assert families.keys() >= {f"pagedattn:{name}" for name, _, _ in GAUGES + COUNTERS}
     assert "process_resident_memory_bytes" in families
 
 
-def test_openmetrics_for_who_asks() -> None:
-    body, content_type = ServerMetrics(lambda: IDLE, "demo").render("application/openmetrics-text; version=1.0.0")
-    assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
+OPENMETRICS = "application/openmetrics-text"
+PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        pytest.param(None, id="none"),
+        "*/*",
+        "text/plain",
+        # Prometheus 2; the second with its feature native-histograms, the third with utf8-names
+        f"{OPENMETRICS};version=1.0.0,{OPENMETRICS};version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        f"{PROTOBUF},{OPENMETRICS};version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        f"{OPENMETRICS};version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        # Prometheus 3, as it is and with metric_name_escaping_scheme: underscores
+        f"{OPENMETRICS};version=1.0.0;escaping=allow-utf-8;q=0.6,{OPENMETRICS};version=0.0.1;q=0.5,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        f"{OPENMETRICS};version=1.0.0;escaping=underscores;q=0.6,{OPENMETRICS};version=0.0.1;q=0.5,"
+        "text/plain;version=1.0.0;escaping=underscores;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        # each of the other forms alone
+        f"{OPENMETRICS}",
+        f"{OPENMETRICS}; version=1.0.0",
+        f"{OPENMETRICS};version=1.0.0;escaping=dots",
+        "text/plain;version=1.0.0;escaping=dots",
+        "text/plain;version=1.0.0;escaping=values",
+    ],
+)
+def test_every_scraper_gets_the_names_as_the_docs_have_them(accept: str | None) -> None:
+    """In the one form that Prometheus 2 and 3 both read. prometheus_client's own choice by the header has names like
+    pagedattn_num_requests_running, which no dashboard asks for."""
+    app = Starlette()
+    add_metrics_route(app, ServerMetrics(lambda: IDLE, "demo"))
+    client = TestClient(app)
+    if accept is None:
+        del client.headers["accept"]
+    response = client.get("/metrics", headers={} if accept is None else {"accept": accept})
+    assert response.headers.get_list("content-type") == ["text/plain; version=0.0.4; charset=utf-8"]
+    named = [line.removeprefix("# HELP ").removeprefix("# TYPE ") for line in response.text.splitlines()]
+    own = [name for name in named if name.startswith("pagedattn")]
+    assert all(name.startswith("pagedattn:") for name in own)
+    names = {re.split("[ {]", name)[0] for name in own}
+    assert names >= {f"pagedattn:{name}" for name, _, _ in GAUGES} | {
+        f"pagedattn:{name}_total" for name, _, _ in COUNTERS
+    }
+    assert "pagedattn:time_to_first_token_seconds_bucket" in names
 
 
 def test_two_servers_of_a_process_count_for_themselves() -> None:
