@@ -22,6 +22,7 @@ CSRC = ROOT / "csrc"
 ARROWS: dict[str, set[str]] = {
     # the doors
     "__init__": {"llm", "calibration", "async_engine"},
+    "__main__": {"cli"},
     "async_engine": {"async_engine.engine"},
     "async_engine.engine": {"async_engine.thread_core", "async_engine.stream", "async_engine.replicas"},
     "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "async_engine.errors"}
@@ -39,7 +40,8 @@ ARROWS: dict[str, set[str]] = {
     # the HTTP server, which would serve any app
     "server": set(),
     "server.http": set(),
-    "server.http.run": {"server.http.config", "server.http.connection", "async_engine"},
+    "server.http.run": {"server.http.config", "server.http.connection", "server.http.sockets", "async_engine"},
+    "server.http.sockets": {"errors"},
     "server.http.connection": set(),
     "server.http.middleware": {"server.http.config", "server.http.errors", "server.http.request_context"},
     "server.http.status": {"async_engine", "server.http.errors"},
@@ -70,16 +72,18 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.errors": {"server.http.errors", "async_engine"},
     "server.openai.request_bodies": {"sampling_params"},
     "server.openai.response_bodies": set(),
-    "cli": {"__init__", "cli.generate", "cli.info", "cli.parser", "cli.quantize", "cli.serve", "cli.simulate"},
-    "cli.generate": {"engine", "cli.options"},
-    "cli.serve": {"distributed.torchrun", "cli.options", "server.http.run", "server.http.logs", "server.openai.app"}
-    | {"loading.directory"},
+    "cli": {"__init__", "cli.parser", "cli.prepare"},
+    # imports the commands when they run
+    "cli.prepare": {"cli.generate", "cli.info", "cli.quantize", "cli.serve", "cli.simulate", "cli.options"}
+    | {"distributed.torchrun", "text.tokenizer"},
+    "cli.generate": {"engine"},
+    "cli.serve": {"server.http.run", "server.http.logs", "server.openai.app", "loading.directory"},
     "cli.quantize": {"loading.quantize"},
     "cli.info": {"execution.cache_memory"},
     "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.plot", "simulation.sweep"}
     | {"async_engine.router", "progress"}
     | {"execution.cache_memory", "text.tokenizer"},
-    "ray_serve": {"cli.serve"},
+    "ray_serve": {"cli.prepare"},
     "cli.parser": {"cli.options"},
     "cli.options": {"engine_args", "server.http.config"},
     "llm": {"engine", "text.chat_template", "progress"},
@@ -186,7 +190,7 @@ ARROWS: dict[str, set[str]] = {
     | {"models.causal_lm", "models.linear", "progress"},
     "loading.checkpoint_files": {"loading.directory"},
     "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
-    "loading.kv_scales": {"errors"},
+    "loading.kv_scales": {"config"},
     "loading.generation_config": {"loading.directory", "sampling_params"},
     "loading.plain_config": set(),
     "loading.directory": {"errors"},

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from pagedattn_serve.errors import how_to_install
+
 if TYPE_CHECKING:
     from pagedattn_serve.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from pagedattn_serve.async_engine import EngineBusyError as EngineBusyError
@@ -61,7 +63,7 @@ def require_extra(for_server: bool = False) -> None:
     """Raises ImportError, which says what to do, where the extra `serve` is not installed."""
     needed = sorted(_EXTRA + _SERVER_EXTRA) if for_server else _EXTRA
     if missing := [package for package in needed if find_spec(package) is None]:
-        raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: pip install 'pagedattn-ext[serve]'")
+        raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: {how_to_install('serve')}")
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedattn_ext import ops
 from pagedattn_serve.config import FP8_DTYPES
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, nth, with_place
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.step_inputs import StepInputs
@@ -40,7 +40,7 @@ def calibrate_kv_scales(
         raise ArgumentError("kv_cache_dtype", "fp8, fp8_e4m3 or fp8_e5m2", kv_cache_dtype)
     fp8 = choose_cache_dtype(kv_cache_dtype, torch.float32)
     engine = LLMEngine(model, tokenizer=tokenizer, dtype=dtype, device=device, max_num_seqs=1)
-    all_token_ids = [check_prompt(engine, prompt) for prompt in split_prompts(prompts)]
+    all_token_ids = check_prompts(engine, split_prompts(prompts))
     if not all_token_ids:
         raise ArgumentError("prompts", "at least one", "none")
     runner = engine.model_runner
@@ -61,12 +61,18 @@ def calibrate_kv_scales(
     return [(k_scale, v_scale) for k_scale, v_scale in scales.tolist()]
 
 
-def check_prompt(engine: LLMEngine, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt that the engine takes."""
-    engine.add_request("calibration", prompt, SamplingParams(max_tokens=1))
-    output = engine.abort_request("calibration")
-    assert output is not None
-    return output.prompt_token_ids
+def check_prompts(engine: LLMEngine, prompts: list[Prompt]) -> list[list[int]]:
+    """The token ids of prompts, all of which the engine takes."""
+    all_token_ids = []
+    for i, prompt in enumerate(prompts):
+        try:
+            engine.add_request("calibration", prompt, SamplingParams(max_tokens=1))
+        except (TypeError, ValueError) as error:
+            raise with_place(error, nth("prompt", i, len(prompts))) from None
+        output = engine.abort_request("calibration")
+        assert output is not None
+        all_token_ids.append(output.prompt_token_ids)
+    return all_token_ids
 
 
 def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:

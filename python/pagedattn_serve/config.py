@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError
 
 # The small LLaMA that comes with the package (see its README.md).
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
@@ -78,6 +78,24 @@ def check_text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise ArgumentError(name, "text that UTF-8 can write", error) from None
     return value
+
+
+def read_file(name: str, file: str | PathLike[str]) -> bytes:
+    """What is in a file. Raises an OSError, with the argument's name, for a file that cannot be read."""
+    try:
+        return Path(file).expanduser().read_bytes()
+    except FileNotFoundError as error:
+        raise ArgumentFileError(name, "a file that can be read", f"{file} ({error.strerror})") from None
+    except OSError as error:
+        raise ArgumentOSError(name, "a file that can be read", f"{file} ({error.strerror})") from None
+
+
+def read_text(name: str, file: str | PathLike[str]) -> str:
+    """The text in a file. Raises as `read_file` does, and ValueError for what is not UTF-8."""
+    try:
+        return read_file(name, file).decode()
+    except UnicodeDecodeError as error:
+        raise ArgumentError(name, f"UTF-8 in {file}", error) from None
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

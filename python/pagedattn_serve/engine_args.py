@@ -11,7 +11,7 @@ from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from pagedattn_serve.config import UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pagedattn_serve.config import FP8_DTYPES, UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.options import options_of
 
@@ -139,6 +139,8 @@ class EngineArgs:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ArgumentError("kv_cache_memory", "None beside num_blocks, which says the same")
         self.create_engine_configs()  # the configs check all other options
+        if self.kv_scales is not None and self.kv_cache_dtype not in FP8_DTYPES:
+            raise ArgumentError("kv_scales", f"None with kv_cache_dtype {self.kv_cache_dtype}, which takes no scales")
 
     def create_engine_configs(self) -> EngineConfigs:
         """The options by the part of the engine that they are for. A max_model_len or num_blocks that is not given is

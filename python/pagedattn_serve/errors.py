@@ -48,8 +48,26 @@ class ArgumentImportError(BadArgument, ImportError):
     """An argument needs a package that is not installed."""
 
 
+class ArgumentOSError(BadArgument, OSError):
+    """The system does not give what an argument names: a file, a host, a port."""
+
+
+class ArgumentFileError(ArgumentOSError, FileNotFoundError):
+    """An argument names a file or a directory that is not there."""
+
+
+def how_to_install(extra: str) -> str:
+    """What installs an extra of the project. The package index has no release of the project."""
+    return f"pip install --no-build-isolation '.[{extra}]' in a clone of pagedattn_ext"
+
+
 class ExecutorDeadError(ChildProcessError):
     """A process that computes a part of the model has died, or does not answer. The engine cannot go on."""
+
+
+def nth(what: str, index: int, number: int) -> str:
+    """The place of one of several, as a place of BadArgument: "prompt 3 of 7" has index 2. People count from 1."""
+    return f"{what} {index + 1} of {number}"
 
 
 def with_place(error: Exception, place: str) -> Exception:
@@ -59,7 +77,10 @@ def with_place(error: Exception, place: str) -> Exception:
 
 # ---- between processes ----------------------------------------------------------------------------------------------
 
-_OWN_ERRORS = (BadArgument, ArgumentError, ArgumentTypeError, ArgumentImportError, ExecutorDeadError)
+_OWN_ERRORS = (
+    *(BadArgument, ArgumentError, ArgumentTypeError, ArgumentImportError, ArgumentOSError, ArgumentFileError),
+    ExecutorDeadError,
+)
 
 
 def describe(error: BaseException) -> str:

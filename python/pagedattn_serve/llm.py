@@ -5,7 +5,7 @@ from typing import Any
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs, takes_options
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, with_place
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth, with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.progress import Progress
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
@@ -65,7 +65,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for i, (prompt, param) in enumerate(zip(requests, params, strict=True)):
-                self._add(f"prompt {i} of {len(requests)}", prompt, param)
+                self._add(nth("prompt", i, len(requests)), prompt, param)
             own = set(self._request_ids)
             with Progress(len(requests), "Requests", shown=use_tqdm) as progress:
                 while len(outputs) < len(requests):
@@ -102,7 +102,7 @@ class LLM:
             raise ArgumentTypeError("messages", "a list of messages", type(messages).__name__)
         template = None if chat_template is None else load_chat_template(chat_template)
         if messages and isinstance(messages[0], list | tuple):
-            places = [f"conversation {i} of {len(messages)}" for i in range(len(messages))]
+            places = [nth("conversation", i, len(messages)) for i in range(len(messages))]
             conversations = messages
         else:
             places, conversations = [""], [messages]

@@ -20,10 +20,11 @@ from starlette.types import ASGIApp
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.async_engine import EngineDeadError
 from pagedattn_serve.cli.options import CONVERTERS
-from pagedattn_serve.cli.serve import keys_in_environment, make_engine, read_text
-from pagedattn_serve.config import DEMO_MODEL
+from pagedattn_serve.cli.prepare import keys_in_environment
+from pagedattn_serve.cli.serve import make_engine
+from pagedattn_serve.config import DEMO_MODEL, read_text
 from pagedattn_serve.engine_args import EngineArgs
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, how_to_install
 from pagedattn_serve.server.http import config as server_config
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import make_handler
@@ -33,7 +34,7 @@ try:
     from ray import serve
     from ray.serve import Application
 except ImportError as error:
-    raise ImportError("pagedattn_serve: expected ray: pip install 'pagedattn-ext[ray]'") from error
+    raise ImportError(f"pagedattn_serve: expected ray: {how_to_install('ray')}") from error
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ def test_another_name_and_a_place_keep_the_fields() -> None:
 
 
 def test_errors_can_be_pickled() -> None:
-    error = pickle.loads(pickle.dumps(ArgumentError("n", "an int", None).at("prompt 0 of 1")))
-    assert type(error) is ArgumentError and vars(error) == vars(ArgumentError("n", "an int", "None", "prompt 0 of 1"))
+    error = pickle.loads(pickle.dumps(ArgumentError("n", "an int", None).at("prompt 1 of 1")))
+    assert type(error) is ArgumentError and vars(error) == vars(ArgumentError("n", "an int", "None", "prompt 1 of 1"))
 
 
 def test_parameters_raise_them() -> None:

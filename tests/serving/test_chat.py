@@ -80,12 +80,12 @@ def test_another_template_and_no_generation_prompt(llm: LLM, tmp_path: Path) -> 
         ("hello", TypeError, "messages: expected a list of messages, got str"),
         (FIRST[0], TypeError, "messages: expected a list of messages, got dict"),
         (["hello"], TypeError, "messages[0]: expected a dict with role and content, got str"),
-        ([[]], ValueError, "conversation 0 of 1: messages: expected one at least, got none"),
-        ([FIRST, FIRST[0]], TypeError, "conversation 1 of 2: messages: expected a list of messages, got dict"),
+        ([[]], ValueError, "conversation 1 of 1: messages: expected one at least, got none"),
+        ([FIRST, FIRST[0]], TypeError, "conversation 2 of 2: messages: expected a list of messages, got dict"),
         ([FIRST[0], FIRST], TypeError, "messages[1]: expected a dict with role and content, got list"),
-        ([FIRST, [{"role": 1}]], TypeError, "conversation 1 of 2: messages[0].role: expected a string, got int"),
+        ([FIRST, [{"role": 1}]], TypeError, "conversation 2 of 2: messages[0].role: expected a string, got int"),
         ([{"role": "user", "content": "\ud800"}], ValueError, "text: expected text that UTF-8 can write, got "),
-        ([{"role": "user", "content": "x" * 200}], ValueError, "prompt 0 of 1: expected 1 to 127 tokens "),
+        ([{"role": "user", "content": "x" * 200}], ValueError, "prompt 1 of 1: expected 1 to 127 tokens "),
     ],
 )
 def test_wrong_conversations(llm: LLM, messages: Any, error: type[Exception], message: str) -> None:

@@ -92,7 +92,7 @@ def test_a_plot(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert simulate(opt_13b, *options, "--plot", str(path)) == 0
     assert path.stat().st_size > 10_000
     for wrong, expected in (("runs.txt", "a file that ends with .png"), ("none/runs.png", "a directory that exists")):
-        assert simulate(opt_13b, *options, "--plot", str(tmp_path / wrong)) == 1
+        assert simulate(opt_13b, *options, "--plot", str(tmp_path / wrong)) == 2
         assert expected in capsys.readouterr().err
 
 
@@ -146,33 +146,21 @@ def test_lengths_of_a_file_are_in_tokens_of_the_model(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "0"], "rate: expected a number > 0, got 0.0"),
-        (["--rate", "nan"], "rate: expected a finite number, got nan"),
-        (["--rate", "1e6"], "rate: expected at most 1000000 requests in 600 seconds, got 1e+06 a second"),
-        (["--rate", "1", "--duration", "0"], "duration: expected a number > 0, got 0.0"),
-        (["--rate", "1", "--duration", "1e-9"], "duration: expected time for a request at 1 a second, got 1e-09 s"),
-        (["--rate", "1", "--system", "vllm"], "system: expected any of paged, orca-oracle, orca-pow2, orca-max, "),
-        (
-            ["--rate", "1", "--hardware", "TPU"],
-            "hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file, got TPU",
-        ),
-        (["--rate", "1", "--lengths", "none"], "lengths: expected sharegpt, alpaca, or a JSON file, got none"),
-        (["--rate", "1", "--n", "0"], "n: expected an int >= 1, got 0"),
-        (["--rate", "1", "--n", "300"], "n: expected at most 256 (max_num_seqs), got 300"),
+        (["--rate", "1", "--duration", "1e-9"], "--duration: expected time for a request at 1 a second, got 1e-09 s"),
+        (["--rate", "1", "--n", "300"], "--n: expected at most 256 (max_num_seqs), got 300"),
         (
             ["--rate", "1", "--shared-prefix", "2047"],
-            "shared_prefix: expected at most 2046 tokens (max_model_len 2048)",
+            "--shared-prefix: expected at most 2046 tokens (max_model_len 2048)",
         ),
-        (["--rate", "1", "--tensor-parallel-size", "3"], "tensor_parallel_size: expected a divisor of the model's 40"),
-        (["--rate", "1", "--gpu-memory-utilization", "0.5"], "hardware: expected memory for 25.7 GB of weights"),
-        (["--rate", "1", "--block-size", "12"], "block_size: expected a power of two, got 12"),
-        (["--rate", "1", "--price", "-1"], "price: expected a number >= 0, got -1.0"),
-        (["--max-latency", "0.001"], "max_latency: expected what paged can hold at "),
-        (["--trace", "no/such/file"], "trace: expected a CSV file, got no/such/file: No such file or directory"),
-        (["--rate", "1", "--json", "no/such/file"], "json: expected a file in a directory that exists, got no/such/f"),
+        (
+            ["--rate", "1", "--tensor-parallel-size", "3"],
+            "--tensor-parallel-size: expected a divisor of the model's ",
+        ),
+        (["--rate", "1", "--gpu-memory-utilization", "0.5"], "--hardware: expected memory for 25.7 GB of weights"),
+        (["--max-latency", "0.001"], "--max-latency: expected what paged can hold at "),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_that_shows_beside_the_model_is_one_line(
     opt_13b: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert simulate(opt_13b, "--hardware", "A100-40", *arguments) == 1
@@ -186,10 +174,3 @@ def test_lengths_of_texts_need_a_tokenizer(opt_13b: str, capsys: pytest.CaptureF
     path.write_text(json.dumps([{"instruction": "a", "output": "b"}]))
     assert simulate(opt_13b, "--hardware", "A100-40", "--rate", "1", "--lengths", str(path)) == 1
     assert "tokenizer: expected a directory with a tokenizer that counts the tokens of " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["--rate", "1", "--trace", "x"], ["--rate", "much"], ["--rate", "1,"]])
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        simulate("--hardware", "H100", *arguments)
-    assert exit.value.code == 2

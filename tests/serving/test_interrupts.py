@@ -386,7 +386,7 @@ def test_a_request_of_somebody_else(llm: LLM) -> None:
     """Its id, chosen as badly as can be, is not aborted for it; an interrupt ends it."""
     engine = llm.llm_engine
     engine.add_request("llm-1", "the mat", SamplingParams(temperature=0, max_tokens=9))
-    with pytest.raises(ValueError, match=r"^prompt 1 of 3: request_id: 'llm-1' is taken"):
+    with pytest.raises(ValueError, match=r"^prompt 2 of 3: request_id: 'llm-1' is taken"):
         generate(llm)
     assert engine.get_num_unfinished_requests() == 1
     with Places() as places:

@@ -1,6 +1,7 @@
 """The package itself: its names, its version, and what it says where the extra is not installed."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 import pagedattn_serve
+from pagedattn_serve.errors import how_to_install
 
+COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main())"  # as its script has it
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -115,7 +118,7 @@ def test_without_the_extra() -> None:
     said = run_in_children([(names, program) for program in (plain, needs_it) for names in missing])
     assert said[: len(missing)] == [(0, [])] * len(missing)
     for names, (status, lines) in zip(missing, said[len(missing) :], strict=True):
-        expected = f"ImportError: pagedattn_serve: expected {', '.join(names)}: pip install 'pagedattn-ext[serve]'"
+        expected = f"ImportError: pagedattn_serve: expected {', '.join(names)}: {how_to_install('serve')}"
         assert (status, lines[-1]) == (1, expected)
 
 
@@ -124,13 +127,38 @@ def test_the_extra_is_what_the_project_says() -> None:
     assert named == sorted(EXTRA + SERVER_EXTRA)
 
 
+def test_what_installs_an_extra_needs_no_package_index() -> None:
+    """The index has no release of the project: its name may become a stranger's. Until there is a release, neither a
+    message nor a page says `pip install` and the name."""
+    assert how_to_install("serve") == "pip install --no-build-isolation '.[serve]' in a clone of pagedattn_ext"
+    named = re.compile(r"pip3? install (-\S+ )*['\"]?pagedattn|pagedattn[-_]ext\[")
+    folders = [ROOT / name for name in ("python", "src", "docs", "bench")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".md")]
+    assert len(files) > 100
+    files += [file for file in ROOT.glob("*") if file.is_file()]
+    assert [str(file) for file in files if named.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    """Where the command is not on the path, and help names what was typed."""
+    for arguments, status in ((["--version"], 0), (["serve", "--help"], 0), (["sevre"], 2)):
+        command, module = (
+            [sys.executable, *start, *arguments] for start in (["-c", COMMAND], ["-m", "pagedattn_serve"])
+        )
+        expected, done = (subprocess.run(each, capture_output=True, text=True) for each in (command, module))
+        assert done.returncode == expected.returncode == status
+        shown = (done.stdout + done.stderr).replace("python -m pagedattn_serve", "pagedattn")
+        assert shown.split() == (expected.stdout + expected.stderr).split() and "__main__" not in shown
+    assert done.stderr.startswith("python -m pagedattn_serve: error: ")
+
+
 def test_serving_without_the_extra() -> None:
     serve = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve']))"
     offline = "from pagedattn_serve import LLM"
     said = run_in_children([([name], program) for program in (offline, serve) for name in SERVER_EXTRA])
     assert said[: len(SERVER_EXTRA)] == [(0, [])] * len(SERVER_EXTRA)
     for name, of_server in zip(SERVER_EXTRA, said[len(SERVER_EXTRA) :], strict=True):
-        line = f"pagedattn: error: pagedattn_serve: expected {name}: pip install 'pagedattn-ext[serve]'"
+        line = f"pagedattn: error: pagedattn_serve: expected {name}: {how_to_install('serve')}"
         assert of_server == (1, [line])
 
 
@@ -139,6 +167,6 @@ def test_without_ray() -> None:
     programs = ["import pagedattn_serve.ray_serve", engine.format("distributed_executor_backend='ray'")]
     said = run_in_children([(["ray"], program) for program in programs])
     assert [status for status, _ in said] == [1, 1]
-    assert said[0][1][-1] == "ImportError: pagedattn_serve: expected ray: pip install 'pagedattn-ext[ray]'"
-    expected = "distributed_executor_backend: expected ray: pip install 'pagedattn-ext[ray]'"
+    assert said[0][1][-1] == f"ImportError: pagedattn_serve: expected ray: {how_to_install('ray')}"
+    expected = f"distributed_executor_backend: expected ray: {how_to_install('ray')}"
     assert said[1][1][-1] == f"pagedattn_serve.errors.ArgumentImportError: {expected}"

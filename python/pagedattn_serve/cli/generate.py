@@ -1,67 +1,36 @@
 """`pagedattn generate`: prompts to text, streamed, or to lines of JSON."""
 
-import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-from pagedattn_serve.cli.options import engine_args
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.errors import with_place
+from pagedattn_serve.engine_args import EngineArgs
+from pagedattn_serve.errors import nth, with_place
 from pagedattn_serve.outputs import RequestOutput
-from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos")
+from pagedattn_serve.sampling_params import SamplingParams
 
 
-def generate(args: argparse.Namespace) -> int:
+def generate(
+    options: EngineArgs, params: SamplingParams, prompts: list[str], errors: dict[int, str], as_json: bool
+) -> int:
     """Run all prompts together. Returns the exit status.
 
-    If a prompt ended in an error or was no text, all outputs are written first, then ValueError is raised.
+    errors: of prompts that are no text. If there are any, or a prompt ends in an error, all outputs are written first,
+    then ValueError is raised.
     """
-    prompts, errors = (args.prompt, {}) if args.prompt else read_prompts(args.prompts_file)
-    params = SamplingParams(
-        **{name: getattr(args, name) for name in SAMPLING},
-        output_kind=RequestOutputKind.FINAL_ONLY if args.json else RequestOutputKind.DELTA,
-    )
-    engine = LLMEngine.from_engine_args(engine_args(args))
+    engine = LLMEngine.from_engine_args(options)
     for i, prompt in enumerate(prompts):
         if i in errors:
             continue
         try:
             engine.add_request(str(i), prompt, params)
         except (TypeError, ValueError) as error:
-            raise with_place(error, f"prompt {i + 1} of {len(prompts)}") from None
-    errors |= (write_json if args.json else write_text)(engine, prompts, errors)
+            raise with_place(error, nth("prompt", i, len(prompts))) from None
+    errors = errors | (write_json if as_json else write_text)(engine, prompts, errors)
     if errors:
         first = min(errors)
-        raise ValueError(f"prompt {first + 1} of {len(prompts)}: {errors[first]}")
+        raise ValueError(f"{nth('prompt', first, len(prompts))}: {errors[first]}")
     return 0
-
-
-def read_prompts(file: str) -> tuple[list[str], dict[int, str]]:
-    """The lines of a file, or of standard input for "-", without empty lines; and the errors of lines, by prompt.
-
-    A line that is not UTF-8 is a prompt with an error, which is shown and not run. Raises ValueError if there are no
-    lines.
-    """
-    lines = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).splitlines()
-    prompts: list[str] = []
-    errors: dict[int, str] = {}
-    for number, line in enumerate(lines, 1):
-        text = line.decode(errors="replace")
-        if not text.strip():
-            continue
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            place = f"byte {error.start + 1} of line {number}"
-            errors[len(prompts)] = f"prompts-file: expected UTF-8 in {file}, got {line[error.start]:#04x} as {place}"
-        prompts.append(text)
-    if not prompts:
-        raise ValueError(f"prompts-file: expected a prompt a line in {file}, got none")
-    return prompts, errors
 
 
 def write_json(engine: LLMEngine, prompts: list[str], unread: dict[int, str]) -> dict[int, str]:

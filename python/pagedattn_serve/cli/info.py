@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from pagedattn_serve.config import UNBOUNDED, CacheConfig
 from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms
@@ -11,13 +10,6 @@ from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 
 
 def info(args: argparse.Namespace) -> int:
-    # The options are checked before the model is read.
-    CacheConfig(
-        num_blocks=UNBOUNDED,
-        block_size=args.block_size,
-        kv_cache_memory=args.kv_cache_memory,
-        kv_cache_dtype=args.kv_cache_dtype,
-    )
     directory = model_directory(args.model)
     model, stored = build_model(directory, args.dtype), checkpoint_format(directory)
     linear_layers = describe_linear_layers(model, stored, linear_forms(model, stored, args.quantization))

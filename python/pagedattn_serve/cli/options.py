@@ -2,11 +2,13 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import get_args
 
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine_args import EngineArgs
+from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.server.http import config as server_config
 
 OPTIONS = engine_options.OPTIONS | server_config.OPTIONS
@@ -34,6 +36,8 @@ METAVARS = {
     "log_format": "FORMAT",
     "log_level": "LEVEL",
 }
+# Flags that do not have the name of their option.
+FLAGS = {"model": "MODEL", "out": "OUT", "enable_prefix_caching": "--no-prefix-caching", "api_keys": "--api-key"}
 MODEL = ("dtype", "quantization")
 PLACE = ("tokenizer", "device", "tensor_parallel_size", "distributed_executor_backend")
 SCHEDULING = (
@@ -56,6 +60,16 @@ SERVER_OPTIONS = (*SERVER, *REPLICAS, *LIMITS, *LOG)
 def engine_args(args: argparse.Namespace) -> EngineArgs:
     """args: with the options of `add_model`, `add_place` and `add_engine`. Raises ValueError or TypeError."""
     return EngineArgs(**{name: getattr(args, name) for name in ENGINE_OPTIONS})
+
+
+def flag_of(name: str) -> str:
+    """What the command line calls an option."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def by_flag(error: BadArgument, args: argparse.Namespace) -> BadArgument:
+    """The same error, where the command line has a name for the argument. An error with a place names that first."""
+    return error.renamed(flag_of(error.argument)) if error.argument in args and not error.place else error
 
 
 def add_model(parser: argparse.ArgumentParser, options: tuple[str, ...] = MODEL) -> None:
@@ -94,23 +108,41 @@ def add_options(group: argparse._ActionsContainer, names: tuple[str, ...]) -> No
     """Options of EngineArgs and ServerConfig, by name."""
     for name in names:
         option = OPTIONS[name]
-        flag, help = f"--{name.replace('_', '-')}", option.help.replace("%", "%%")
+        flag, help = flag_of(name), option.help.replace("%", "%%")
         if name == "enable_prefix_caching":
-            group.add_argument("--no-prefix-caching", dest=name, action="store_false", help=f"do not {help}")
+            group.add_argument(flag, dest=name, action="store_false", help=f"do not {help}")
         elif option.type is bool:
             group.add_argument(flag, action="store_true", help=help)
         elif name == "api_keys":
-            group.add_argument("--api-key", dest=name, action="append", metavar=METAVARS[name], help=help)
+            group.add_argument(flag, dest=name, action="append", metavar=METAVARS[name], help=help)
         else:
             kind = next((kind for kind in (int, float) if kind in (option.type, *get_args(option.type))), str)
             says_default = option.default is None or "(default: " in help
             group.add_argument(
                 flag,
-                type=CONVERTERS.get(name, kind),
+                type=CONVERTERS.get(name, NUMBERS.get(kind, kind)),
                 default=option.default,
                 metavar=METAVARS.get(name, "N" if kind is int else None),
                 help=help if says_default else f"{help} (default: {option.default})",
             )
+
+
+def integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an int, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(number, text.split(",")))
 
 
 def size(text: str) -> int:
@@ -118,12 +150,13 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(-?\d+|\d+\.\d+(?=\s*[a-z]))\s*([kmgt]ib|)", text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"expected bytes, or a number of KiB, MiB, GiB or TiB, got {text!r}")
-    number, unit = match.groups()
-    return int(float(number) * UNITS[unit]) if "." in number else int(number) * UNITS[unit]
+    digits, unit = match.groups()
+    return int(float(digits) * UNITS[unit]) if "." in digits else int(digits) * UNITS[unit]
 
 
 def parts(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+NUMBERS: dict[type, Callable[[str], float]] = {int: integer, float: number}
 CONVERTERS = {"kv_cache_memory": size, "max_body_size": size, "allowed_hosts": parts}

@@ -1,14 +1,41 @@
 """The arguments of the `pagedattn` command."""
 
 import argparse
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
 
-from pagedattn_serve.cli.options import add_engine, add_model, add_options, add_place, add_server, parts
+from pagedattn_serve.cli.options import (
+    add_engine,
+    add_model,
+    add_options,
+    add_place,
+    add_server,
+    integer,
+    number,
+    numbers,
+    parts,
+)
+from pagedattn_serve.config import QUANTIZATIONS
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagedattn", description="Serve language models on a paged KV cache.")
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and the name of the command that has a help for it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As a subcommand's parser is called: it knows its arguments, and its help is the one to see."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+
+def make_parser(prog: str = "pagedattn") -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description="Serve language models on a paged KV cache.")
     parser.add_argument("--version", action="version", version=f"pagedattn-ext {version('pagedattn-ext')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate_help = "complete prompts; the text appears as it is generated"
@@ -48,21 +75,23 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="of output, at most (default: %(default)s)"
+        "--max-tokens", type=integer, default=128, metavar="N", help="of output, at most (default: %(default)s)"
     )
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-k", type=int, default=-1, metavar="K", help="the K likeliest tokens (default: all)")
+    sampling.add_argument("--temperature", type=number, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="the likeliest tokens that sum to P (default: 1, all)"
+        "--top-k", type=integer, default=-1, metavar="K", help="the K likeliest tokens (default: all)"
+    )
+    sampling.add_argument(
+        "--top-p", type=number, default=1.0, metavar="P", help="the likeliest tokens that sum to P (default: 1, all)"
     )
     sampling.add_argument(
         "--min-p",
-        type=float,
+        type=number,
         default=0.0,
         metavar="P",
         help="tokens of P times the best one's chance (default: 0, all)",
     )
-    sampling.add_argument("--seed", type=int, help="of the random numbers (default: other ones for each prompt)")
+    sampling.add_argument("--seed", type=integer, help="of the random numbers (default: other ones for each prompt)")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
@@ -87,7 +116,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         required=True,
-        choices=("int4", "int8"),
+        choices=QUANTIZATIONS,
         help="int4: groups of 32 weights with a scale and a zero each; int8: a scale for each output feature; both as "
         "compressed-tensors has them, the last layer as it is",
     )
@@ -115,9 +144,9 @@ def add_deployment(group: argparse._ArgumentGroup) -> None:
         help="A100-40, A100-80, H100, H200, cpu, or a JSON file (docs/simulate.md)",
     )
     group.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)"
+        "--tensor-parallel-size", type=integer, default=1, metavar="N", help="GPUs that share the model (default: 1)"
     )
-    group.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="replicas of it (default: 1)")
+    group.add_argument("--data-parallel-size", type=integer, default=1, metavar="N", help="replicas of it (default: 1)")
     group.add_argument(
         "--system",
         type=parts,
@@ -126,7 +155,7 @@ def add_deployment(group: argparse._ArgumentGroup) -> None:
         help="any of paged (this engine), orca-oracle, orca-pow2, orca-max, fastertransformer (default: paged)",
     )
     group.add_argument(
-        "--price", type=float, metavar="P", help="of a GPU for an hour; shows what a million output tokens cost"
+        "--price", type=number, metavar="P", help="of a GPU for an hour; shows what a million output tokens cost"
     )
 
 
@@ -137,7 +166,7 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     )
     when.add_argument(
         "--max-latency",
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="look for the highest rate at which the normalised latency (from arrival to end, over output tokens; the "
         "mean of all requests) is no higher",
@@ -149,7 +178,7 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--duration",
-        type=float,
+        type=number,
         default=600.0,
         metavar="SECONDS",
         help="in which requests arrive; then the last ones are served (default: 600)",
@@ -162,20 +191,16 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     )
     add_options(group, ("tokenizer",))
     group.add_argument(
-        "--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with (default: 0)"
+        "--shared-prefix", type=integer, default=0, metavar="N", help="tokens that all prompts begin with (default: 0)"
     )
     group.add_argument(
-        "--n", type=int, default=1, metavar="N", help="outputs of a request, one as long as the other (default: 1)"
+        "--n", type=integer, default=1, metavar="N", help="outputs of a request, one as long as the other (default: 1)"
     )
     group.add_argument(
         "--beam-width",
-        type=int,
+        type=integer,
         default=0,
         metavar="N",
         help="beams of a request; its output counts once (default: none)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default: 0)")
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
+    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of arrivals and lengths (default: 0)")

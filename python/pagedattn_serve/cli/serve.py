@@ -1,48 +1,33 @@
 """`pagedattn serve`: OpenAI's API over HTTP, until a signal."""
 
-import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 from functools import partial
-from pathlib import Path
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
-from pagedattn_serve.cli.options import SERVER_OPTIONS, engine_args
-from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
-from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import model_directory, read_json
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
-from pagedattn_serve.server.http.run import bind, run_server
+from pagedattn_serve.server.http.run import run_server
 from pagedattn_serve.server.openai.app import make_app
-
-KEY_VARIABLE = "PAGEDATTN_API_KEY"
 
 logger = logging.getLogger(__name__)
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Returns the exit status once the server has ended. Mistakes are found before the model is loaded, if possible.
+def serve(engine_args: EngineArgs, config: ServerConfig, sockets: list[socket.socket]) -> int:
+    """Returns the exit status once the server has ended. sockets: of `bind`.
 
-    Raises ValueError, TypeError and OSError for what is wrong with the options, and what `LLMEngine` does.
+    Raises what `LLMEngine` does.
     """
-    serve_as_rank(args.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
-    options = {name: getattr(args, name) for name in SERVER_OPTIONS}
-    options["api_keys"] = tuple(keys_in_environment() if args.api_keys is None else args.api_keys)
-    if args.served_model_name is None:
-        options["served_model_name"] = Path(args.model).name
-    if args.chat_template is not None:
-        options["chat_template"] = read_text("chat-template", args.chat_template)
-    config = ServerConfig(**options)
     # By default SIGTERM ends a process, but not the first process of a container.
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
-        sockets = bind(config.host, config.port)
         set_up_logs(config.log_format, config.log_level)
-        engine = make_engine(engine_args(args), config)
+        engine = make_engine(engine_args, config)
         return run_server(make_app, engine, config, sockets)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
@@ -92,16 +77,3 @@ def import_transformers_without_torch() -> None:
         del sys.modules["torch"]
         if with_warnings:
             del os.environ[variable]
-
-
-def keys_in_environment() -> list[str]:
-    """The keys in KEY_VARIABLE. If the variable is set to nothing, that is an error, not a server without keys."""
-    given = os.environ.get(KEY_VARIABLE)
-    return [] if given is None else given.split(",")
-
-
-def read_text(name: str, file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(name, f"UTF-8 in {file}", error) from None

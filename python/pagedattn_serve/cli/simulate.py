@@ -5,14 +5,13 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from torch import nn
 
 from pagedattn_serve.async_engine.router import Router
-from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_float
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_memory import block_bytes_of
 from pagedattn_serve.loading.directory import model_directory
@@ -20,30 +19,42 @@ from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.progress import Progress
 from pagedattn_serve.simulation.cost_model import ModelShape
-from pagedattn_serve.simulation.deployment import SYSTEMS, Deployment
-from pagedattn_serve.simulation.files import read_pairs, read_trace
-from pagedattn_serve.simulation.hardware import find_hardware
+from pagedattn_serve.simulation.deployment import Deployment
+from pagedattn_serve.simulation.files import read_pairs
+from pagedattn_serve.simulation.hardware import Hardware
 from pagedattn_serve.simulation.lengths import WORKLOADS, GivenPairs, LengthPairs, WorkloadPairs
 from pagedattn_serve.simulation.metrics import Distribution, Summary
-from pagedattn_serve.simulation.plot import check_plot, draw_runs
+from pagedattn_serve.simulation.plot import draw_runs
 from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, TraceEntry, poisson_trace
+from pagedattn_serve.simulation.workload import MAX_REQUESTS, RequestForm, SimulatedRequest, TraceEntry, poisson_trace
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
-MIN_REQUESTS, MAX_REQUESTS = 10, 1_000_000  # between which the sustainable rate is looked for
+MIN_REQUESTS = 10  # between which and MAX_REQUESTS the sustainable rate is looked for
 
 
-def simulate(args: argparse.Namespace) -> int:
-    check_options(args)
-    form = RequestForm(args.n, args.beam_width, args.shared_prefix, args.seed)
-    deployment = deployment_of(args)
+def simulate(
+    args: argparse.Namespace,
+    form: RequestForm,
+    hardware: Hardware,
+    scheduler_config: SchedulerConfig,
+    cache_config: CacheConfig,
+    trace: list[TraceEntry] | None,
+) -> int:
+    """args: checked as far as no model is needed; the others are made of them. trace: None if a rate is given."""
+    deployment = Deployment(
+        shape=shape_of(args.model, args.dtype, args.kv_cache_dtype),
+        hardware=hardware,
+        num_ranks=args.tensor_parallel_size,
+        num_replicas=args.data_parallel_size,
+        scheduler_config=scheduler_config,
+        cache_config=cache_config,
+    )
     make_routing = partial(routing_of, deployment, args.seed)
     run = partial(run_with_progress, deployment, make_routing, form)
     gc.collect()
     gc.freeze()  # what was imported is looked at by no collection again
     runs: list[tuple[str, str, Summary]] = []
-    if args.trace is not None:
-        trace = read_trace(args.trace)
+    if trace is not None:
         runs = [(system, "trace", run(system, trace)) for system in args.system]
     else:
         trace_at = trace_maker(args, deployment)
@@ -94,52 +105,6 @@ def run_with_progress(
         return deployment.run(system, trace, make_routing, form, on_end)
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """What no config checks."""
-    if args.plot is not None:
-        check_plot(args.plot)
-        if args.trace is not None:
-            raise ArgumentError("plot", "--rate or --max-latency, to draw over the rate", "--trace")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ArgumentError("json", "a file in a directory that exists", args.json)
-    for system in args.system:
-        if system not in SYSTEMS:
-            raise ArgumentError("system", f"any of {', '.join(SYSTEMS)}", repr(system))
-    for rate in args.rate or ():
-        check_float("rate", rate, 0, but=0)
-    check_float("duration", args.duration, 0, but=0)
-    if args.max_latency is not None:
-        check_float("max_latency", args.max_latency, 0, but=0)
-    if args.price is not None:
-        check_float("price", args.price, 0)
-
-
-def deployment_of(args: argparse.Namespace) -> Deployment:
-    scheduler_config = SchedulerConfig(
-        max_model_len=UNBOUNDED if args.max_model_len is None else args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        policy=args.scheduling_policy,
-        preemption_mode=args.preemption_mode,
-    )
-    cache_config = CacheConfig(
-        num_blocks=UNBOUNDED if args.num_blocks is None else args.num_blocks,
-        block_size=args.block_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        swap_space=args.swap_space,
-        enable_prefix_caching=args.enable_prefix_caching,
-        kv_cache_dtype=args.kv_cache_dtype,
-    )
-    return Deployment(
-        shape=shape_of(args.model, args.dtype, args.kv_cache_dtype),
-        hardware=find_hardware(args.hardware),
-        num_ranks=args.tensor_parallel_size,
-        num_replicas=args.data_parallel_size,
-        scheduler_config=scheduler_config,
-        cache_config=cache_config,
-    )
-
-
 def shape_of(path: str, dtype: str, kv_cache_dtype: str) -> ModelShape:
     """Of the model in a directory, of which only config.json is read."""
     directory = model_directory(path)
@@ -176,23 +141,18 @@ def trace_maker(args: argparse.Namespace, deployment: Deployment) -> Callable[[f
     lengths: LengthPairs
     if args.lengths in WORKLOADS:
         lengths = WorkloadPairs(args.lengths)
-    elif Path(args.lengths).is_file():
+    else:
         tokenizer = load_tokenizer(model_directory(args.model), args.tokenizer)
         if tokenizer is None:
             expected = f"a directory with a tokenizer that counts the tokens of {args.lengths}"
             raise ArgumentError("tokenizer", expected, "none in the model's")
         lengths = GivenPairs(read_pairs(args.lengths, lambda text: len(tokenizer(text).input_ids)))
-    else:
-        raise ArgumentError("lengths", f"{', '.join(WORKLOADS)}, or a JSON file", args.lengths)
     limit = deployment.max_model_len - args.shared_prefix
     if limit < 2:
         expected = f"at most {deployment.max_model_len - 2} tokens (max_model_len {deployment.max_model_len})"
         raise ArgumentError("shared_prefix", expected, args.shared_prefix)
 
     def trace_at(rate: float) -> list[TraceEntry]:
-        if (num_requests := rate * args.duration) > MAX_REQUESTS:
-            expected = f"at most {MAX_REQUESTS} requests in {args.duration:g} seconds"
-            raise ArgumentError("rate", expected, f"{rate:g} a second, {num_requests:.0f} requests")
         trace = poisson_trace(lengths, rate, args.duration, limit, args.seed)
         if not trace:
             raise ArgumentError("duration", f"time for a request at {rate:g} a second", f"{args.duration:g} s")

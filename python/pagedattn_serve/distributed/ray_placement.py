@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from pagedattn_serve.distributed.network import Address
-from pagedattn_serve.errors import ArgumentError, ArgumentImportError, ExecutorDeadError, describe
+from pagedattn_serve.errors import ArgumentError, ArgumentImportError, ExecutorDeadError, describe, how_to_install
 
 OPTION = "distributed_executor_backend"
 RESERVE_SECONDS = 60.0  # for machines to have so many CPUs to spare
@@ -134,7 +134,7 @@ def connected_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ArgumentImportError(OPTION, "ray: pip install 'pagedattn-ext[ray]'") from None
+        raise ArgumentImportError(OPTION, f"ray: {how_to_install('ray')}") from None
     if not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False, logging_level="warning")

@@ -3,15 +3,16 @@
 import json
 import math
 import re
+import struct
 from collections.abc import Iterable
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from pagedattn_serve.config import read_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # only for a type: the command line checks a file before torch is imported
 
 KVScales = tuple[tuple[float, float], ...]
 
@@ -29,7 +30,7 @@ def is_kv_scale(name: str) -> bool:
     return SCALE_NAME.search(name) is not None
 
 
-def scales_in_checkpoint(tensors: Iterable[tuple[str, Tensor]], num_layers: int) -> KVScales | None:
+def scales_in_checkpoint(tensors: Iterable[tuple[str, "Tensor"]], num_layers: int) -> KVScales | None:
     """The scales among a checkpoint's tensors; None if there are none. Raises ValueError if some are missing, or if a
     scale is not one number."""
     found: dict[tuple[int, str], float] = {}
@@ -49,29 +50,31 @@ def scales_in_checkpoint(tensors: Iterable[tuple[str, Tensor]], num_layers: int)
     return check_scales([(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)], num_layers)
 
 
-def given_scales(kv_scales: Any, num_layers: int) -> KVScales:
+def given_scales(kv_scales: Any, num_layers: int | None) -> KVScales:
     """What a user gives: a pair for all layers, a list of one a layer, or a JSON file with either.
+
+    num_layers: None, if the model is not known yet, takes any number; of a pair, once.
 
     The file may also be what vLLM's quantization_param_path took: {"kv_cache": {"scaling_factor": {"0": {layer:
     scale}}}}, with one scale for keys and values.
 
     Raises ValueError for another number of layers and for a scale that is not positive and finite in fp32, TypeError
-    for anything else, FileNotFoundError.
+    for anything else, OSError for a file that cannot be read.
     """
     if isinstance(kv_scales, str | PathLike):
-        file = Path(kv_scales).expanduser()
+        file, text = kv_scales, read_text("kv_scales", kv_scales)
         try:
-            kv_scales = json.loads(file.read_text(encoding="utf-8"))
+            kv_scales = json.loads(text)
         except ValueError as error:
             raise ArgumentError("kv_scales", f"JSON in {file}", error) from None
         if isinstance(kv_scales, dict):
             kv_scales = scales_of_vllm(kv_scales, file)
     if is_pair(kv_scales):
-        kv_scales = [kv_scales] * num_layers
+        kv_scales = [kv_scales] * (num_layers or 1)
     return check_scales(kv_scales, num_layers)
 
 
-def scales_of_vllm(content: dict[str, Any], file: Path) -> list[tuple[Any, Any]]:
+def scales_of_vllm(content: dict[str, Any], file: str | PathLike[str]) -> list[tuple[Any, Any]]:
     try:
         [of_layers] = content["kv_cache"]["scaling_factor"].values()  # of one process
         return [(of_layers[str(layer)],) * 2 for layer in range(len(of_layers))]
@@ -87,18 +90,26 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
 
 
-def check_scales(kv_scales: Any, num_layers: int) -> KVScales:
+def check_scales(kv_scales: Any, num_layers: int | None) -> KVScales:
     if not isinstance(kv_scales, list | tuple) or not all(map(is_pair, kv_scales)):
         raise ArgumentTypeError(
             "kv_scales",
             "a pair of numbers (k_scale, v_scale), a list of one a layer, or a JSON file",
             f"{kv_scales!r:.80}",
         )
-    if len(kv_scales) != num_layers:
+    if num_layers is not None and len(kv_scales) != num_layers:
         raise ArgumentError("kv_scales", f"a pair for each of {num_layers} layers", len(kv_scales))
     for layer, pair in enumerate(kv_scales):
         for scale in pair:
-            rounded = torch.tensor(float(scale), dtype=torch.float32).item()  # what the ops take
+            rounded = to_float32(scale)  # what the ops take
             if not (rounded > 0 and math.isfinite(rounded)):
                 raise ArgumentError("kv_scales", "positive and finite numbers", f"{scale} in layer {layer}")
     return tuple((float(k_scale), float(v_scale)) for k_scale, v_scale in kv_scales)
+
+
+def to_float32(number: float) -> float:
+    try:
+        [rounded] = struct.unpack("f", struct.pack("f", number))
+    except OverflowError:
+        return math.inf
+    return float(rounded)

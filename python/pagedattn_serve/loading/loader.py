@@ -202,12 +202,9 @@ def read_config(file: Path) -> Any:
 def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:
     """Scales for an fp8 cache: the given scales, else the checkpoint's, else None, which means 1, with a warning.
 
-    given: what `given_scales` takes, or None. Raises what `given_scales` raises, and ValueError if scales are given
-        beside a cache that is not fp8.
+    given: what `given_scales` takes, or None. Raises what `given_scales` raises.
     """
     if kv_cache_dtype not in FP8_DTYPES:
-        if given is not None:
-            raise ArgumentError("kv_scales", f"None with kv_cache_dtype {kv_cache_dtype}, which takes no scales")
         return None
     if given is not None:
         return given_scales(given, num_layers)

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.config import QUANTIZATIONS
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import (
     NAMED_BY_CONFIG,
     OpenFiles,
@@ -23,7 +24,7 @@ from pagedattn_serve.loading.checkpoint_files import (
     open_checkpoint,
     warn_of_other_weights,
 )
-from pagedattn_serve.loading.directory import model_directory, read_json
+from pagedattn_serve.loading.directory import directory_to_write, model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
 from pagedattn_serve.loading.weights import HEAD, checkpoint_names, checkpoint_shapes, is_passed_over, read_tensors
@@ -34,7 +35,6 @@ from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantizable, quantize_int4, quantize_int8
 from pagedattn_serve.progress import told
 
-FORMATS = ("int4", "int8")
 SHARD_BYTES = 4 << 30  # of tensors in a file; so many are in memory at once
 # Files beside the weights that a copy has, too: tokenizer, chat template, defaults of generation, license.
 COPIED = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ""})
@@ -57,8 +57,8 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     raises, and ValueError for an `out` that is in use, for a model that is quantized, for a model that runs through
     transformers, and for weights that cannot be quantized.
     """
-    if format not in FORMATS:
-        raise ArgumentError("format", " or ".join(FORMATS), repr(format))
+    if format not in QUANTIZATIONS:
+        raise ArgumentError("format", " or ".join(QUANTIZATIONS), repr(format))
     directory, out = model_directory(model), directory_to_write(out)
     if (stored := checkpoint_format(directory)) is not None:
         raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")
@@ -85,20 +85,6 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
         os.replace(copy, out)
     num_layers = sum(len(layer.checkpoint_parts(name)) for name, layer in sliced_layers(network).items())
     return num_layers - len(left), num_layers
-
-
-def directory_to_write(path: str | PathLike[str]) -> Path:
-    """The directory, with "~" and links resolved. Raises ArgumentError for one that cannot be replaced in the end."""
-    if not isinstance(path, str | PathLike):
-        raise ArgumentTypeError("out", "a directory as a string or a path", type(path).__name__)
-    out = Path(path).expanduser().resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ArgumentError("out", "a directory that is empty or does not exist", f"{out}, which is in use")
-    if not out.parent.is_dir():
-        raise ArgumentError("out", "a directory within one that exists", out)
-    if out.is_mount():
-        raise ArgumentError("out", "a directory that is no mount point, such as one within it", out)
-    return out
 
 
 def copy_other_files(directory: Path, copy: Path) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Self
 
-from pagedattn_serve.errors import ArgumentError, ArgumentImportError
+from pagedattn_serve.errors import ArgumentError, ArgumentImportError, how_to_install
 from pagedattn_serve.structured_output import StructuredOutput
 
 _MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
@@ -59,7 +59,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         if find_spec("llguidance") is None:
-            raise ArgumentImportError("structured_output", "llguidance: pip install 'pagedattn-ext[structured]'")
+            raise ArgumentImportError("structured_output", f"llguidance: {how_to_install('structured')}")
         from llguidance.hf import from_tokenizer
 
         if not eos_token_ids:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pagedattn_serve.config import read_text
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.simulation.workload import TraceEntry
 
@@ -57,8 +58,9 @@ def _entry(row: dict[str, str | None], place: str) -> TraceEntry:
 def read_pairs(path: str, count_tokens: Callable[[str], int]) -> list[tuple[int, int]]:
     """Lengths of prompts and outputs of a JSON file in the form of ShareGPT (the first turn of each conversation that
     begins with the user) or of Alpaca (instruction and input, output). Empty texts are left out."""
+    text = read_text("lengths", path)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(text)
     except ValueError as error:
         raise ArgumentError("lengths", f"JSON in {path}", error) from None
     if not isinstance(content, list):

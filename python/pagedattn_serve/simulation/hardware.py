@@ -115,7 +115,9 @@ def find_hardware(name: str) -> Hardware:
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArgumentError("hardware", expected, name or "an empty text") from None
+        raise ArgumentError("hardware", expected, name) from None
+    except OSError as error:
+        raise ArgumentError("hardware", expected, f"{name or 'an empty text'} ({error.strerror})") from None
     except ValueError as error:
         raise ArgumentError("hardware", f"{expected} that can be read", f"{name}: {error}") from None
     names = {field.name for field in dataclasses.fields(Hardware)}

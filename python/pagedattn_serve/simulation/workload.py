@@ -12,6 +12,8 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.simulation.beams import SimulatedBeams
 from pagedattn_serve.simulation.lengths import LengthPairs
 
+MAX_REQUESTS = 1_000_000  # of a trace that is drawn
+
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity
 class SimulatedRequest:

@@ -4,7 +4,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, ArgumentFileError
 from pagedattn_serve.loading.directory import find_directory, read_json
 from pagedattn_serve.loading.plain_config import read_plain_config
 
@@ -15,12 +15,10 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
     """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
-    Raises FileNotFoundError if the directory `tokenizer` has none, ValueError if a tokenizer cannot be loaded."""
-    directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
-    if directory is None or not any((directory / name).is_file() for name in FILES):
-        if tokenizer is None:
-            return None
-        raise FileNotFoundError(f"tokenizer: expected a directory with one of {', '.join(FILES)}, got {tokenizer}")
+    Raises as `tokenizer_directory` does, and ValueError if a tokenizer cannot be loaded."""
+    directory = tokenizer_directory(model, tokenizer)
+    if directory is None:
+        return None
     try:
         return _from_pretrained(directory)
     except Exception as error:  # of any type, mostly without the name of the file
@@ -28,6 +26,17 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
             read_json(file)
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
+
+
+def tokenizer_directory(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Path | None:
+    """The directory `tokenizer`, or the model's; None if the model's directory has no tokenizer. Raises
+    ArgumentFileError if the directory `tokenizer` has none."""
+    directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
+    if directory is not None and any((directory / name).is_file() for name in FILES):
+        return directory
+    if tokenizer is None:
+        return None
+    raise ArgumentFileError("tokenizer", f"a directory with one of {', '.join(FILES)}", tokenizer)
 
 
 def _from_pretrained(directory: Path) -> Any:

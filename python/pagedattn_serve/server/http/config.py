@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth
 from pagedattn_serve.options import options_of
 
 ANY_HOST = "*"
@@ -112,7 +112,7 @@ def check_api_keys(keys: object) -> None:
     if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
         raise ArgumentTypeError("api_keys", "a tuple of strings")
     for i, key in enumerate(keys):
-        place = f"key {i + 1} of {len(keys)}"
+        place = nth("key", i, len(keys))
         if not key:
             raise ArgumentError("api_keys", f"a text for {place}", "an empty one")
         if not all("!" <= character <= "~" for character in key):

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 import resource
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.connection import connection_class
+from pagedattn_serve.server.http.sockets import are_loopback, listen, port_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,51 +29,6 @@ MakeApp = Callable[[AsyncLLMEngine, ServerConfig], ASGIApp]
 KEEP_ALIVE_SECONDS = 65  # of an idle connection: longer than that of clients and proxies, so that they close first
 FLUSH_SECONDS = 3.0  # when the server stops, clients have this time to take answers that are complete
 POLL_SECONDS = 0.02
-
-
-def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of a host. They do not listen yet: clients shall not wait until the model is loaded.
-
-    port: 0 takes any free port, the same for all addresses.
-
-    Raises OSError, which names what is wrong, and leaves no socket open.
-    """
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise OSError(f"host: expected a name or an address of this machine, got {host} ({error.strerror})") from None
-    sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            sockets.append(socket.socket(family, kind, protocol))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sockets[-1].bind((address[0], port, *address[2:]))
-            port = port_of(sockets[0])
-    except OSError as error:
-        for each in sockets:
-            each.close()
-        raise port_error(host, port, error) from None
-    return sockets
-
-
-def listen(host: str, sockets: list[socket.socket]) -> None:
-    """Take connections from here on. Raises OSError if another process has begun to listen on the port since `bind`."""
-    try:
-        for each in sockets:
-            each.listen()
-    except OSError as error:
-        raise port_error(host, port_of(sockets[0]), error) from None
-
-
-def port_error(host: str, port: int, error: OSError) -> OSError:
-    return OSError(f"port: expected one that is free on {host}, got {port} ({error.strerror})")
-
-
-def port_of(bound: socket.socket) -> int:
-    port: int = bound.getsockname()[1]
-    return port
 
 
 def run_server(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
@@ -197,12 +152,6 @@ def seconds_of_process() -> float:
     """How long this process has run, imports and all."""
     stat = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def are_loopback(sockets: list[socket.socket]) -> bool:
-    """Whether no other machine can reach any of the sockets."""
-    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
-    return all(address.is_loopback for address in addresses)
 
 
 def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:

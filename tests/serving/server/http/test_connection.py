@@ -16,7 +16,8 @@ from starlette.routing import Route
 from pagedattn_serve.server.http import connection
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.middleware import add_middleware
-from pagedattn_serve.server.http.run import Server, bind, listen, port_of
+from pagedattn_serve.server.http.run import Server
+from pagedattn_serve.server.http.sockets import bind, listen, port_of
 
 TIMEOUT = 0.3
 REQUEST = b"GET / HTTP/1.1\r\nHost: server\r\n\r\n"

@@ -18,7 +18,8 @@ from server_process import COMMAND, SLOW_COMMAND, ServerProcess, children_of, is
 from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.run import bind, listen, port_of, with_hosts
+from pagedattn_serve.server.http.run import with_hosts
+from pagedattn_serve.server.http.sockets import bind, listen, port_of
 
 # 500 tokens of the demo model, at SLOW_COMMAND: a second or more.
 HOSTS = ("localhost", "name-of-a-page.example")
@@ -230,13 +231,13 @@ def test_signals_reach_both_processes_and_end_neither_at_once() -> None:
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is found before the model is loaded."""
+    """It is found before anything that loads a model is imported."""
     sockets = bind("127.0.0.1", 0)
     listen("127.0.0.1", sockets)
     port = port_of(sockets[0])
-    assert main(["serve", "no/such/model", "--port", str(port)]) == 1
+    assert main(["serve", "--port", str(port)]) == 2
     sockets[0].close()
-    message = f"pagedattn: error: port: expected one that is free on 127.0.0.1, got {port} (Address already in use)\n"
+    message = f"pagedattn: error: --port: expected one that is free on 127.0.0.1, got {port} (Address already in use)\n"
     assert capsys.readouterr() == ("", message)
 
 
@@ -253,8 +254,8 @@ def test_a_port_that_is_taken_while_the_model_is_loaded() -> None:
 
 
 def test_a_host_that_is_none_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--host", "no.such.host.invalid"]) == 1
-    assert "host: expected a name or an address of this machine, got no.such.host.invalid" in capsys.readouterr().err
+    assert main(["serve", "--host", "no.such.host.invalid"]) == 2
+    assert "--host: expected a name or an address of this machine, got no.such.host.invalid" in capsys.readouterr().err
 
 
 def test_a_name_with_several_addresses_has_one_port() -> None:
