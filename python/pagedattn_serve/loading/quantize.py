@@ -58,7 +58,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     transformers, and for weights that cannot be quantized.
     """
     if format not in QUANTIZATIONS:
-        raise ArgumentError("format", " or ".join(QUANTIZATIONS), repr(format))
+        raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), repr(format))
     directory, out = model_directory(model), directory_to_write(out)
     if (stored := checkpoint_format(directory)) is not None:
         raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")
