@@ -56,7 +56,7 @@ def test_not_finite(tmp_path: Path) -> None:
     ("prompts", "options", "error", "message"),
     [
         ([], {}, ValueError, "prompts: expected at least one, got none"),
-        ([[1, 97]], {}, ValueError, r"prompt_token_ids: expected an int in \[0, 96\], got 97"),
+        ([[1], [1, 97]], {}, ValueError, r"^prompt 2 of 2: prompt_token_ids: expected an int in \[0, 96\], got 97"),
         ([[1]], dict(kv_cache_dtype="auto"), ValueError, "kv_cache_dtype: expected fp8, .*got auto"),
         ([[1]], dict(kv_cache_dtype="int8"), ValueError, "kv_cache_dtype: expected fp8, .*got int8"),
     ],
