@@ -29,13 +29,15 @@ ARROWS: dict[str, set[str]] = {
     | {"distributed.cpus"},
     "async_engine.router": {"requests.prompts"},
     "async_engine.errors": set(),
-    "async_engine.process_core": {"async_engine.messages", "distributed.processes", "progress"},  # it starts core_main
+    "async_engine.process_core": {"async_engine.messages", "distributed.processes"}
+    | {"distributed.activity", "progress"},  # it starts core_main
     "async_engine.core_main": {"async_engine.messages", "distributed.processes"},
     "async_engine.messages": {"async_engine.core"},
     "async_engine.thread_core": {"async_engine.core"},
-    "async_engine.core": {"async_engine.loop"},
+    "async_engine.core": {"async_engine.watch"},
+    "async_engine.watch": {"async_engine.loop", "distributed.activity"},
     "async_engine.loop": {"engine"},
-    "async_engine.stream": {"outputs"},
+    "async_engine.stream": {"async_engine.core"},
     "calibration": {"engine"},
     # the HTTP server, which would serve any app
     "server": set(),
@@ -154,9 +156,12 @@ ARROWS: dict[str, set[str]] = {
     # the processes of a model's ranks
     "distributed": set(),
     "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
-    | {"distributed.ray_placement", "distributed.processes", "execution.model_runner"},  # it starts worker_main
+    | {"distributed.ray_placement", "distributed.processes", "distributed.activity"}
+    | {"execution.model_runner"},  # it starts worker_main
     "distributed.worker_main": {"distributed.worker", "distributed.processes"},
-    "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "engine_setup"},
+    "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "distributed.activity"}
+    | {"engine_setup"},
+    "distributed.activity": set(),
     "distributed.remote": {"distributed.messages", "distributed.channel"},
     "distributed.ray_placement": {"distributed.worker"},
     "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}

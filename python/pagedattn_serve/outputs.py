@@ -196,8 +196,9 @@ class EngineStats:
 class ReplicaStatus(NamedTuple):
     """One of the cores of an `AsyncLLMEngine`, which mostly has one.
 
-    pid: of the process that the core has to itself, if it has one. error: why the core does not run.
-    num_restarts: how often it was started anew. stats: after its last step.
+    pid: of the process that the core has to itself, if it has one. is_running: whether it takes requests. error: why
+    the core does not run. num_restarts: how often it was started anew. stats: after its last step. hang: what hangs,
+    and how; None if nothing does.
     """
 
     pid: int | None
@@ -205,6 +206,12 @@ class ReplicaStatus(NamedTuple):
     error: str | None
     num_restarts: int
     stats: EngineStats
+    hang: str | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the core runs and does not hang."""
+        return self.is_running and self.hang is None
 
 
 class RequestState(NamedTuple):

@@ -66,11 +66,11 @@ class Replica:
         return make_app(self._engine, self._config)
 
     async def check_health(self) -> None:
-        """Wait until each core that runs answers between two steps; Ray Serve limits the time. Raises EngineDeadError
-        if none runs."""
-        running = [i for i, core in enumerate(self._engine.replicas()) if core.is_running]
+        """Wait until each core that runs and does not hang answers between two steps; Ray Serve limits the time. Raises
+        EngineDeadError if there is none."""
+        running = [i for i, core in enumerate(self._engine.replicas()) if core.is_well]
         if not running:
-            raise EngineDeadError("no core of the engine runs")
+            raise EngineDeadError("no core of the engine runs, or all hang")
         ask = methodcaller("get_num_unfinished_requests")
         await asyncio.gather(*(self._engine.call(ask, i) for i in running))
 

@@ -26,7 +26,7 @@ from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
 from pagedattn_serve.async_engine.errors import ReplicaDeadError
 from pagedattn_serve.async_engine.loop import News
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8, "num_steps": 5})  # type: ignore[arg-type]
 FACTS = EngineFacts("Fake", "native", "cpu", "float32", 99, 16, 128, 8, SamplingParams())
@@ -47,7 +47,10 @@ class FakeCore:
         self.fault = self.faults.pop(0) if self.faults else None
         self.is_started = self.is_interrupted = self.is_ended = False
         self.keys: list[int] = []
+        self.args: list[RequestArgs] = []
         self.calls: list[int] = []
+        self.hang: str | None = None
+        self.on_hang: Callable[[], None] | None = None
         self.aborted: list[int] = []
         self.made.append(self)
 
@@ -74,6 +77,7 @@ class FakeCore:
             raise TypeError("prompt: expected what can be pickled")
         assert self.is_started
         self.keys.append(key)
+        self.args.append(args)
 
     def abort(self, key: int, is_left: bool) -> None:
         self.aborted.append(key)
@@ -94,6 +98,11 @@ class FakeCore:
         if not self.is_ended:
             self.is_ended = True
             self.finish(error)
+
+    def take_hang(self, hang: str | None) -> None:
+        self.hang = hang
+        assert self.on_hang is not None
+        self.on_hang()
 
     def tell(self, key: int, finished: bool) -> None:
         """The engine has the next token of a request."""
@@ -142,6 +151,7 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
             assert pid is not None
             num_cpus = len(os.sched_getaffinity(0))
             assert await engine.call(num_threads) <= max(1, num_cpus // 2)
+            await expect_a_hang_is_passed_by(engine, pid)
             os.kill(pid, signal.SIGKILL)
             for name in lost:
                 with pytest.raises(EngineDeadError, match=rf"^replica 0 died: .* \(process {pid}\) was killed by SIGK"):
@@ -162,30 +172,49 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
             assert [(each.num_running, each.num_used_blocks) for each in stats] == [(0, 0)] * 2
         assert engine.error is None and not engine.is_running
 
+    async def expect_a_hang_is_passed_by(engine: AsyncLLMEngine, pid: int) -> None:
+        """A request that a stopped replica has, and does not answer, has its answer from the other replica."""
+        requests = [asyncio.create_task(read(engine, [9] * 9, greedy(3), request_id=f"{i}+")) for i in range(2)]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            outputs = await asyncio.gather(*requests)
+            assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+            await until(lambda: not engine.replicas()[0].is_well)
+            assert engine.replicas()[0].hang == (
+                f"the engine core (process {pid}) has not answered for 3 seconds: it is stopped"
+            )
+            assert engine.replicas()[1].is_well and engine.is_running
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: engine.replicas()[0].is_well)
+
     play(main())
     assert len(processes.pids) == 3 and not any(map(is_running, processes.pids))
 
 
 def holder(cores: list[FakeCore]) -> FakeCore | None:
-    """The core that has got a request and has not ended."""
-    return next((core for core in cores if core.keys and not core.is_ended), None)
+    """The core that has got a request, has not ended and does not hang."""
+    return next((core for core in cores if core.keys and not core.is_ended and core.hang is None), None)
+
+
+async def held(cores: list[FakeCore]) -> FakeCore:
+    """The holder, once there is one."""
+    await until(lambda: holder(cores) is not None)
+    core = holder(cores)
+    assert core is not None
+    return core
 
 
 def test_a_request_without_an_output_is_tried_on_one_other_replica(cores: list[FakeCore], text_model: str) -> None:
     async def fail(num_times: int) -> None:
         for _ in range(num_times):
-            await until(lambda: holder(cores) is not None)
-            core = holder(cores)
-            assert core is not None
-            core.end("it fell")
+            (await held(cores)).end("it fell")
 
     async def main() -> None:
         async with make(text_model, 3) as engine:
             request = asyncio.create_task(read(engine, "the", request_id="a"))
             await fail(1)
-            await until(lambda: holder(cores) is not None)
-            second = holder(cores)
-            assert second is not None
+            second = await held(cores)
             second.tell(second.keys.pop(), finished=True)
             assert (await request).finished
             request = asyncio.create_task(read(engine, "the", request_id="a"))
@@ -205,11 +234,56 @@ def test_a_request_with_an_output_is_not_tried_again(cores: list[FakeCore], text
             await asyncio.sleep(0)
             [core] = [core for core in cores if core.keys]
             core.tell(core.keys[0], finished=False)
-            core.end("it fell")
             assert not (await first).finished
+            core.end("it fell")
             with pytest.raises(ReplicaDeadError, match=f"^replica {cores.index(core)} died: it fell$"):
                 await anext(stream)
             assert sum(len(core.keys) for core in cores) == 1 and engine.num_unfinished == 0
+
+    play(main())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_outputs_that_nobody_keeps_come_again(cores: list[FakeCore], text_model: str, hangs: bool) -> None:
+    """What the reader has not got is forgotten, and so is what it says that it forgets: the second try is all that
+    counts. It is the same request. The limit of requests that wait does not stop it."""
+
+    def fail(core: FakeCore) -> None:
+        if hangs:
+            core.take_hang("it stands")
+        else:
+            core.end("it fell")
+
+    async def main() -> None:
+        params = SamplingParams(n=2, seed=3, output_kind=RequestOutputKind.DELTA)
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(text_model), 1, data_parallel_size=2) as engine:
+            for num_read in range(2):
+                asked: list[bool] = []
+                stream = engine.generate("the", params, "a", forget=lambda asked=asked: asked.append(True) or True)  # type: ignore[misc, func-returns-value]
+                first = asyncio.ensure_future(anext(stream))
+                core = await held(cores)
+                if num_read:
+                    core.tell(core.keys[-1], finished=False)
+                    await first
+                    first = asyncio.ensure_future(anext(stream))
+                    await asyncio.sleep(0)
+                core.tell(core.keys[-1], finished=False)
+                fail(core)
+                [second] = [each for each in cores if each is not core and each.args and not each.is_ended]
+                assert second.args[-1] == core.args[-1] and second.keys[-1] > core.keys[-1]
+                assert core.aborted == ([core.keys[-1]] if hangs else [])
+                second.tell(second.keys[-1], finished=True)
+                last = await first
+                assert last.finished and last.outputs[0].token_ids == [7] and bool(asked) == bool(num_read)
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+                assert engine.num_unfinished == 0 and engine._key_of == {}
+                for each in cores:
+                    each.keys.clear()
+                if hangs:
+                    core.take_hang(None)
+                    core.aborted.clear()
+                await until(lambda: all(each.is_running for each in engine.replicas()))
 
     play(main())
 
@@ -228,6 +302,43 @@ def test_a_request_that_was_aborted_is_not_tried_again(cores: list[FakeCore], te
                 await request
             await abort
             assert holder(cores) is None
+
+    play(main())
+
+
+def test_a_replica_that_hangs_and_goes_on(cores: list[FakeCore], text_model: str) -> None:
+    """Requests that come go to the other one. A request with an output waits. If all hang, requests wait at any, and
+    the first one that goes on gets those without an output. A request that has moved does not move again."""
+
+    async def main() -> None:
+        async with make(text_model) as engine:
+            stream = engine.generate("the", request_id="kept")
+            first = asyncio.ensure_future(anext(stream))
+            core = await held(cores)
+            other = cores[1 - cores.index(core)]
+            core.tell(core.keys[0], finished=False)
+            await first
+            core.take_hang("it stands")
+            status = engine.replicas()[cores.index(core)]
+            assert (status.is_running, status.is_well, status.hang) == (True, False, "it stands")
+            assert not other.keys and not core.aborted
+            requests = [asyncio.create_task(read(engine, "the")) for _ in range(8)]
+            await until(lambda: len(other.keys) == 8)
+            other.take_hang("it stands, too")
+            assert engine.is_running and not any(each.is_well for each in engine.replicas())
+            late = asyncio.create_task(read(engine, "the", request_id="late"))
+            await until(lambda: len(core.keys) + len(other.keys) == 10)
+            core.take_hang(None)
+            assert [each.request_id for each in core.args].count("late") == 1 and len(core.keys) == 10
+            assert engine.replicas()[cores.index(core)].is_well
+            core.take_hang("it stands again")
+            other.take_hang(None)
+            assert len(core.keys) == 10 and len(other.keys) <= 9  # "late" moves now, if it has not moved before
+            for each in cores:
+                for key in each.keys:
+                    each.tell(key, finished=True)
+            assert all(each.finished for each in await asyncio.gather(*requests, late))
+            assert (await anext(stream)).finished and engine.num_unfinished == 0
 
     play(main())
 
@@ -255,6 +366,7 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
             assert [each.num_restarts for each in engine.replicas()] == [2, 0]
+            assert [each.error for each in engine.replicas()] == [None, None]
             assert engine.replicas()[0].pid == cores[-1].pid
             call = asyncio.create_task(engine.call(methodcaller("stats"), 0))
             await asyncio.sleep(0)

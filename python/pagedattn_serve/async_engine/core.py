@@ -1,4 +1,4 @@
-"""`EngineCore`: an engine and the two threads that run it."""
+"""`EngineCore`: an engine, the two threads that run it, and one that watches them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedattn_serve.async_engine.loop import EngineLoop, News
+from pagedattn_serve.async_engine.watch import Watch
 from pagedattn_serve.errors import describe
 from pagedattn_serve.outputs import CacheMap, EngineStats
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
@@ -64,12 +65,17 @@ class EngineCore:
 
     publish: called with the news in the engine's thread.
     finish: called in the engine's thread when the engine has ended, with what broke it, or None after `stop`.
+    tell_hang: called all the time in a thread of its own, as that of `Watch`.
 
     Any thread may call the methods. `add` has to get its keys in rising order, from one thread.
     """
 
     def __init__(
-        self, engine: "LLMEngine", publish: Callable[[News], None], finish: Callable[[str | None], None]
+        self,
+        engine: "LLMEngine",
+        publish: Callable[[News], None],
+        finish: Callable[[str | None], None],
+        tell_hang: Callable[[str | None], None],
     ) -> None:
         self._engine = engine
         self._finish = finish
@@ -79,10 +85,12 @@ class EngineCore:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the preparing thread; None ends it
         self._preparing = Thread(target=self._run_jobs, name="pagedattn-prepare", daemon=True)
         self._thread = Thread(target=self._run, name="pagedattn-engine", daemon=True)
+        self._watch = Watch(engine, self._loop, self._thread, tell_hang)
 
     def start_threads(self) -> None:
         self._preparing.start()
         self._thread.start()
+        self._watch.start()
 
     def add(self, key: int, args: RequestArgs) -> None:
         """Queue a request. Its outputs will be deltas, unless the last one is the only one."""
@@ -111,9 +119,9 @@ class EngineCore:
         self._loop.stop()
 
     def join_threads(self) -> None:
-        """Wait for the end of both threads."""
-        self._thread.join()
-        self._preparing.join()
+        """Wait for the end of all threads."""
+        for thread in (self._thread, self._preparing, self._watch):
+            thread.join()
 
     def _call(self, key: int, engine: "LLMEngine") -> object:
         f = self._calls.pop(key, None)
@@ -124,6 +132,7 @@ class EngineCore:
         error = self._loop.run()
         self._is_stopping = True
         self._jobs.put(None)
+        self._watch.end()
         self._finish(error)
 
     def _run_jobs(self) -> None:

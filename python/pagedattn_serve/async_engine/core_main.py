@@ -13,8 +13,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from queue import Queue
+from queue import Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,6 +70,11 @@ class Outbox:
     def put_news(self, news: "News") -> None:
         self._unsent.put(("news", news))
 
+    def put_pulse(self, hang: str | None) -> None:
+        """Unless much is unsent: then the parent does not read."""
+        with suppress(Full):
+            self._unsent.put_nowait(("pulse", hang))
+
     def put_end(self, error: str | None) -> None:
         self._unsent.put(("end", error))
 
@@ -100,7 +106,7 @@ def main(fd: int, parent_pid: int) -> NoReturn:
     gc.freeze()  # what was imported is looked at by no collection again
     parent.send("loaded", facts_of(engine), engine.stats())
     outbox = Outbox(parent)
-    core = EngineCore(engine, publish=outbox.put_news, finish=outbox.put_end)
+    core = EngineCore(engine, publish=outbox.put_news, finish=outbox.put_end, tell_hang=outbox.put_pulse)
     while True:
         for name, *args in parent.receive():
             follow(core, name, args)

@@ -128,8 +128,9 @@ class AsyncLLMEngine:
         functions of the main program. initializer: is called in the process first, for instance to set up its log.
 
         data_parallel_size: how many replicas of the engine there are, each in a process of its own. `Router` says which
-        replica gets a request. If a replica dies, a request that had no output yet is tried once more, and all other
-        requests of the replica raise EngineDeadError. The replica is started anew; `error` stays None.
+        replica gets a request. If a replica dies or hangs, a request whose reader has got no output begins once more on
+        another replica. Of a replica that died, all other requests raise EngineDeadError; of one that hangs, they wait
+        until it goes on. A replica that died is started anew; `error` stays None.
 
         Call this in the main thread. Raises what `LLMEngine` does, and ChildProcessError if the process dies. If the
         process dies later, all unfinished requests raise EngineDeadError, which says how it died.
@@ -168,8 +169,9 @@ class AsyncLLMEngine:
         """Each of the engine's cores; without data_parallel_size there is one. Any thread may call this."""
         if isinstance(self._core, Replicas):
             return self._core.status()
+        assert isinstance(self._core, ProcessCore | ThreadCore)
         pid = self._core.pid if isinstance(self._core, ProcessCore) else None
-        return [ReplicaStatus(pid, self._is_running, self.error, 0, self._stats)]
+        return [ReplicaStatus(pid, self._is_running, self.error, 0, self._stats, self._core.hang)]
 
     @property
     def core_pid(self) -> int | None:
@@ -201,6 +203,7 @@ class AsyncLLMEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        forget: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, of the kind that `SamplingParams.output_kind` says; the last one is finished.
 
@@ -208,27 +211,26 @@ class AsyncLLMEngine:
         reader that is slower than the engine gets the latest output, or the sum of the deltas that it has not read. If
         the reader leaves (`aclose`, a cancelled task), the request ends before the next step.
 
+        If the replica that has the request dies or hangs, the request begins once more on another replica, unless the
+        reader has got an output. forget: is asked then if the reader has got outputs. If it returns True, the reader
+        has to drop them, and all outputs come from the beginning.
+
         Raises TypeError, ValueError (as `LLMEngine.add_request`) and EngineBusyError before the first output, and
         EngineDeadError at any time.
         """
         arrival_time = time.monotonic()
         request_id = secrets.token_hex(16) if request_id is None else request_id
         args = RequestArgs(request_id, prompt, sampling_params, arrival_time, priority, cache_salt)
-        # Of two replicas that died, the request may be to blame: no third one gets it.
-        for is_second_try in (False, True):
-            stream = self._admit(request_id, sampling_params)
-            output = None
-            try:
-                self._core.add(stream.key, args)
-                while output is None or not output.finished:
-                    output = await stream.get()
-                    yield output
-                return
-            except ReplicaDeadError:
-                if output is not None or is_second_try or stream.is_aborted:
-                    raise
-            finally:
-                self._leave(stream)
+        stream = self._admit(args, forget)
+        try:
+            self._core.add(stream.key, args)
+            is_finished = False
+            while not is_finished:
+                output = await stream.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            self._leave(stream)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""
@@ -279,7 +281,8 @@ class AsyncLLMEngine:
             return "the engine does not run: expected start() before"
         return "; ".join(f"replica {i} died: {each.error}" for i, each in enumerate(self.replicas()))
 
-    def _admit(self, request_id: str, sampling_params: SamplingParams | None) -> Stream:
+    def _admit(self, args: RequestArgs, forget: Callable[[], bool]) -> Stream:
+        request_id, params = args.request_id, args.sampling_params
         self._check_running()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("generate: expected to be called in the event loop that start() was called in")
@@ -290,12 +293,23 @@ class AsyncLLMEngine:
         num_waiting = len(self._in_hand) + self._num_waiting
         if num_waiting >= self._max_waiting:
             raise EngineBusyError(f"max_waiting: expected fewer than {self._max_waiting} requests, got {num_waiting}")
-        params = self.facts.default_sampling_params if sampling_params is None else sampling_params
+        if params is None:
+            params = self.facts.default_sampling_params
         wants_deltas = getattr(params, "output_kind", None) is RequestOutputKind.DELTA  # the core checks the type
-        stream = Stream(request_id, next(self._keys), wants_deltas)
-        self._streams[stream.key], self._key_of[request_id] = stream, stream.key
-        self._in_hand.add(stream.key)
+        stream = Stream(args, next(self._keys), wants_deltas, forget)
+        self._keep(stream)
         return stream
+
+    def _keep(self, stream: Stream) -> None:
+        self._streams[stream.key], self._key_of[stream.args.request_id] = stream, stream.key
+        self._in_hand.add(stream.key)
+
+    def _begin_anew(self, stream: Stream) -> None:
+        """Let another replica have a request."""
+        self._forget(stream)
+        stream.begin_anew(next(self._keys))
+        self._keep(stream)
+        self._core.add(stream.key, stream.args)
 
     def _leave(self, stream: Stream) -> None:
         if stream.key in self._streams:
@@ -304,7 +318,7 @@ class AsyncLLMEngine:
                 self._core.abort(stream.key, is_left=True)
 
     def _forget(self, stream: Stream) -> None:
-        del self._streams[stream.key], self._key_of[stream.request_id]
+        del self._streams[stream.key], self._key_of[stream.args.request_id]
         self._in_hand.discard(stream.key)
 
     def _deliver(self, news: News) -> None:
@@ -313,8 +327,11 @@ class AsyncLLMEngine:
         self._in_hand.difference_update(news.queued)
         for key, error in news.refused:
             if (stream := self._streams.get(key)) is not None:
-                self._forget(stream)
-                stream.fail(error)
+                if isinstance(error, ReplicaDeadError) and self.is_running and stream.may_begin_anew():
+                    self._begin_anew(stream)
+                else:
+                    self._forget(stream)
+                    stream.fail(error)
         for key, output in news.outputs:
             if (stream := self._streams.get(key)) is not None:
                 if output.finished:
@@ -323,6 +340,10 @@ class AsyncLLMEngine:
         for key, result, raised in news.results:
             if (future := self._calls.get(key)) is not None and not future.done():
                 future.set_result((result, raised))
+        for key in news.stuck:
+            if (stream := self._streams.get(key)) is not None and stream.may_begin_anew():
+                self._core.abort(key, is_left=True)
+                self._begin_anew(stream)
 
     def _finish(self, error: str | None) -> None:
         """The engine has ended: nothing comes any more."""

@@ -32,6 +32,7 @@ class News:
     results: calls, with what the function returned or raised.
     num_waiting: requests in the engine's queue.
     stats: the engine's, perhaps of some steps before.
+    stuck: requests of an engine that hangs, while others of several engines do not.
     """
 
     stats: EngineStats
@@ -40,6 +41,7 @@ class News:
     refused: list[tuple[int, Exception]] = field(default_factory=list)
     outputs: list[tuple[int, RequestOutput]] = field(default_factory=list)
     results: list[tuple[int, Any, BaseException | None]] = field(default_factory=list)
+    stuck: list[int] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -47,12 +49,17 @@ class EngineLoop:
 
     publish: called in the loop's thread with the news, after each step, and before a step if somebody waits for news.
 
+    is_at_work, num_done: whether the loop steps or follows a call, and how often it has done so. Any thread may read
+    them.
+
     Any thread may call `add`, `refuse`, `abort`, `call` and `stop`. The loop follows the calls in order, between two
     steps. Each request has a key, and requests come in the order of their keys, but an abort may come before its
     request.
     """
 
     def __init__(self, engine: "LLMEngine", publish: Callable[[News], None]) -> None:
+        self.is_at_work = False
+        self.num_done = 0
         self._engine = engine
         self._publish = publish
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -128,10 +135,17 @@ class EngineLoop:
                 except Empty:
                     self._engine.check_health()
                     continue
+            self.is_at_work = True
             command()
+            self._rest()
         return False
 
+    def _rest(self) -> None:
+        self.is_at_work = False
+        self.num_done += 1
+
     def _step(self) -> None:
+        self.is_at_work = True
         try:
             outputs = self._engine.step()
             self._num_failed_steps = 0
@@ -143,6 +157,7 @@ class EngineLoop:
                 raise
             logger.exception("a step failed: the requests of its batch end")
             outputs = self._engine.fail_batch(describe(error))
+        self._rest()
         self._add_outputs(outputs)
         self._send_news(with_stats=time.monotonic() >= self._stats_due)
 

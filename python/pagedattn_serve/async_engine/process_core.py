@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
 from pagedattn_serve.async_engine.loop import News
 from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsUnpacker, framed
+from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, Activity
 from pagedattn_serve.distributed.processes import how_it_ended, start_process
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError, describe
@@ -39,7 +40,8 @@ class ProcessCore(asyncio.Protocol):
         initializer: is called in the process before the model is loaded. Like all that goes there, it has to be
             something that pickle can name: a function of a module, or a `functools.partial` of one.
 
-    facts, first_stats: set by `wait_until_loaded`.
+    facts, first_stats: set by `wait_until_loaded`. hang: what hangs, and how; None if nothing does.
+    on_hang: called when `hang` changes.
     replica: the number of this core, if there are several. It is in the lines of the log that say how far loading is.
     """
 
@@ -49,7 +51,10 @@ class ProcessCore(asyncio.Protocol):
     def __init__(self, engine_args: EngineArgs, initializer: Callable[[], object] | None = None) -> None:
         self.engine_args = engine_args
         self.replica = 0
+        self.hang: str | None = None
+        self.on_hang: Callable[[], None] | None = None
         self._made = time.monotonic()
+        self._num_silent = 0  # looks since the process has said something
         self._frames = Frames()
         self._outbox: list[bytes] = []  # what was said in this turn of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,6 +117,7 @@ class ProcessCore(asyncio.Protocol):
         self._ended = self._loop.create_future()
         self._transport, _ = await self._loop.create_connection(lambda: self, sock=self._socket)
         self._send("start_threads")
+        self._look_soon()
 
     def add(self, key: int, args: RequestArgs) -> None:
         """Raises TypeError for what cannot go to another process."""
@@ -164,9 +170,12 @@ class ProcessCore(asyncio.Protocol):
             self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
+        self._num_silent = 0
         for kind, content in self._frames.feed(data):
             if kind == "news":
                 self._deliver(self._unpacker.unpack(content))
+            elif kind == "pulse":
+                self._take_hang(content)
             else:
                 self._tell_end(content)
                 if self._transport is not None:
@@ -175,8 +184,28 @@ class ProcessCore(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         assert self._loop is not None
+        self._looking.cancel()
+        self._take_hang(None)
         self._transport = None
         self._reaping = self._loop.create_task(self._reap())
+
+    def _look_soon(self) -> None:
+        assert self._loop is not None
+        self._looking = self._loop.call_later(LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """While the process is well, it says so before each look."""
+        self._num_silent += 1
+        if self._num_silent >= MAX_LOOKS:
+            how = ": it is stopped" if Activity(self.pid).is_stopped() else ""
+            self._take_hang(f"{self._name} has not answered for {HANG_SECONDS:g} seconds{how}")
+        self._look_soon()
+
+    def _take_hang(self, hang: str | None) -> None:
+        if hang != self.hang:
+            self.hang = hang
+            if self.on_hang is not None:
+                self.on_hang()
 
     async def _reap(self) -> None:
         end = time.monotonic() + END_SECONDS
@@ -207,5 +236,9 @@ class ProcessCore(asyncio.Protocol):
             self._process.kill()
             self._process.wait()
 
+    @property
+    def _name(self) -> str:
+        return f"the engine core (process {self.pid})"
+
     def _death(self) -> str:
-        return f"the engine core (process {self.pid}) {how_it_ended(self._process)}"
+        return f"{self._name} {how_it_ended(self._process)}"

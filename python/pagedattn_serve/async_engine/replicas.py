@@ -41,6 +41,7 @@ class Replica:
     core: the process that runs, or the last one that did; while a new one loads the model, the new one.
     error: what ended the last core, until a new one runs. started: when the core began to run, by time.monotonic.
     pause: seconds of the last pause before a new core was made; 0 if there was none.
+    hang: what hangs, and how; None if nothing does.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Replica:
     num_restarts: int = 0
     started: float = 0.0
     pause: float = 0.0
+    hang: str | None = None
 
 
 class Replicas:
@@ -59,7 +61,7 @@ class Replicas:
 
     If a replica dies, its requests are refused with `ReplicaDeadError`, the others go on, and it is started anew: after
     FIRST_PAUSE seconds, and if it dies again and again after up to LONGEST_PAUSE. What `call` did to its engine is
-    gone.
+    gone. If a replica hangs, the news say which requests are stuck, and the other replicas get the requests that come.
 
     Args:
         engine_args, initializer: of each core, as for `ProcessCore`.
@@ -132,7 +134,7 @@ class Replicas:
 
     def status(self) -> list[ReplicaStatus]:
         return [
-            ReplicaStatus(each.core.pid, each.is_running, each.error, each.num_restarts, each.stats)
+            ReplicaStatus(each.core.pid, each.is_running, each.error, each.num_restarts, each.stats, each.hang)
             for each in self._replicas
         ]
 
@@ -198,12 +200,14 @@ class Replicas:
 
     async def _start(self, replica: Replica) -> None:
         """Let a core that has loaded the model run."""
+        replica.core.on_hang = partial(self._take_hang, replica)
         await replica.core.start(partial(self._take, replica), partial(self._end, replica))
         replica.stats = replica.core.first_stats
         replica.error = None
         replica.is_running = True
         replica.started = time.monotonic()
         self._router.start(replica.index, replica.stats.num_blocks * self.facts.block_size)
+        self._tell_stuck()
 
     def _take(self, replica: Replica, news: News) -> None:
         """Pass on what a replica tells, with the stats of all."""
@@ -220,15 +224,40 @@ class Replicas:
         news.stats, news.num_waiting = self._sum_of_stats(), sum(each.num_waiting for each in self._replicas)
         self._deliver(news)
 
+    def _take_hang(self, replica: Replica) -> None:
+        """A core hangs, or goes on."""
+        replica.hang = replica.core.hang
+        if not replica.is_running:
+            return
+        if replica.hang is None:
+            logger.warning("replica %d goes on", replica.index)
+            self._router.resume(replica.index)
+        else:
+            logger.error("replica %d hangs: %s", replica.index, replica.hang)
+            self._router.suspend(replica.index)
+        self._tell_stuck()
+
+    def _tell_stuck(self) -> None:
+        """Of the requests of replicas that hang, if a replica is well."""
+        if any(each.is_running and each.hang is None for each in self._replicas):
+            news = self._news()
+            hanging = [each.index for each in self._replicas if each.is_running and each.hang is not None]
+            news.stuck = [key for index in hanging for key in self._router.keys_of(index)]
+            self._deliver(news)
+
+    def _news(self) -> News:
+        return News(self._sum_of_stats(), sum(each.num_waiting for each in self._replicas))
+
     def _end(self, replica: Replica, error: str | None) -> None:
         """A core has ended, and with it all that it had in hand."""
         assert self._loop is not None
         replica.is_running = False
+        replica.hang = None
         replica.num_waiting = 0
         replica.stats = replica.core.first_stats
         replica.error = error
         death = EngineDeadError("the engine was shut down") if error is None else death_of(replica)
-        news = News(self._sum_of_stats(), sum(each.num_waiting for each in self._replicas))
+        news = self._news()
         news.refused = [(key, death) for key in self._router.keys_of(replica.index)]
         calls = [key for key, each in self._replica_of_call.items() if each is replica]
         news.results = [(key, None, death) for key in calls]

@@ -55,6 +55,13 @@ class Router:
         """A replica starts, with nothing in its cache, and no request."""
         self._replicas[replica] = _Replica(replica, num_cache_tokens // PIECE_TOKENS)
 
+    def suspend(self, replica: int) -> None:
+        """Until `resume`, the replica gets no request that another one can have."""
+        self._replicas[replica].is_suspended = True
+
+    def resume(self, replica: int) -> None:
+        self._replicas[replica].is_suspended = False
+
     def forget(self, replica: int) -> None:
         """A replica has ended, and its requests with it."""
         del self._replicas[replica]
@@ -64,7 +71,7 @@ class Router:
     def add(self, key: int, prompt: Prompt, cache_salt: str) -> int:
         """Choose the replica of a request, and count the request there until `end`. There has to be a replica."""
         pieces = split(prompt, cache_salt)
-        replicas = list(self._replicas.values())
+        replicas = [each for each in self._replicas.values() if not each.is_suspended] or [*self._replicas.values()]
         first = pieces.hashes[0] if pieces.hashes else None
         cached = {each.index: each.num_cached_tokens(pieces) for each in replicas if first in each.pieces}
         if not cached:
@@ -99,13 +106,14 @@ class Router:
 @dataclass(slots=True)
 class _Replica:
     """max_pieces: in its cache. pieces: in the cache, the least recently used one first. to_compute: tokens of each
-    request without an output, by key. load: what it has to do, in tokens."""
+    request without an output, by key. load: what it has to do, in tokens. is_suspended: whether others go before it."""
 
     index: int
     max_pieces: int
     pieces: OrderedDict[int, None] = field(default_factory=OrderedDict)
     to_compute: dict[int, int] = field(default_factory=dict)
     load: int = 0
+    is_suspended: bool = False
 
     def num_cached_tokens(self, pieces: Pieces) -> int:
         count = 0

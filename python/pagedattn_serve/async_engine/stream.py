@@ -1,8 +1,10 @@
 """A mailbox for the outputs of one request that the reader of `AsyncLLMEngine.generate` has not read."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
+from pagedattn_serve.async_engine.core import RequestArgs
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 
 
@@ -11,17 +13,24 @@ class Stream:
 
     A slow reader costs nothing, because only one output waits for the reader: the engine's deltas are added up.
 
-    key: of the request at the engine's core. wants_deltas: the reader gets what is new, not what there is so far.
-    is_aborted: somebody has asked for the end of the request.
+    args: of the request. key: of the request at the engine's core. wants_deltas: the reader gets what is new, not what
+    there is so far. forget: asks the reader to forget what it has got, because all comes again; returns whether the
+    reader does. is_aborted: somebody has asked for the end of the request.
     """
 
-    __slots__ = ("_error", "_is_new", "_output", "_waiter", "is_aborted", "key", "request_id", "wants_deltas")
+    __slots__ = (
+        *("_error", "_forget", "_is_new", "_is_read", "_is_second_try", "_output", "_waiter"),
+        *("args", "is_aborted", "key", "wants_deltas"),
+    )
 
-    def __init__(self, request_id: str, key: int, wants_deltas: bool) -> None:
-        self.request_id = request_id
+    def __init__(self, args: RequestArgs, key: int, wants_deltas: bool, forget: Callable[[], bool]) -> None:
+        self.args = args
         self.key = key
         self.wants_deltas = wants_deltas
         self.is_aborted = False
+        self._forget = forget
+        self._is_read = False  # whether the reader has got an output
+        self._is_second_try = False
         self._output: RequestOutput | None = None  # the sum of the deltas: of all, or of those that were not read
         self._is_new = False  # whether the reader has not read the sum
         self._error: Exception | None = None
@@ -41,6 +50,20 @@ class Stream:
         self._error = error
         self._wake()
 
+    def may_begin_anew(self) -> bool:
+        """Whether the request may go to another replica. Not if its reader has got an output and keeps it. And not a
+        second time: of two replicas that died or hang, the request may be to blame."""
+        if self._is_second_try or self.is_aborted:
+            return False
+        return not self._is_read or self._forget()
+
+    def begin_anew(self, key: int) -> None:
+        """The request begins once more, with this key."""
+        self.key = key
+        self._is_second_try = True
+        self._is_read = self._is_new = False
+        self._output = None
+
     async def get(self) -> RequestOutput:
         """Wait for an output that was not read. Raises the error of `fail`."""
         while not self._is_new:
@@ -50,7 +73,7 @@ class Stream:
             await self._waiter
         output = self._output
         assert output is not None
-        self._is_new = False
+        self._is_new, self._is_read = False, True
         if self.wants_deltas or output.finished:
             self._output = None
             return output

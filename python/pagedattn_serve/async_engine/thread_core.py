@@ -16,7 +16,8 @@ class ThreadCore(EngineCore):
     """An `EngineCore` that tells its news in the event loop which `start` runs in."""
 
     def __init__(self, engine: "LLMEngine") -> None:
-        super().__init__(engine, self._publish, self._end)
+        super().__init__(engine, self._publish, self._end, self._take_hang)
+        self.hang: str | None = None
         self.facts = facts_of(engine)
         self.first_stats = engine.stats()
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -39,6 +40,9 @@ class ThreadCore(EngineCore):
 
     def _end(self, error: str | None) -> None:
         self._tell(self._tell_end, error)
+
+    def _take_hang(self, hang: str | None) -> None:
+        self.hang = hang
 
     def _tell(self, f: Callable[..., object], *args: Any) -> None:
         """Call `f` in the event loop. If the event loop is closed, nobody is left, and the engine stops."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
 from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
 from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
@@ -62,7 +63,7 @@ Message = TypeVar("Message")
 class Worker:
     """A rank, as rank 0 sees it.
 
-    ip, nodes: of a rank on another host: the host's address, and the CPUs of its NUMA nodes.
+    ip, nodes, watch: of a rank on another host: the host's address, and the CPUs of its NUMA nodes; what looks at it.
     steps: the socket for the steps of the group that the rank is in.
     unread: messages that were received, but not asked for yet.
     """
@@ -74,11 +75,13 @@ class Worker:
         process: RankProcess,
         ip: str = "",
         nodes: list[set[int]] | None = None,
+        watch: RemoteWatch | None = None,
     ) -> None:
         self.rank = rank
         self.channel = channel
         self.ip = ip
         self.nodes = nodes
+        self.watch = LocalWatch(process.pid) if watch is None else watch
         self.steps: socket.socket | None = None
         self.unread: list[Any] = []
         self._process = process
@@ -124,6 +127,7 @@ class Worker:
         self._process.wait()
         self.end_steps()
         self.channel.close()
+        self.watch.close()
 
 
 class Workers:
@@ -182,7 +186,10 @@ class Workers:
             for worker in accept_ranks(ranks_per_host) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
                 self._workers.append(worker)
             for remote in [] if others is None else others.start():
-                self._workers.append(Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes))
+                watch = RemoteWatch(remote.pulse)
+                self._workers.append(
+                    Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes, watch)
+                )
             for worker in self._workers:
                 cpus = cpus_of_rank(worker.rank % ranks_per_host, ranks_per_host, worker.nodes or nodes)
                 hosts = None if others is None else others.seen_from(worker.ip or others.address[0])
@@ -346,6 +353,15 @@ class Workers:
             if worker.has_ended:
                 raise self._dead(worker.death())
 
+    def find_hang(self) -> str | None:
+        """Which ranks hang, and how; None if none does. To be called every LOOK_SECONDS, by any thread."""
+        looks = {worker.name: worker.watch.look() for worker in list(self._workers)}
+        return "; ".join(f"{name} {hang}" for name, hang in looks.items() if hang is not None) or None
+
+    def at_work(self) -> bool:
+        """Whether a rank computes."""
+        return any([worker.watch.works() for worker in list(self._workers)])  # a look at each of them
+
     def raise_if_dead(self) -> None:
         if self._death is not None:
             raise ExecutorDeadError(self._death)
@@ -476,6 +492,12 @@ class Executor(ModelRunner):
 
     def check_health(self) -> None:
         self._workers.check_health()
+
+    def find_hang(self) -> str | None:
+        return self._workers.find_hang()
+
+    def at_work(self) -> bool:
+        return self._workers.at_work()
 
     def _join(self) -> None:
         self._workers.raise_if_dead()

@@ -23,8 +23,8 @@ Address = tuple[str, int]
 
 
 class Hello(NamedTuple):
-    """What a connection is for, and of which rank: "messages", "steps" or "sums". generation: the number of the group
-    that the connection belongs to."""
+    """What a connection is for ("messages", "pulse", "steps" or "sums"), and of which rank. generation: the number of
+    the group that the connection belongs to."""
 
     purpose: str
     generation: int

@@ -56,10 +56,12 @@ class RemoteProcess:
 
 
 class RemoteRank(NamedTuple):
-    """A rank that has connected. ip: of its host. nodes: the CPUs there, of each NUMA node."""
+    """A rank that has connected. pulse: at its other end is a `Pulse`. ip: of its host. nodes: the CPUs there, of each
+    NUMA node."""
 
     rank: int
     channel: NetworkChannel
+    pulse: socket
     process: RemoteProcess
     ip: str
     nodes: list[set[int]]
@@ -95,16 +97,17 @@ class OtherHosts:
         """Start the ranks, and wait until they have connected. Raises what fails on one."""
         for rank in self._ranks:
             self._placement.start(rank, self._listener.address, self._key)
-        waiting = {Hello("messages", 0, rank) for rank in self._ranks}
+        waiting = {Hello(purpose, 0, rank) for rank in self._ranks for purpose in ("messages", "pulse")}
         deadline = time.monotonic() + START_SECONDS
         found = self._listener.gather(waiting, deadline, self._placement.check)
-        for hello, connection in sorted(found.items()):
+        for rank in self._ranks:
+            connection, pulse = (found[Hello(purpose, 0, rank)] for purpose in ("messages", "pulse"))
             self.address = (connection.getsockname()[0], self._listener.address[1])
             channel = NetworkChannel(connection)
             arrived: Arrived
             arrived, _ = channel.receive(deadline)
             process = RemoteProcess(connection, arrived.pid)
-            yield RemoteRank(hello.rank, channel, process, connection.getpeername()[0], arrived.nodes)
+            yield RemoteRank(rank, channel, pulse, process, connection.getpeername()[0], arrived.nodes)
 
     def connect(
         self, generation: int, peers: list[int], deadline: float, check: Callable[[], None]

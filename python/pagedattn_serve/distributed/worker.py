@@ -17,6 +17,7 @@ from io import FileIO
 
 import torch
 
+from pagedattn_serve.distributed.activity import Pulse
 from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
 from pagedattn_serve.distributed.cpus import numa_nodes
 from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
@@ -52,7 +53,10 @@ MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
 def serve_remote_rank(rank: int, address: Address, key: bytes) -> None:
     """Serve rank 0, which listens at this address of another host."""
     deadline = time.monotonic() + CONNECT_SECONDS
-    connection = connect(address, key, Hello("messages", 0, rank), deadline, check=lambda: None)
+    connection, pulse = (
+        connect(address, key, Hello(purpose, 0, rank), deadline, lambda: None) for purpose in ("messages", "pulse")
+    )
+    Pulse(pulse).start()
     channel = NetworkChannel(connection)
     with suppress(ChannelClosed):
         channel.send(Arrived(os.getpid(), numa_nodes(os.sched_getaffinity(0))))

@@ -41,6 +41,14 @@ class ModelRunner(StepRunner):
     def check_health(self) -> None:
         """Raise ExecutorDeadError if there are other processes to run batches with, and one has ended."""
 
+    def find_hang(self) -> str | None:
+        """Which of these processes hang, and how; None if none does."""
+        return None
+
+    def at_work(self) -> bool:
+        """Whether one of these processes computes."""
+        return False
+
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.

@@ -65,7 +65,7 @@ async def state(request: Request, replica: int = 0) -> Response:
             "model": request.app.state.config.served_model_name,
             "device": engine.facts.device,
             "block_size": engine.facts.block_size,
-            "replicas": [each.is_running for each in engine.replicas()],
+            "replicas": [each.is_well for each in engine.replicas()],
             "time": time.monotonic(),
             "stats": dataclasses.asdict(stats),
             "requests": requests,

@@ -105,17 +105,17 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def watch(self) -> Iterator[Callable[[RequestOutput], None]]:
-        """Gives a function that is to see each output (a delta) of one request of the engine. At the end, the request's
+    def watch(self) -> Iterator["_Seen"]:
+        """Gives what is to be called with each output (a delta) of one request of the engine. At the end, the request's
         tokens are added to the current HTTP request's.
 
         An ApiError in the context says that the request was refused or failed; a failure after the first output counts
         as "error". Any other exception says that the reader has left, which counts as "abort" unless the request was
         finished. A request that is refused before its first output is not counted.
         """
-        seen = _Seen()
+        seen = _Seen(self._time_to_first_token, self._inter_token_latency)
         try:
-            yield lambda output: self._see(output, seen)
+            yield seen
         except ApiError:
             if seen.last is not None and not seen.last.finished:
                 self._count_end("error")  # the engine of the request has died
@@ -127,17 +127,6 @@ class ServerMetrics:
         finally:
             if seen.last is not None:
                 self._observe_end(seen.last, seen)
-
-    def _see(self, output: RequestOutput, seen: "_Seen") -> None:
-        now = time.monotonic()
-        if seen.last is not None:
-            self._inter_token_latency.observe(now - seen.time)
-        elif output.metrics.first_token_time is not None:
-            self._time_to_first_token.observe(output.metrics.first_token_time - output.metrics.arrival_time)
-        seen.last, seen.time = output, now
-        for completion in output.outputs:
-            seen.lengths[completion.index] += len(completion.token_ids)
-            seen.reasons.add(completion.finish_reason)
 
     def _observe_end(self, last: RequestOutput, seen: "_Seen") -> None:
         num_prompt_tokens, num_output_tokens = len(last.prompt_token_ids), seen.lengths.total()
@@ -165,10 +154,28 @@ class ServerMetrics:
 class _Seen:
     """What was seen of one request: its last output and when that came; lengths and ends of all outputs."""
 
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
     last: RequestOutput | None = None
     time: float = 0.0
     lengths: Counts[int] = field(default_factory=Counts)
     reasons: set[str | None] = field(default_factory=set)
+
+    def __call__(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        if self.last is not None:
+            self.inter_token_latency.observe(now - self.time)
+        elif output.metrics.first_token_time is not None:
+            self.time_to_first_token.observe(output.metrics.first_token_time - output.metrics.arrival_time)
+        self.last, self.time = output, now
+        for completion in output.outputs:
+            self.lengths[completion.index] += len(completion.token_ids)
+            self.reasons.add(completion.finish_reason)
+
+    def forget(self) -> None:
+        """All outputs come again, from the beginning."""
+        self.lengths.clear()
+        self.reasons.clear()
 
 
 class EngineCollector(Collector):
@@ -205,12 +212,12 @@ class EngineCollector(Collector):
         yield preemptions
         yield blocks
         if len(replicas) > 1:
-            up = GaugeMetricFamily("pagedattn:replica_up", "1 if the replica takes requests, else 0.", labels=names)
+            up = GaugeMetricFamily("pagedattn:replica_up", "1 if the replica runs and does not hang.", labels=names)
             restarts = CounterMetricFamily(
                 "pagedattn:replica_restarts", "Times that the replica was started anew.", labels=names
             )
             for labels, replica in labelled:
-                up.add_metric(labels, replica.is_running)
+                up.add_metric(labels, replica.is_well)
                 restarts.add_metric(labels, replica.num_restarts)
             yield up
             yield restarts

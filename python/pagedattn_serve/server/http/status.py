@@ -33,16 +33,22 @@ class VersionResponse(TypedDict):
 
 @router.get("/health", response_model=HealthResponse)
 async def health(request: Request) -> Response:
-    """Whether the engine runs: status 503 if not. Of several replicas one that runs is enough."""
+    """Whether the engine runs, and does not hang: status 503 if not. Of several replicas one that does is enough."""
     engine: AsyncLLMEngine = request.app.state.engine
     replicas = engine.replicas()
-    if not engine.is_running:
-        errors = "; ".join(each.error for each in replicas if each.error is not None)
-        raise ApiError(503, errors or "the engine does not run", code="engine_dead")
+    if not engine.is_running or not any(each.is_well for each in replicas):
+        errors = "; ".join(error for each in replicas if (error := each.error or each.hang) is not None)
+        code = "engine_hangs" if engine.is_running else "engine_dead"
+        raise ApiError(503, errors or "the engine does not run", code=code)
     response: HealthResponse = {"status": "ok"}
     if len(replicas) > 1:
         response["replicas"] = [
-            {"replica": i, "is_running": each.is_running, "error": each.error, "num_restarts": each.num_restarts}
+            {
+                "replica": i,
+                "is_running": each.is_well,
+                "error": each.error or each.hang,
+                "num_restarts": each.num_restarts,
+            }
             for i, each in enumerate(replicas)
         ]
     return JSONResponse(response)

@@ -51,6 +51,8 @@ class Job:
 
 
 Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt, and a delta of its outputs
+# The place of a prompt whose outputs come again from the beginning, if the client has seen none: returns whether.
+Forget = Callable[[int], bool]
 
 
 class JobRunner:
@@ -60,10 +62,10 @@ class JobRunner:
         self._engine = engine
         self._metrics = metrics
 
-    async def run(self, job: Job, take: Take) -> None:
+    async def run(self, job: Job, take: Take, forget: Forget = lambda _: False) -> None:
         """Call `take` with each output of each prompt, until all prompts are finished. Raises ApiError if a prompt is
         refused or fails. In any case, no request of the job stays in the engine."""
-        tasks = [asyncio.create_task(self._run_one(job, place, take)) for place in range(len(job.prompts))]
+        tasks = [asyncio.create_task(self._run_one(job, place, take, forget)) for place in range(len(job.prompts))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -81,20 +83,32 @@ class JobRunner:
             else:
                 outputs[place] = output
 
-        await self.run(job, take)
+        def forget(place: int) -> bool:
+            outputs.pop(place, None)
+            return True
+
+        await self.run(job, take, forget)
         return [outputs[place] for place in range(len(job.prompts))]
 
-    async def _run_one(self, job: Job, place: int, take: Take) -> None:
-        outputs = self._engine.generate(
-            {"prompt_token_ids": job.prompts[place].token_ids},
-            job.params,
-            f"{job.request_id}-{place}",
-            job.priority,
-            job.cache_salt,
-        )
+    async def _run_one(self, job: Job, place: int, take: Take, forget: Forget) -> None:
         is_finished = False
-        async with aclosing(outputs):
-            with self._metrics.watch() as see:
+        with self._metrics.watch() as see:
+
+            def forget_all() -> bool:
+                may_begin_anew = forget(place)
+                if may_begin_anew:
+                    see.forget()
+                return may_begin_anew
+
+            outputs = self._engine.generate(
+                {"prompt_token_ids": job.prompts[place].token_ids},
+                job.params,
+                f"{job.request_id}-{place}",
+                job.priority,
+                job.cache_salt,
+                forget_all,
+            )
+            async with aclosing(outputs):
                 while not is_finished:
                     try:
                         output = await anext(outputs)

@@ -6,6 +6,7 @@ once, and outputs of the engine become text without objects in between.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -82,16 +83,18 @@ class JobChunks:
         self._opening = opening
         self._render = render
         self._forms: dict[int, list[LogprobsFormat | None]] = {}  # by the place of the prompt
-        self._num_tokens = 0
+        self._nums_tokens: Counter[int] = Counter()  # by the place of the prompt
+        self._sent: set[int] = set()  # places of the prompts of whose outputs something was sent
 
     async def send_all(self, send: SendEvents) -> None:
         """Raises ApiError as `JobRunner.run`."""
 
         async def take(place: int, output: RequestOutput) -> None:
             if events := self._events(place, output):
+                self._sent.add(place)
                 await send(events)
 
-        await self._jobs.run(self._job, take)
+        await self._jobs.run(self._job, take, self._forget_prompt)
         if self._writer.counts_at_end:
             await send(self._writer.usage(self._usage()).encode())
 
@@ -101,7 +104,7 @@ class JobChunks:
             told, self._forms[place] = self._opening(self._writer, place, output)
         if forms := self._forms[place]:
             for completion in output.outputs:
-                self._num_tokens += len(completion.token_ids)
+                self._nums_tokens[place] += len(completion.token_ids)
                 index = place * self._job.params.n + completion.index
                 told += self._news(index, completion, forms[completion.index])
         if self._writer.counts_on:
@@ -119,7 +122,15 @@ class JobChunks:
         return [self._writer.choice(index, self._render(text), logprobs, finish_reason, completion.stop_reason)]
 
     def _usage(self) -> Usage:
-        return make_usage(self._job.num_prompt_tokens, self._num_tokens)
+        return make_usage(self._job.num_prompt_tokens, self._nums_tokens.total())
+
+    def _forget_prompt(self, place: int) -> bool:
+        """The outputs of the prompt come again. Returns False if the client has seen something of them."""
+        if place in self._sent:
+            return False
+        self._forms.pop(place, None)
+        del self._nums_tokens[place]
+        return True
 
 
 def make_usage(num_prompt_tokens: int, num_tokens: int) -> Usage:

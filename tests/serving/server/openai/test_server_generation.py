@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError
+from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError, EngineDeadError
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, ReplicaStatus, RequestMetrics, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
@@ -16,7 +16,8 @@ from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.app import make_app
 from pagedattn_serve.server.openai.errors import ApiError
 from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
-from pagedattn_serve.server.openai.streaming import EventStream, SendEvents
+from pagedattn_serve.server.openai.request_bodies import StreamOptions
+from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, JobChunks, SendEvents
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 IDLE = ReplicaStatus(None, True, None, 0, NO_STATS)
@@ -34,18 +35,28 @@ def output(num_tokens: int, finish_reason: str | None = None, error: str | None 
 class FakeEngine:
     """Prompts that get a token at each turn of the event loop, until `end` says how one ends.
 
-    open: the places of those that the engine has.
+    open: the places of those that the engine has. metrics: what they show. dies_at: after so many tokens the replica of
+    each prompt dies, once. has_forgotten: whether the outputs of each prompt came again then, by place.
     """
 
-    def __init__(self, end: Callable[[int, int], RequestOutput | Exception | None]) -> None:
+    def __init__(self, end: Callable[[int, int], RequestOutput | Exception | None], dies_at: int | None = None) -> None:
         self.open: set[int] = set()
+        self.metrics = ServerMetrics(lambda: [IDLE], "tiny")
+        self.has_forgotten: dict[int, bool] = {}
         self._end = end
+        self._dies_at = dies_at
 
     def jobs(self) -> JobRunner:
-        return JobRunner(self, ServerMetrics(lambda: [IDLE], "tiny"))  # type: ignore[arg-type]
+        return JobRunner(self, self.metrics)  # type: ignore[arg-type]
 
     async def generate(
-        self, prompt: Any, params: SamplingParams, request_id: str, priority: int, cache_salt: str
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        cache_salt: str,
+        forget: Callable[[], bool],
     ) -> AsyncGenerator[RequestOutput, None]:
         place = int(request_id.removeprefix("id-"))
         self.open.add(place)
@@ -53,12 +64,18 @@ class FakeEngine:
             num_tokens = 0
             while True:
                 await asyncio.sleep(0)
+                if num_tokens == self._dies_at and place not in self.has_forgotten:
+                    self.has_forgotten[place] = forget()
+                    if not self.has_forgotten[place]:
+                        raise EngineDeadError("replica 0 died")
+                    num_tokens = 0
                 num_tokens += 1
                 end = self._end(place, num_tokens)
                 if isinstance(end, Exception):
                     raise end
-                yield end or output(1)
-                if end is not None:
+                made = end or output(1)
+                yield made
+                if made.finished:
                     return
         finally:
             self.open.remove(place)
@@ -81,6 +98,55 @@ def test_each_prompt_tells_all_it_has() -> None:
 
     asyncio.run(main())
     assert not engine.open
+
+
+def test_outputs_that_come_again_count_once() -> None:
+    """In the answer and in the metrics: the client of a whole answer has seen none of the first ones."""
+    engine = FakeEngine(lambda place, num_tokens: output(1, "stop") if num_tokens == 3 + place else None, dies_at=2)
+    assert asyncio.run(engine.jobs().outputs(job(2))) == [output(3, "stop"), output(4, "stop")]
+    assert engine.has_forgotten == {0: True, 1: True}
+    page = engine.metrics.render("")[0].decode()
+    assert 'request_generation_tokens_sum{model_name="tiny"} 7.0' in page
+    assert 'request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in page
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_stream_begins_anew_if_its_client_has_seen_nothing(is_seen: bool) -> None:
+    """What has brought no event may come again, from its opening on; what the client has may not."""
+
+    def end(place: int, num_tokens: int) -> RequestOutput:
+        made = output(1, "stop" if num_tokens == 3 else None)
+        made.outputs[0].text = "x" * (is_seen or num_tokens == 3)  # else held back
+        return made
+
+    engine = FakeEngine(end, dies_at=2)
+    openings: list[int] = []
+
+    def open_choices(_: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[None]]:
+        openings.append(place)
+        return [], [None]
+
+    async def main() -> list[bytes]:
+        sent: list[bytes] = []
+
+        async def send(events: bytes) -> None:
+            sent.append(events)
+
+        options = StreamOptions(include_usage=True)
+        writer = ChunkWriter(job(2), "text_completion", options)
+        chunks = JobChunks(engine.jobs(), job(2), writer, open_choices, lambda text: f'"text":"{text}"')
+        if is_seen:
+            with pytest.raises(ApiError, match="replica 0 died"):
+                await chunks.send_all(send)
+        else:
+            await chunks.send_all(send)
+        return sent
+
+    sent = asyncio.run(main())
+    assert set(engine.has_forgotten.values()) == {not is_seen}
+    if not is_seen:
+        assert sorted(openings) == [0, 0, 1, 1] and len(sent) == 3  # a chunk of each prompt, and the usage
+        assert b'"completion_tokens":6' in sent[-1]
 
 
 @pytest.mark.parametrize(
