@@ -6,6 +6,7 @@ rank cannot connect with others. "room": the rank has room for 11 blocks, and fo
 has one of the tokens below fails on the way, once, between two calls of the other ranks.
 """
 
+import ctypes
 import importlib
 import os
 import signal
@@ -22,7 +23,7 @@ from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 from pagedattn_serve.execution.step_inputs import StepInputs
 from pagedattn_serve.execution.step_runner import StepRunner
 
-RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS = 90, 91, 92, 93
+RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS = 90, 91, 92, 93, 94
 
 run_model = StepRunner.run_model
 done: set[int] = set()  # faults, by token
@@ -43,7 +44,7 @@ def no_connection(*_: Any) -> NoReturn:
 
 
 def run_faulty_step(runner: StepRunner, inputs: StepInputs) -> Tensor:
-    ahead[:] = [token for token in (RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS) if token in inputs.token_ids]
+    ahead[:] = [token for token in (RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS) if token in inputs.token_ids]
     if ahead == [HAS_OTHER_INPUTS]:
         inputs.positions[0] += 1
     return run_model(runner, inputs)
@@ -61,6 +62,8 @@ def faulty(all_reduce: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor
                     die()
                 case 92:
                     os.kill(os.getpid(), signal.SIGSTOP)
+                case 94:
+                    ctypes.CDLL(None).pause()
         return result
 
     return faulty_all_reduce

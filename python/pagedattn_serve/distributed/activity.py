@@ -29,6 +29,7 @@ class Activity:
         self._process = Path(f"/proc/{pid}")
         self._thread = thread
         self._ticks: dict[str, int] = {}  # of CPU time until the last look, by thread
+        self._sleeps: dict[str, str] = {}  # how often threads had slept that were ready to run at the last look
 
     def is_stopped(self) -> bool:
         """Whether the process is stopped, by SIGSTOP or a debugger."""
@@ -38,20 +39,29 @@ class Activity:
             return False
 
     def works(self) -> bool:
-        """Whether a thread has used the CPU since the last look, or waits for the CPU or the disk."""
+        """Whether a thread has used the CPU since the last look, or waits for the disk, or all the time for the CPU."""
         others = set()
         if self._thread is not None:
             others = {str(each.native_id) for each in threading.enumerate() if each is not self._thread}
         before, self._ticks = self._ticks, {}
-        states = set()
+        sleeps_before, self._sleeps = self._sleeps, {}
+        has_work = False
         with suppress(OSError):  # the process has ended
             for task in (self._process / "task").iterdir():
                 with suppress(OSError):  # the thread has ended
                     if task.name not in others:
                         state, self._ticks[task.name] = _read_stat(task)
-                        states.add(state)
+                        if state == "R":  # which on a busy machine is also who wakes for a moment
+                            self._sleeps[task.name] = _read_sleeps(task)
+                            has_work |= self._sleeps[task.name] == sleeps_before.get(task.name)
+                        has_work |= state == "D"
         num_ticks = sum(ticks - before.get(name, 0) for name, ticks in self._ticks.items())
-        return num_ticks > IDLE_TICKS or bool(states & {"R", "D"})
+        return has_work or num_ticks > IDLE_TICKS
+
+
+def _read_sleeps(task: Path) -> str:
+    """The line that says how often a thread has slept so far."""
+    return (task / "status").read_text(encoding="utf-8").rpartition("\nvoluntary_ctxt_switches:")[2].splitlines()[0]
 
 
 def _read_stat(directory: Path) -> tuple[str, int]:

@@ -24,6 +24,7 @@ from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.distributed.activity import MAX_LOOKS
 from pagedattn_serve.errors import ExecutorDeadError
 
 OPTIONS: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, distributed_executor_backend="ray")
@@ -156,6 +157,19 @@ def test_a_rank_that_stops(
         "RuntimeError: the group is broken: rank 1 has not come within 0.5 seconds"
     )
     os.kill(ranks.pids[-1], signal.SIGCONT)  # it sees that rank 0 has gone
+
+
+def test_a_rank_that_is_silent(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
+    """It has a pulse as long as it is well; without one rank 0 says so, until the pulse comes back."""
+    engine = start(2)
+    runner, pid = engine.model_runner, ranks.pids[-1]
+    silent = f"rank 1 (process {pid} on 127.0.0.1) has not answered for 3 seconds"
+    wait_for(lambda: runner.find_hang() is None and not runner.at_work())  # the pulse says that nothing computes
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: [runner.find_hang() for _ in range(2 * MAX_LOOKS)] == [silent] * 2 * MAX_LOOKS)
+    assert not runner.at_work()
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: runner.find_hang() is None)
 
 
 def test_checks_of_inputs(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from async_runs import play, read
 from checkpoints import Checkpoint, token_ids
@@ -244,9 +245,16 @@ def test_real_signals(llm: LLM, llama: Checkpoint) -> None:
 
 
 def test_a_server_whose_rank_is_killed() -> None:
-    """While nothing is to do: the server ends with status 1, and says what died."""
+    """While nothing is to do: the server ends with status 1, and says what died. If the rank is stopped, /health says
+    so, until the rank goes on."""
     with running("--tensor-parallel-size", "2", python=sys.executable) as server:
         [rank] = children_of(server.core_pid)
+        os.kill(rank, signal.SIGSTOP)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 30)
+        error = httpx.get(f"{server.url}/health").json()["error"]
+        assert (error["message"], error["code"]) == (f"rank 1 (process {rank}) is stopped", "engine_hangs")
+        os.kill(rank, signal.SIGCONT)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 30)
         os.kill(rank, signal.SIGKILL)
         assert server.process.wait(30) == 1
         assert f"rank 1 (process {rank}) was killed by SIGKILL" in server.stderr and "Traceback" not in server.stderr
