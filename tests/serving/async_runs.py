@@ -3,8 +3,12 @@
 import asyncio
 import gc
 import threading
+from collections import Counter as Counts
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from queue import Queue, SimpleQueue
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
@@ -62,6 +66,37 @@ async def handed_over(serving: AsyncLLMEngine, num_requests: int) -> None:
     core = serving._core
     assert isinstance(core, ThreadCore)
     await until(lambda: core._loop._commands.qsize() + len(core._loop._keys) >= num_requests)
+
+
+def census(_: object = None) -> Counts[str]:
+    """How many objects of each class of the package there are in this process, and how many entries the containers of
+    all objects of a class have, by the attribute's name. The same for the containers of its modules."""
+    gc.unfreeze()  # what an engine's process has made before its first request counts, too
+    gc.collect()
+    counts: Counts[str] = Counts()
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind is ModuleType and each.__name__.startswith("pagedattn_serve"):
+            name, attributes = each.__name__, vars(each)
+        elif str(kind.__module__).startswith("pagedattn_serve"):
+            name = kind.__qualname__
+            counts[name] += 1
+            slots = [slot for base in kind.__mro__ for slot in base.__dict__.get("__slots__", ())]
+            attributes = getattr(each, "__dict__", {}) | {slot: getattr(each, slot, None) for slot in slots}
+        else:
+            continue
+        for attribute, value in attributes.items():
+            if isinstance(value, dict | list | set | deque | bytearray):
+                counts[f"{name}.{attribute}"] += len(value)
+            elif isinstance(value, SimpleQueue | Queue):
+                counts[f"{name}.{attribute}"] += value.qsize()
+    return counts
+
+
+def expect_none_grown(before: Counts[str], after: Counts[str], num_requests: int) -> None:
+    """Nothing has as many objects or entries more as there were requests of a kind in between."""
+    grown = {name: count - before[name] for name, count in after.items() if count - before[name] >= num_requests}
+    assert not grown, grown
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -22,6 +22,7 @@ from pagedattn_serve import (
     RequestOutputKind,
     SamplingParams,
 )
+from pagedattn_serve.async_engine.loop import EngineLoop, News
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 
@@ -414,6 +415,28 @@ def test_abort_of_a_request_that_the_engine_has_not_got(engine: LLMEngine, monke
 
 
 # ---- between two steps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_abort_that_comes_before_its_request(engine: LLMEngine, is_left: bool) -> None:
+    """The request ends as it comes. Then its key is forgotten, with those of requests that never come."""
+    news: list[News] = []
+    loop = EngineLoop(engine, news.append)
+    for key in (1, 2, 4):
+        loop.abort(key, is_left)
+    assert [loop.is_left(key) for key in range(4)] == [False] * 4  # the loop does not run yet
+    loop.call(9, lambda _: loop.is_left(2))
+    loop.add(2, engine.inputs.make_request("a", "the", greedy(3)))
+    loop.call(9, lambda _: dict(loop._aborted))
+    loop.refuse(4, ValueError("no prompt"))
+    loop.stop()
+    assert loop.run() is None
+    assert [result for each in news for _, result, _ in each.results] == [is_left, {4: is_left}]
+    outputs = [(key, output.outputs[0].finish_reason) for each in news for key, output in each.outputs]
+    assert outputs == ([] if is_left else [(2, "abort")])
+    assert [key for each in news for key, _ in each.refused] == [4]
+    assert (loop._aborted, loop._keys, loop._request_ids) == ({}, {}, {})
+    expect_nothing_left(engine)
 
 
 def test_call(engine: LLMEngine) -> None:

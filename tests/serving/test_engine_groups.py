@@ -1,6 +1,7 @@
 """Requests of several sequences, registered prefixes and priorities, as a caller of the engine meets them."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,21 @@ def test_what_is_swapped_out_for_a_request_that_does_not_fit_comes_back() -> Non
         prompts["b"] = b
         assert texts_of_b("a", "b") == alone
     assert engine.stats().num_swaps == 5
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_the_first_output_ends_first(llama: Checkpoint, first_to_end: int) -> None:
+    """Its last token is its last one: the next tokens are those of the other output, which goes on to its end."""
+    engine = make_engine(llama)
+    params = SamplingParams(n=2, seed=3, max_tokens=12, ignore_eos=True)
+    [free] = run(engine, llama.prompts[3:4], params)
+    ends, goes_on = (ids(free)[i] for i in (first_to_end, 1 - first_to_end))
+    place, stop = next((i, token) for i, token in enumerate(ends) if i > 1 and token not in [*ends[:i], *goes_on])
+    [stopped] = run(engine, llama.prompts[3:4], replace(params, stop_token_ids=[stop]))
+    expected = [ends[: place + 1], goes_on]
+    assert ids(stopped) == [expected[i] for i in (first_to_end, 1 - first_to_end)]
+    reasons = [completion.finish_reason for completion in stopped.outputs]
+    assert [reasons[i] for i in (first_to_end, 1 - first_to_end)] == ["stop", "length"]
 
 
 def test_best_of_returns_the_likeliest(llama: Checkpoint) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from async_runs import TIMEOUT, greedy, play, read
+from async_runs import TIMEOUT, census, expect_none_grown, greedy, play, read
 from checkpoints import run
 from server_process import children_of, is_running, wait_for
 from slow_engine import slow_steps
@@ -41,9 +41,11 @@ from pagedattn_serve import (
     SamplingParams,
 )
 from pagedattn_serve.async_engine import core_main, process_core
-from pagedattn_serve.async_engine.messages import Frames, framed
+from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.messages import Frames, NewsPacker, NewsUnpacker, framed
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.errors import portable
+from pagedattn_serve.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics
 
 T = TypeVar("T")
 TESTS = str(Path(__file__).parent)
@@ -198,6 +200,105 @@ def test_what_cannot_go_to_another_process_is_refused_by_name(shared: Shared) ->
         assert (await read(serving, "the", with_processor(double))).outputs[0].finish_reason == "length"
 
     shared.play(main())
+
+
+def test_news_arrive_as_they_were() -> None:
+    """Of requests side by side: all that the first output says, deltas, the error of a request that had outputs, and of
+    one that had none. Nothing of a request is kept after its last output."""
+
+    def output(token: int, reason: str | None, times: RequestMetrics, **fields: Any) -> RequestOutput:
+        completion = CompletionOutput(0, f"{token}", [token], -1.0, [{token: Logprob(-1.0, 1, "x")}], reason)
+        return RequestOutput("a", "the", [5], [completion], reason is not None, times, **fields)
+
+    waits, begun, ended = RequestMetrics(1.0), RequestMetrics(1.0, 2.0), RequestMetrics(1.0, 2.0, 3.0)
+    refusal = ArgumentError("logits_processors", "logits", "a text")
+    outputs = [
+        (3, output(1, None, begun, prompt_logprobs=[None, {5: Logprob(-2.0, 1, "y")}])),
+        (4, output(2, None, begun)),
+        (3, output(3, None, begun)),
+        (5, output(4, "error", ended, error="MemoryError: none")),
+        (4, output(5, "error", ended, error=str(refusal), argument_error=refusal)),
+        (3, output(6, "length", ended)),
+        (6, output(7, None, waits)),  # without a token yet
+        (6, output(8, "error", ended, error="ValueError: no text")),
+    ]
+    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 0))
+    packer, unpacker = NewsPacker(), NewsUnpacker(stats)
+    for i, (key, expected) in enumerate(outputs):
+        news = News(dataclasses.replace(stats, num_steps=i), i, [i], [(9, refusal)], [(key, expected)], [(8, i, None)])
+        told = unpacker.unpack(pickle.loads(pickle.dumps(packer.pack(news))))
+        [(told_key, found)] = told.outputs
+        assert (told_key, found, found.metrics) == (key, expected, expected.metrics)
+        assert str(found.argument_error) == str(expected.argument_error)
+        assert type(found.argument_error) is type(expected.argument_error)
+        assert (told.stats.num_steps, told.num_waiting, told.queued, told.results) == (i, i, [i], [(8, i, None)])
+        assert [(key, str(error)) for key, error in told.refused] == [(9, str(refusal))]
+    assert packer._metrics == {} and unpacker._last == {}
+
+
+def fail_at_the_third(token_ids: list[int], logits: Any) -> Any:
+    if len(token_ids) == 2:
+        raise ValueError("planted")
+    return logits
+
+
+EACH_KIND = 12
+
+
+async def serve_all_kinds(serving: AsyncLLMEngine) -> None:
+    """EACH_KIND requests of each end, and as many calls."""
+    several = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=1)
+    beams = SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=4)
+    failing = dataclasses.replace(greedy(5), logits_processors=[fail_at_the_third])
+
+    async def leave(num_outputs: int) -> None:
+        async with aclosing(serving.generate("the", LONG)) as stream:
+            for _ in range(num_outputs):
+                await anext(stream)
+
+    async def abort(name: str) -> None:
+        request = asyncio.create_task(read(serving, "the", LONG, request_id=name))
+        await asyncio.sleep(0)
+        await serving.abort(name)
+        assert (await request).outputs[0].finish_reason == "abort"
+
+    for i in range(EACH_KIND):
+        for params in (greedy(3), several, beams, dataclasses.replace(several, output_kind=RequestOutputKind.DELTA)):
+            assert (await read(serving, "the cat", params)).finished
+        failed = await read(serving, "the cat", failing)
+        assert failed.error is not None and "planted" in failed.error and len(failed.outputs[0].token_ids) == 2
+        with pytest.raises(ArgumentError):
+            await read(serving, [10**6])
+        with pytest.raises(TypeError):
+            await read(serving, lambda: "the")
+        await leave(i % 3)
+        await abort(str(i))
+        cancelled = asyncio.create_task(read(serving, "the", LONG))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        call = asyncio.create_task(serving.call(methodcaller("stats")))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(cancelled, call, return_exceptions=True)
+    await read(serving, "the", greedy(1))  # with it go the keys of those that never came
+    await serving.call(methodcaller("stats"))  # the news of all are sent
+
+
+def test_nothing_of_a_request_is_left(text_model: str, warm: StartedRanks) -> None:
+    """Neither here nor in the engine's process: no container grows with the requests, however they ended."""
+
+    async def main() -> None:
+        args = EngineArgs(text_model, num_blocks=40, enable_prefix_caching=False)
+        async with AsyncLLMEngine.from_engine_args(args) as serving:
+            await serve_all_kinds(serving)
+            before, before_there = census(), await serving.call(census)
+            await serve_all_kinds(serving)
+            expect_none_grown(before_there, await serving.call(census), EACH_KIND)
+            expect_none_grown(before, census(), EACH_KIND)
+            for name in ("NewsPacker._metrics", "EngineLoop._aborted", "LLMEngine._requests"):
+                assert name in before_there  # it is looked at
+
+    play(main())
 
 
 # ---- leaving, aborting, calls ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from async_runs import greedy, play, read, until
+from async_runs import census, expect_none_grown, greedy, play, read, until
 from server_process import is_running
 from slow_engine import slow_steps
 from warm_ranks import StartedRanks
@@ -406,6 +406,51 @@ def test_the_end_does_not_wait_for_a_replica_that_starts(
         with suppress(EngineDeadError):
             await request
         assert cores[1].is_ended and engine.num_unfinished == 0
+
+    play(main())
+
+
+def test_nothing_of_a_request_is_left(cores: list[FakeCore], text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is answered, left, aborted, refused, or its replica dies or hangs: no container grows."""
+    monkeypatch.setattr(replicas, "LONGEST_PAUSE", 0.01)
+    each_kind = 12
+
+    async def serve_all_kinds(engine: AsyncLLMEngine) -> None:
+        for _ in range(each_kind):
+            await until(lambda: all(each.is_well for each in engine.replicas()))
+            del cores[:-2]  # those that have ended
+            for core in cores:
+                core.keys.clear()
+                core.args.clear()
+            requests = [asyncio.create_task(read(engine, [5] * 200, request_id=str(i))) for i in range(8)]
+            await asyncio.sleep(0)
+            with pytest.raises(TypeError):
+                await read(engine, "not to be pickled")
+            calls = [asyncio.create_task(engine.call(methodcaller("stats"), i % 2)) for i in range(2)]
+            abort = asyncio.create_task(engine.abort("1"))
+            await asyncio.sleep(0)
+            requests[0].cancel()
+            calls[0].cancel()
+            hanging, other = cores
+            hanging.take_hang("it stands")
+            await asyncio.sleep(0)
+            hanging.take_hang(None)
+            for key in [*hanging.keys]:
+                hanging.tell(key, finished=False)
+            hanging.end("it fell")
+            for key in other.keys:
+                other.tell(key, finished=True)
+            other.deliver(News(STATS, results=[(key, 0, None) for key in other.calls]))
+            await asyncio.gather(*requests, *calls, abort, return_exceptions=True)
+            assert engine.num_unfinished == 0
+
+    async def main() -> None:
+        async with make(text_model) as engine:
+            await serve_all_kinds(engine)
+            before = census()
+            await serve_all_kinds(engine)
+            expect_none_grown(before, census(), each_kind)
+            assert {"Router._replica_of", "_Replica.to_compute", "Replicas._replica_of_call"} <= set(before)
 
     play(main())
 
