@@ -185,7 +185,6 @@ class ProcessCore(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         assert self._loop is not None
         self._looking.cancel()
-        self._take_hang(None)
         self._transport = None
         self._reaping = self._loop.create_task(self._reap())
 
@@ -213,6 +212,7 @@ class ProcessCore(asyncio.Protocol):
             if time.monotonic() > end:
                 self._process.kill()
             await asyncio.sleep(POLL_SECONDS)
+        self.hang = None
         self._tell_end(self._death())
         self._ended.set_result(None)
 
