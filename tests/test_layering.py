@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     "server.http.metrics": {"server.http.request_context", "server.http.errors", "outputs"},
     "server.http.logs": {"server.http.request_context"},
     "server.http.request_context": set(),
-    "server.http.errors": set(),
+    "server.http.errors": {"server.http.request_context"},
     "server.http.config": {"config", "options"},
     # the app: OpenAI's API
     "server.openai": set(),
@@ -62,14 +62,14 @@ ARROWS: dict[str, set[str]] = {
     "server.openai.tokenization": {"server.openai.service", "server.openai.response_bodies"},
     "server.openai.models": {"server.openai.service", "server.openai.response_bodies"},
     "server.openai.service": {"server.openai.generation", "server.openai.body_params", "server.http.config"}
-    | {"text.chat_template"},
+    | {"text.chat_template", "text.token_names"},
     "server.openai.streaming": {
         "server.openai.generation",
         "server.openai.request_bodies",
         "server.openai.response_bodies",
     },
     "server.openai.body_params": {"server.openai.errors", "server.openai.request_bodies", "structured_output"},
-    "server.openai.logprobs": {"server.openai.response_bodies", "outputs", "text.detokenizer"},
+    "server.openai.logprobs": {"server.openai.response_bodies", "outputs", "sampling_params", "text.token_names"},
     "server.openai.generation": {"server.openai.errors", "server.http.metrics"},
     "server.openai.errors": {"server.http.errors", "async_engine"},
     "server.openai.request_bodies": {"sampling_params"},
@@ -126,8 +126,8 @@ ARROWS: dict[str, set[str]] = {
     "requests.request": {"requests.completion", "scheduling.scheduler"},
     "requests.completion": {
         "scheduling.sequence",
-        "text.detokenizer",
         "text.stop_strings",
+        "text.token_names",
         "sampling_params",
         "outputs",
     },
@@ -220,6 +220,7 @@ ARROWS: dict[str, set[str]] = {
     "text.chat_template": {"config"},
     "text.detokenizer": set(),
     "text.stop_strings": set(),
+    "text.token_names": {"text.detokenizer"},
     "text.tokenizer": {"loading.directory", "loading.plain_config"},
     # plain data that users hold and any room may read
     "engine_args": {"config", "options"},

@@ -38,7 +38,7 @@ from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.text.tokenizer import load_tokenizer
+from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class LLMEngine:
                 partition, device = workers.partition, workers.device
                 on_loading = on_loading and workers.tell_loading
             self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
-            end_token_ids = frozenset(eos_token_ids(directory))
+            end_token_ids = frozenset(eos_token_ids(directory) | turn_end_token_ids(self.tokenizer))
             defaults = generation_defaults(directory)
             causal_lm = load_model(
                 directory, model_config.dtype, device, model_config.quantization, partition, on_loading

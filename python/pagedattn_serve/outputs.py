@@ -9,7 +9,12 @@ from pagedattn_serve.errors import BadArgument
 
 
 class Logprob(NamedTuple):
-    """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely."""
+    """How likely the model found a token, before temperature and restrictions. rank: 1 is the most likely.
+
+    decoded_token: what the token adds to the text where it stands; so those of a text's tokens, joined, are the text. A
+        token that ends within a character adds "". A special token that the text leaves out has its own text here. None
+        without a tokenizer, or without detokenize.
+    """
 
     logprob: float
     rank: int
@@ -43,6 +48,12 @@ class PackedLogprobs(Mapping[int, Logprob]):
 
     def __len__(self) -> int:
         return len(self._numbers) // 12
+
+    def extend_text(self, token_id: int, text: str) -> None:
+        """Add to the text of one token."""
+        assert self.texts is not None
+        texts = {each_id: self.texts[each_id] for each_id in self}
+        self.texts = {**texts, token_id: texts[token_id] + text}
 
     def items(self) -> ItemsView[int, Logprob]:
         return self._unpack().items()

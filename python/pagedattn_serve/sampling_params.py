@@ -46,7 +46,8 @@ class SamplingParams:
     top_k: keep the k most likely tokens; -1 or 0 keeps all.
     seed: seed of a random generator for this request; None uses the engine's generator.
     max_tokens: most tokens to generate; None leaves it to the model's length.
-    stop: a text or several texts that end the output; kept as a tuple of non-empty strings.
+    stop: a text or several texts that end the output; kept as a tuple of non-empty strings. They may name special
+        tokens, which end the output even if skip_special_tokens leaves them out of the text.
     ignore_eos: go on past the end-of-sequence token.
     min_p: keep the tokens whose probability is at least this share of the most likely one's; in [0, 1].
     stop_token_ids: token ids that end the output, whatever ignore_eos says; kept as a tuple.

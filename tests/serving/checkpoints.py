@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -342,14 +343,15 @@ def bin_name(name: str) -> str:
     return f"pytorch_{name}".replace(".safetensors", ".bin")
 
 
-def make_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Byte-level BPE with a few English merges: an emoji is four tokens, and any text can be written."""
+def make_tokenizer(directory: Path, *special_tokens: str) -> PreTrainedTokenizerBase:
+    """Byte-level BPE with a few English merges: an emoji is four tokens, and any text can be written. Special tokens
+    beside <s> and </s> have the ids from 2 on."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=TOKENIZER_SIZE,
-        special_tokens=["<s>", EOS],
+        special_tokens=["<s>", EOS, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -361,6 +363,32 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
     )
     return AutoTokenizer.from_pretrained(directory)
+
+
+def make_metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """As LLaMA-2's: "▁" for a space, one put before every text and dropped from the first decoded token; unknown
+    characters in bytes, of which an incomplete run decodes to a replacement character for each."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehmnost"]
+    merges = []
+    for word in ("▁the", "▁cat", "▁sat", "▁on", "▁mat"):
+        for end in range(1, len(word)):
+            merges.append((word[:end], word[end]))
+            pieces.append(word[: end + 1])
+    pieces = list(dict.fromkeys(pieces))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=list(dict.fromkeys(merges)),
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def put_bos_first(directory: Path) -> None:
@@ -377,12 +405,12 @@ def make_text_model(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def make_speaking_model(directory: Path, text: str) -> PreTrainedTokenizerBase:
+def make_speaking_model(directory: Path, text: str, *special_tokens: str) -> PreTrainedTokenizerBase:
     """A GPT-2 that goes on with `text`, then EOS for ever, after any prompt: the position alone decides.
 
     A prompt of n tokens is followed by token n of the text, so a beginning of the text is followed by the rest.
     """
-    tokenizer = make_tokenizer(directory)
+    tokenizer = make_tokenizer(directory, *special_tokens)
     script = tokenizer(text).input_ids
     assert len(script) < MAX_LEN
     eos = tokenizer.convert_tokens_to_ids(EOS)

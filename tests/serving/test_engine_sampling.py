@@ -229,8 +229,8 @@ def test_prompt_logprobs_are_the_caller_s_own_and_have_texts(engine: LLMEngine) 
     assert engine.tokenizer is not None and first.prompt_logprobs is not None
     for entries in first.prompt_logprobs[1:]:
         assert entries is not None
-        for token_id, entry in entries.items():
-            assert entry.decoded_token == engine.tokenizer.decode([token_id])
+        for token_id, entry in entries.items():  # a part of a character adds nothing
+            assert entry.decoded_token == engine.tokenizer.decode([token_id]).replace("\ufffd", "")
     first.prompt_logprobs.clear()
     [second] = engine.step()
     assert second.prompt_logprobs is not None and all(second.prompt_logprobs[1:])

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from checkpoints import (
     Checkpoint,
     completions,
     make_model,
+    make_speaking_model,
     make_tokenizer,
     run,
     speak,
@@ -33,10 +34,11 @@ from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import REPLACEMENT
 from pagedattn_serve.text.stop_strings import StopStrings
+from pagedattn_serve.text.token_names import TokenNames
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -114,7 +116,7 @@ def test_a_stop_string_that_is_begun_before_a_fork(speaker: LLMEngine) -> None:
     """Wherever that comes in the output, it goes on as if nothing had; what came before min_tokens does not count."""
     params = SamplingParams(stop=["at on the m", "on the moon", " sat"], min_tokens=3, max_tokens=100)
     rules = OutputRules(
-        params, speaker.tokenizer, frozenset(), frozenset(), 100, StopStrings(params.stop_strings), token_texts=None
+        params, frozenset(), frozenset(), 100, StopStrings(params.stop_strings), None, TokenNames(speaker.tokenizer)
     )
     tokens: list[SampledToken] = [(token_id, 0.0, None, None) for token_id in speech_ids(speaker)]
 
@@ -400,14 +402,18 @@ def test_logprobs_of_a_vocabulary_smaller_than_asked_for(tmp_path: Path) -> None
 
 
 def test_decoded_tokens(engine: LLMEngine, llama: Checkpoint) -> None:
+    """Joined, they are the text, also where the model draws parts of characters and ends amid one."""
     assert engine.tokenizer is not None
     for params in (dict(temperature=0), dict(temperature=2.0, seed=3)):
-        outputs = run(engine, ["the cat", "🙂"], SamplingParams(max_tokens=20, logprobs=20, **params))
-        for output in outputs:
-            assert output.outputs[0].logprobs is not None
-            for entries in output.outputs[0].logprobs:
-                for token_id, entry in entries.items():
-                    assert entry.decoded_token == engine.tokenizer.decode([token_id])
+        ignored = [0, 1]  # <s> and </s>, which the text leaves out
+        params = SamplingParams(max_tokens=20, logprobs=20, logit_bias=dict.fromkeys(ignored, -100.0), **params)
+        for output in run(engine, ["the cat", "🙂"], params):
+            [completion] = output.outputs
+            assert completion.logprobs is not None
+            own = [
+                entries[i].decoded_token for i, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+            assert "".join(map(str, own)) == completion.text
     [output] = run(LLMEngine(llama.path), [[1]], SamplingParams(max_tokens=2, logprobs=2))
     assert output.outputs[0].logprobs is not None
     assert {e.decoded_token for entries in output.outputs[0].logprobs for e in entries.values()} == {None}
@@ -417,10 +423,8 @@ def test_the_decoded_eos_token_is_shown(speaker: LLMEngine) -> None:
     assert speaker.tokenizer is not None
     final = speak(speaker, logprobs=0)[-1].outputs[0]
     assert final.logprobs is not None
-    assert [[entry.decoded_token for entry in entries.values()] for entries in final.logprobs] == [
-        [speaker.tokenizer.decode([token_id])] for token_id in final.token_ids
-    ]
-    assert [entry.decoded_token for entry in final.logprobs[-1].values()] == [EOS] and EOS not in final.text
+    names = [entry.decoded_token for entries in final.logprobs for entry in entries.values()]
+    assert "".join(map(str, names)) == final.text + EOS and names[-1] == EOS
 
 
 def test_a_model_with_more_tokens_than_the_tokenizer(tmp_path: Path) -> None:
@@ -434,3 +438,109 @@ def test_a_model_with_more_tokens_than_the_tokenizer(tmp_path: Path) -> None:
     beyond = [(t, e) for entries in completion.logprobs for t, e in entries.items() if t >= TOKENIZER_SIZE]
     assert {entry.decoded_token for _, entry in beyond} == {""}
     assert max(completion.token_ids) >= TOKENIZER_SIZE
+
+
+# ---- special tokens in stop strings ---------------------------------------------------------------------------------
+
+TURN_END = "<|im_end|>"
+TURNS = f" sat.{TURN_END} the mat{TURN_END}"  # after BEGINNING; then EOS
+
+
+@pytest.fixture(scope="module")
+def turns_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that says TURNS, for which TURN_END is a special token like others."""
+    directory = tmp_path_factory.mktemp("turns")
+    make_speaking_model(directory, BEGINNING + TURNS, TURN_END)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def turns(turns_path: str) -> LLMEngine:
+    return LLMEngine(turns_path)
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "stop_reason"),
+    [
+        (dict(stop=TURN_END), " sat.", TURN_END),
+        (dict(stop=TURN_END, skip_special_tokens=False), " sat.", TURN_END),
+        (dict(stop=TURN_END, include_stop_str_in_output=True), f" sat.{TURN_END}", TURN_END),
+        (
+            dict(stop=TURN_END, include_stop_str_in_output=True, skip_special_tokens=False),
+            f" sat.{TURN_END}",
+            TURN_END,
+        ),
+        (dict(stop=[f"at.{TURN_END}", "never"]), " s", f"at.{TURN_END}"),
+        (dict(stop=f"{TURN_END} the m"), " sat.", f"{TURN_END} the m"),
+        (
+            dict(stop=f"{TURN_END} the m", include_stop_str_in_output=True),
+            f" sat.{TURN_END} the m",
+            f"{TURN_END} the m",
+        ),
+        (dict(stop=f"{TURN_END} the m", skip_special_tokens=False), " sat.", f"{TURN_END} the m"),
+        (dict(stop=f"mat{TURN_END}"), " sat. the ", f"mat{TURN_END}"),
+        (dict(stop=TURN_END, min_tokens=5), " sat. the mat", TURN_END),
+        (dict(stop=f"mat{TURN_END}{EOS}"), " sat. the ", f"mat{TURN_END}{EOS}"),
+        (dict(stop=EOS, skip_special_tokens=False), TURNS, EOS),
+        (dict(stop=[f"{TURN_END} on", f"x{TURN_END}", "|im_end|", "<"]), " sat. the mat", None),
+        (dict(stop=EOS, ignore_eos=True), " sat. the mat", EOS),
+        (dict(stop_token_ids=[2]), " sat.", 2),
+    ],
+)
+def test_a_stop_string_with_a_special_token(
+    turns: LLMEngine, params: dict[str, Any], text: str, stop_reason: int | str | None
+) -> None:
+    """`speak` sees every output: the text only grows."""
+    final = speak(turns, **params)[-1].outputs[0]
+    assert (final.text, final.finish_reason, final.stop_reason) == (text, "stop", stop_reason)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [dict(n=3), dict(best_of=2, use_beam_search=True), dict(n=2, output_kind=RequestOutputKind.DELTA)],
+    ids=["n", "beams", "deltas"],
+)
+def test_a_special_stop_string_ends_each_output(turns: LLMEngine, params: dict[str, Any]) -> None:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 30, "stop": f"at.{TURN_END}", **params})
+    turns.add_request("a", BEGINNING, params)
+    [told, *outputs] = step_to_end(turns)
+    for output in outputs:
+        if params.output_kind is RequestOutputKind.DELTA:
+            told.add(output)
+        else:
+            told = output
+    assert [each.finish_reason for each in told.outputs] == ["stop"] * params.n
+    assert (told.outputs[0].text, told.outputs[0].stop_reason) == (" s", f"at.{TURN_END}")
+
+
+def step_to_end(engine: LLMEngine) -> Iterator[RequestOutput]:
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+def test_a_special_stop_string_amid_drafts(tmp_path: Path) -> None:
+    """The model repeats itself, so that the stop string lies amid the tokens that are guessed."""
+    period = f" the cat sat.{TURN_END}"
+    make_speaking_model(tmp_path, period * 8, TURN_END)
+    engine = LLMEngine(str(tmp_path), speculation="ngram", num_speculative_tokens=12)
+    params = SamplingParams(temperature=0, max_tokens=60, stop=f"{TURN_END} the", min_tokens=20)
+    [output] = run(engine, [period], params)
+    assert engine.stats().num_accepted_tokens > 0
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == (" the cat sat." * 4, f"{TURN_END} the")
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_the_tokenizer_s_end_of_a_turn(turns_path: str, tmp_path: Path, has_template: bool) -> None:
+    """A model for chats whose config.json still has the end-of-sequence token of the model it came from."""
+    directory = tmp_path / "model"
+    shutil.copytree(turns_path, directory)
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": TURN_END}
+    if has_template:
+        fields["chat_template"] = "{{ messages[0].content }}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+    final = speak(LLMEngine(str(directory)))[-1].outputs[0]
+    assert (final.text, final.finish_reason, final.stop_reason) == (
+        " sat." if has_template else " sat. the mat",
+        "stop",
+        None,
+    )

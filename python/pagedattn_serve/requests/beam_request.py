@@ -32,7 +32,7 @@ class BeamRequest(Request):
         Returns the number of beams that ran. Raises FloatingPointError for logits that are no numbers, ValueError if
         no token is left to choose.
         """
-        self._decode_prompt()
+        self._name_prompt()
         beams = self.completions
         for beam, (_, logprob, _, _) in zip(beams, tokens, strict=True):
             beam.require_number(logprob)

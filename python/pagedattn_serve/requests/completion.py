@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenTexts
-from pagedattn_serve.text.stop_strings import StopState, StopStrings
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.text.stop_strings import SpecialStops, StopSearch, StopStrings
+from pagedattn_serve.text.token_names import TokenNames
 
 # A token, its log probability, the most likely tokens at its place if asked for, and with beam search the candidates.
 SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, float]] | None]
@@ -18,18 +19,19 @@ SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, floa
 class OutputRules:
     """What is the same for all outputs of a request.
 
-    tokenizer, token_texts: None if there is no tokenizer, or no text is asked for.
+    token_names: None if there is no tokenizer, or no text is asked for.
     eos_token_ids: the end-of-sequence tokens that end an output; none with ignore_eos.
     end_token_ids: these, and the stop tokens.
+    special_stops: the stop strings that name special tokens; None if there are none.
     """
 
     params: SamplingParams
-    tokenizer: Any | None
     eos_token_ids: frozenset[int]
     end_token_ids: frozenset[int]
     max_tokens: int
     stop_strings: StopStrings | None
-    token_texts: TokenTexts | None
+    special_stops: SpecialStops | None
+    token_names: TokenNames | None
 
 
 class Completion:
@@ -41,12 +43,11 @@ class Completion:
 
     __slots__ = (
         "_detokenizer",
-        "_num_searched",
         "_num_told_characters",
         "_num_told_tokens",
         "_rules",
         "_stop_reason",
-        "_stop_state",
+        "_stop_search",
         "cumulative_logprob",
         "is_told",
         "logprobs",
@@ -62,12 +63,15 @@ class Completion:
         self._rules = rules
         self._stop_reason: int | str | None = None
         self._detokenizer: IncrementalDetokenizer | None = None
-        if rules.tokenizer is not None:
+        if rules.token_names is not None:
             self._detokenizer = IncrementalDetokenizer(
-                rules.tokenizer, sequence.prompt_token_ids, skip_special_tokens=rules.params.skip_special_tokens
+                rules.token_names.tokenizer,
+                sequence.prompt_token_ids,
+                skip_special_tokens=rules.params.skip_special_tokens,
             )
-        self._num_searched = 0  # characters of the text, searched for stop strings
-        self._stop_state: StopState | None = None  # after these characters; None at the start, or without stop strings
+        self._stop_search: StopSearch | None = None
+        if rules.stop_strings is not None:
+            self._stop_search = StopSearch(rules.stop_strings, rules.special_stops)
 
     def fork(self, sequence: Sequence) -> Self:
         """A completion with the same output so far, for a fork of the sequence."""
@@ -75,7 +79,8 @@ class Completion:
         other.cumulative_logprob, other.logprobs = self.cumulative_logprob, list(self.logprobs)
         if self._detokenizer is not None:
             other._detokenizer = self._detokenizer.fork()
-            other._num_searched, other._stop_state = self._num_searched, self._stop_state
+        if self._stop_search is not None:
+            other._stop_search = self._stop_search.fork()
         return other
 
     def require_number(self, logprob: float) -> None:
@@ -95,10 +100,12 @@ class Completion:
         rules, token_ids = self._rules, self.sequence.output_token_ids
         token_ids.append(token_id)
         self.cumulative_logprob += logprob
+        packed = None
         if top_logprobs is not None:
-            packed = PackedLogprobs(top_logprobs, rules.token_texts)
+            packed = PackedLogprobs(top_logprobs)
+            if self._detokenizer is not None and rules.token_names is not None:
+                packed.texts = rules.token_names.at(self._detokenizer, top_logprobs)
             self.logprobs.append(packed)
-            decode_tokens(packed)
         status = None
         if token_id in rules.end_token_ids:
             status = SequenceStatus.FINISHED_STOPPED
@@ -108,22 +115,20 @@ class Completion:
         if self._detokenizer is None:
             return status
         with_stop = rules.params.include_stop_str_in_output
-        if status is None:
+        is_shown = status is not SequenceStatus.FINISHED_STOPPED or with_stop
+        if is_shown:
             self._detokenizer.add(token_id)
-        else:
-            if status is SequenceStatus.FINISHED_LENGTH or with_stop:
-                self._detokenizer.add(token_id)
-            self._detokenizer.finish()
-        stops = rules.stop_strings
-        if stops is None:
+        if status is not None:
+            held_back = self._detokenizer.finish()
+            if packed is not None and held_back and status is SequenceStatus.FINISHED_LENGTH:
+                packed.extend_text(token_id, held_back)
+        if self._stop_search is None:
             return status
-        text = self._detokenizer.text
-        stop, self._stop_state = stops.search(text, self._num_searched, self._stop_state or stops.start)
-        self._num_searched = len(text)
+        leaves_out_specials = rules.params.skip_special_tokens or not is_shown
+        stop = self._stop_search.find(self._detokenizer.text, token_id if leaves_out_specials else None)
         if stop is not None and len(token_ids) >= rules.params.min_tokens:
             stop_at, self._stop_reason = stop
-            end = stop_at + len(self._stop_reason) if with_stop else stop_at
-            self._detokenizer.text = text[:end]
+            self._detokenizer.text = self._detokenizer.text[:stop_at] + (self._stop_reason if with_stop else "")
             status = SequenceStatus.FINISHED_STOPPED
         return status
 
@@ -134,10 +139,8 @@ class Completion:
         finish_reason = sequence.status.finish_reason
         text = "" if self._detokenizer is None else self._detokenizer.text
         end = len(text)
-        if self._stop_state is not None and finish_reason is None and not params.include_stop_str_in_output:
-            stops = self._rules.stop_strings
-            assert stops is not None
-            end -= stops.num_held_back(self._stop_state)
+        if self._stop_search is not None and finish_reason is None:
+            end = self._stop_search.num_final(text, params.include_stop_str_in_output)
         num_told = self._num_told_tokens
         output = CompletionOutput(
             index,
@@ -152,10 +155,3 @@ class Completion:
             self._num_told_tokens, self._num_told_characters = len(sequence.output_token_ids), end
             self.is_told = finish_reason is not None
         return output
-
-
-def decode_tokens(logprobs: PackedLogprobs) -> None:
-    """Decode the text of each token now: the logprobs are read in another thread."""
-    if logprobs.texts is not None:
-        for token_id in logprobs:
-            logprobs.texts[token_id]

@@ -16,8 +16,8 @@ from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence import SequenceRules
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.text.detokenizer import TokenTexts
-from pagedattn_serve.text.stop_strings import StopStrings
+from pagedattn_serve.text.stop_strings import SpecialStops, StopStrings
+from pagedattn_serve.text.token_names import TokenNames
 from pagedattn_serve.text.tokenizer import bad_word_ids
 
 
@@ -43,7 +43,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)  # filled by the engine's steps alone
+        self._token_names = None if tokenizer is None else TokenNames(tokenizer)
         self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
 
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
@@ -125,14 +125,19 @@ class InputProcessor:
             max_len = min(max_len, max(max_length, num_prompt_tokens + 1))
         room = max_len - num_prompt_tokens
         eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        special_stops = None
+        if params.stop and self._token_names is not None:
+            with self.texts.lock:
+                special_texts = self._token_names.special_texts
+            special_stops = SpecialStops(params.stop_strings, special_texts) or None
         return OutputRules(
             params=params,
-            tokenizer=self._tokenizer if params.detokenize else None,
             eos_token_ids=eos_token_ids,
             end_token_ids=eos_token_ids.union(params.stop_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_strings=StopStrings(params.stop_strings) if params.stop else None,
-            token_texts=self._token_texts if params.detokenize else None,
+            special_stops=special_stops,
+            token_names=self._token_names if params.detokenize else None,
         )
 
 

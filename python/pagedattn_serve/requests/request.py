@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, RequestMetrics, RequestOutput
-from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken, decode_tokens
+from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.text.token_names import names_in_prompt
 
 # A module looks up a name faster than an enum looks up a member.
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -24,7 +25,7 @@ class Request:
         "_prompt",
         "_prompt_logprobs",
         "_prompt_token_ids",
-        "_token_texts",
+        "_token_names",
         "completions",
         "error",
         "group",
@@ -44,7 +45,7 @@ class Request:
         self._prompt_token_ids = [*group.prompt_token_ids]  # a list for the user, who may write to it
         self._are_prompt_logprobs_told = False  # by a delta
         self._params = params
-        self._token_texts = rules.token_texts
+        self._token_names = rules.token_names
         self._prompt_logprobs: list[PackedLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]  # of the first token
@@ -61,7 +62,7 @@ class Request:
         """Append a token to each unfinished sequence. If the first tokens are several, the sequence forks for them.
         Returns how many tokens were appended. Raises what `Completion.add_token` raises."""
         if self._prompt_logprobs is not None:
-            self._decode_prompt()
+            self._name_prompt()
         if len(tokens) > len(self.completions):
             self._fork(len(tokens), scheduler)
         unfinished = self.completions
@@ -138,10 +139,13 @@ class Request:
             prompt_logprobs,
         )
 
-    def _decode_prompt(self) -> None:
-        """Fill in the texts of prompt_logprobs, at the first token."""
-        if not self.completions[0].sequence.output_token_ids:
-            for packed in self._prompt_logprobs or ():
-                if packed is not None:
-                    packed.texts = self._token_texts
-                    decode_tokens(packed)
+    def _name_prompt(self) -> None:
+        """Fill in the texts of prompt_logprobs, at the first token: the logprobs are read in another thread."""
+        if self._token_names is None or self._prompt_logprobs is None or self.completions[0].sequence.output_token_ids:
+            return
+        token_ids, logprobs = self.group.prompt_token_ids, self._prompt_logprobs
+        candidates = [packed or token_ids[:1] for packed in logprobs]
+        names = names_in_prompt(self._token_names, token_ids, self._prompt, candidates)
+        for packed, found in zip(logprobs, names, strict=False):
+            if packed is not None:
+                packed.texts = found

@@ -15,19 +15,6 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
-class TokenTexts(dict[int, str]):
-    """The text of each token alone, decoded when it is first asked for."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> str:
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        self[token_id] = text
-        return text
-
-
 class IncrementalDetokenizer:
     """The text of one output.
 
@@ -38,6 +25,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> None:
         self.text = ""
+        self.skips_special_tokens = skip_special_tokens
         self._decode = _decoder(tokenizer, skip_special_tokens)
         self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
         self._context_begin = 0  # text is decoded from here
@@ -58,10 +46,29 @@ class IncrementalDetokenizer:
             self._context_begin = self._given_out
             self._given_out = len(self._token_ids)
 
-    def finish(self) -> None:
-        """Give out what was held back: no more tokens will complete it."""
-        self.text += self._pending_text()
+    def finish(self) -> str:
+        """Give out what was held back, and return it: no more tokens will complete it."""
+        held_back = self._pending_text()
+        self.text += held_back
         self._given_out = len(self._token_ids)
+        return held_back
+
+    @property
+    def is_amid_text(self) -> bool:
+        """Whether there is text before the next token, and no part of a character is held back."""
+        if self._given_out < len(self._token_ids):
+            return False
+        if self._context_begin > 0:  # the tokens from there on have added text
+            return True
+        before = self._decode(self._token_ids)
+        return bool(before) and not before.endswith(REPLACEMENT)
+
+    def addition(self, token_id: int) -> str:
+        """What `add` would append to `text` for this token."""
+        self._token_ids.append(token_id)
+        addition = self._pending_text()
+        self._token_ids.pop()
+        return "" if addition.endswith(REPLACEMENT) else addition
 
     def _pending_text(self) -> str:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
@@ -78,12 +85,19 @@ class IncrementalDetokenizer:
         return after[len(commonprefix((before, after))) :]  # noqa: RUF071 (of characters, not of paths)
 
 
-def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` with the options of a stream: to clean up spaces would change text given out already."""
+def fast_backend(tokenizer: Any) -> Any | None:
+    """The tokenizer of the package tokenizers that decodes for a tokenizer of transformers; None if none does so
+    alone."""
     from transformers import PreTrainedTokenizerFast as Fast  # here, as the import takes long
 
-    fast: Any = tokenizer if isinstance(tokenizer, Fast) else None
-    if fast is not None and (type(fast).decode, type(fast)._decode) == (Fast.decode, Fast._decode):
-        # The class does not override `decode`, which ends in this call. The call alone takes a sixth of the time.
-        return partial(fast.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    if isinstance(tokenizer, Fast) and (type(tokenizer).decode, type(tokenizer)._decode) == (Fast.decode, Fast._decode):
+        return tokenizer.backend_tokenizer
+    return None
+
+
+def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """`tokenizer.decode` with the options of a stream: to clean up spaces would change text given out already."""
+    backend = fast_backend(tokenizer)
+    if backend is not None:  # `decode` ends in this call. The call alone takes a sixth of the time.
+        return partial(backend.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

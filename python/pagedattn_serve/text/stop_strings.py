@@ -1,8 +1,13 @@
 """Texts that end an output: where one begins, and what may still become one."""
 
+import copy
+import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Self
+
+FIRST_SIGN = 0xD800  # a surrogate, which no decoded text has
 
 
 class StopState:
@@ -89,3 +94,96 @@ class StopStrings:
         begin = state.begin + self._is_whole(state)
         begin = bisect_left(self._sorted, character, begin, state.end, key=next_character)
         return begin, bisect_right(self._sorted, character, begin, state.end, key=next_character)
+
+
+class SpecialStops:
+    """Stop strings that name special tokens, which a text may leave out: "mat.<|im_end|>" ends an output whose text
+    has "mat." before this token.
+
+    A sign, one character, stands for each such token: in `strings`, and in what is searched for them.
+    signs: by token id.
+    """
+
+    def __init__(self, stop_strings: tuple[str, ...], special_texts: Mapping[int, str]) -> None:
+        texts = sorted({text for text in special_texts.values() if text}, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        sign_of: dict[str, str] = {}
+        self._given: dict[str, str] = {}  # the stop string of each that is searched for
+        for stop_string in stop_strings:
+            signed = pattern.sub(
+                lambda found: sign_of.setdefault(found[0], chr(FIRST_SIGN + len(sign_of))), stop_string
+            )
+            if signed != stop_string:
+                self._given.setdefault(signed, stop_string)
+        self.strings = StopStrings(tuple(self._given))
+        self.signs = {token_id: sign_of[text] for token_id, text in special_texts.items() if text in sign_of}
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def given(self, found: str) -> str:
+        """The stop string as its user wrote it."""
+        return self._given[found]
+
+
+class StopSearch:
+    """The stop strings in the text of one output, which grows, and in the special tokens that the text leaves out."""
+
+    __slots__ = ("_num_searched", "_sign_places", "_special_state", "_specials", "_state", "_stops")
+
+    def __init__(self, stops: StopStrings, specials: SpecialStops | None) -> None:
+        self._stops = stops
+        self._specials = specials
+        self._state = stops.start
+        self._special_state = None if specials is None else specials.strings.start
+        self._num_searched = 0  # characters of the text
+        self._sign_places: list[int] = []  # where in the text special tokens were left out, in order
+
+    def fork(self) -> Self:
+        """The search of another output with the same text so far."""
+        other = copy.copy(self)
+        other._sign_places = list(self._sign_places)
+        return other
+
+    def find(self, text: str, left_out: int | None) -> tuple[int, str] | None:
+        """Where the earliest stop string begins and which it is, of those that end in what is new of the text.
+
+        left_out: the special token that came last, if the text leaves it out.
+        """
+        found, self._state = self._stops.search(text, self._num_searched, self._state)
+        if self._specials is not None:
+            found_special = self._find_special(text, left_out)
+            found = min(filter(None, (found, found_special)), default=None)
+        self._num_searched = len(text)
+        return found
+
+    def _find_special(self, text: str, left_out: int | None) -> tuple[int, str] | None:
+        assert self._specials is not None and self._special_state is not None
+        num_before = self._num_searched + len(self._sign_places)
+        piece = text[self._num_searched :]
+        if left_out is not None and left_out in self._specials.signs:
+            piece += self._specials.signs[left_out]
+            self._sign_places.append(len(text))
+        found, self._special_state = self._specials.strings.search(piece, 0, self._special_state)
+        if found is None:
+            return None
+        begin, stop_string = found
+        return self._place(num_before + begin), self._specials.given(stop_string)
+
+    def num_final(self, text: str, with_stop: bool) -> int:
+        """How many characters of the text stay, whatever comes: the rest may begin a stop string. With the stop string
+        left in the text, the rest stays as well, unless a special token is part of the stop string."""
+        end = len(text) if with_stop else len(text) - self._stops.num_held_back(self._state)
+        if self._specials is None:
+            return end
+        assert self._special_state is not None
+        num_all = len(text) + len(self._sign_places)
+        begin = self._place(num_all - self._specials.strings.num_held_back(self._special_state))
+        return min(end, begin)
+
+    def _place(self, place: int) -> int:
+        """The place in the text of a place among the characters of the text and the signs."""
+        for num_signs, sign_place in enumerate(self._sign_places):
+            if place <= sign_place + num_signs:
+                return place - num_signs
+        return place - len(self._sign_places)

@@ -65,6 +65,14 @@ def _from_pretrained(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, config=config)
 
 
+def turn_end_token_ids(tokenizer: Any | None) -> set[int]:
+    """The token that ends a turn of a chat: the end-of-sequence token of a tokenizer with a chat template. Many models
+    are trained for chats under the config.json of the model they came from, whose end-of-sequence token is another."""
+    if tokenizer is None or not tokenizer.chat_template or tokenizer.eos_token_id is None:
+        return set()
+    return {tokenizer.eos_token_id}
+
+
 def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The token ids of each word where a text begins with it, and where it follows a space, as in vLLM. Most tokenizers
     give the two places different ids. Raises ValueError for a word without token ids."""

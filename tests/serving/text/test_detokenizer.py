@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from checkpoints import TOKENIZER_SIZE
+from checkpoints import TOKENIZER_SIZE, make_metaspace_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
@@ -18,33 +17,7 @@ TEXT = st.text(max_size=12) | st.text(alphabet="the cat, 🙂é한\u200d👩", m
 
 @pytest.fixture(scope="module")
 def metaspace() -> PreTrainedTokenizerBase:
-    """As LLaMA-2's: "▁" for a space, one put before every text and dropped from the first decoded token; unknown
-    characters in bytes, of which an incomplete run decodes to a replacement character for each."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcdehot",
-        "▁t",
-        "▁th",
-        "▁the",
-    ]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[("▁", "t"), ("▁t", "h"), ("▁th", "e")],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return make_metaspace_tokenizer()
 
 
 class Slow:

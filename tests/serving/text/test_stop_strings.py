@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.text.stop_strings import StopStrings
+from pagedattn_serve.text.stop_strings import SpecialStops, StopSearch, StopStrings
 
 PIECES = st.lists(st.text("ab", max_size=4), max_size=4)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5)
@@ -35,3 +35,42 @@ def test_a_stop_string_of_millions_of_characters_costs_nothing(text: str) -> Non
     _, state = searched.search(text, 0, searched.start)
     assert searched.num_held_back(state) == 0
     assert time.thread_time() - started < 0.1  # seconds; to look at each character of it takes one or more
+
+
+SPECIALS = {7: "<a>", 8: "<b>"}
+TOKENS = st.lists(st.sampled_from(["a", "b", "ab", 7, 8]), max_size=8)
+SPECIAL_STOPS = st.lists(
+    st.lists(st.sampled_from(["a", "b", "<a>", "<b>"]), min_size=1, max_size=3).map("".join), min_size=1, max_size=3
+)
+
+
+@given(tokens=TOKENS, stops=SPECIAL_STOPS, with_stop=st.booleans())
+def test_stop_strings_with_special_tokens_that_the_text_leaves_out(
+    tokens: list[str | int], stops: list[str], with_stop: bool
+) -> None:
+    """Found where the text, or the text with the special tokens that stop strings name, ends with a stop string."""
+    search = StopSearch(StopStrings(tuple(stops)), SpecialStops(tuple(stops), SPECIALS))
+    named = {token_id for token_id, special in SPECIALS.items() if special in "".join(stops)}
+    text, final = "", ""
+    pieces: list[str] = []  # characters of the text, and the special tokens among them
+    for token in tokens:
+        new = list(token) if isinstance(token, str) else [SPECIALS[token]] if token in named else []
+        pieces += new
+        text += token if isinstance(token, str) else ""
+        found = search.find(text, None if isinstance(token, str) else token)
+        places = []
+        for all_pieces in (pieces, list(text) if isinstance(token, str) else []):
+            for end in range(len(all_pieces) - len(new) + 1, len(all_pieces) + 1):
+                begins = [begin for begin in range(end) if "".join(all_pieces[begin:end]) in stops]
+                places += [sum(len(piece) == 1 for piece in all_pieces[:begin]) for begin in begins]
+        assert (None if found is None else found[0]) == min(places, default=None)
+        if found is not None:
+            begin, stop = found
+            assert stop in stops and (text[:begin] + stop * with_stop).startswith(final)  # nothing is taken back
+            return
+        final = text[: search.fork().num_final(text, with_stop)]
+
+
+def test_a_special_token_in_one_piece() -> None:
+    """A stop string that is a part of a special token's text does not end an output whose text lacks the token."""
+    assert not SpecialStops(("<", "a>", "cat"), SPECIALS)

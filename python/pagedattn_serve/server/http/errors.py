@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from pagedattn_serve.server.http.request_context import current_request
+
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
 
 
@@ -32,13 +34,16 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
+        """The JSON of the response. With status 500 the message ends with the id that the log has."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 3] + "..."
+        context = current_request.get()
+        if self.status == 500 and context is not None:
+            message += f" (request {context.answer_id or context.request_id})"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -104,6 +104,8 @@ class RequestLog:
 def log_request(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
     is_poll = scope["path"] in POLLED_PATHS and status < 400
     fields: dict[str, Any] = {"method": scope["method"], "path": scope["path"][:200], "status": status}
+    if context.answer_id:
+        fields["id"] = context.answer_id
     if context.num_prompt_tokens:
         fields |= {"prompt_tokens": context.num_prompt_tokens, "output_tokens": context.num_output_tokens}
     fields["seconds"] = round(seconds, 3)

@@ -14,7 +14,7 @@ OPENAI_MAX_TOKENS = 16  # OpenAI's default for completions
 # Fields of both endpoints that SamplingParams has under the same name.
 SAME = tuple(SamplingBody.model_fields.keys() & {field.name for field in fields(SamplingParams)})
 # Fields that come from the model's generation_config.json, if a request leaves them out.
-FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 # Between two parts of JSON: enough for indentation. Without a bound, a weak model may write nothing else.
 WHITE_SPACE = r"[ \t\r\n]{0,20}"
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -56,7 +56,7 @@ def _params(
             400, "best_of: expected at most n with stream, as the best are known at the end alone", param="best_of"
         )
     if body.use_beam_search:  # beam search draws nothing: no defaults for drawing
-        base: dict[str, Any] = {"temperature": 0}
+        base: dict[str, Any] = {"temperature": 0, "stop": defaults.stop}
     else:
         base = {name: getattr(defaults, name) for name in FROM_MODEL}
     structured_output = _structured_output(body)

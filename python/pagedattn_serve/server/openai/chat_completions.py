@@ -33,7 +33,7 @@ async def create_chat_completion(
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
     service.check_room(len(token_ids), params.max_tokens, "messages")
     job = service.job("chatcmpl", [PromptTokens(text, token_ids)], params, body)
-    answer = _Answer(body, job)
+    answer = _Answer(body, job, service)
     if body.stream:
         writer = ChunkWriter(job, "chat.completion.chunk", body.stream_options)
         return EventStream(JobChunks(service.jobs, job, writer, answer.opening, _render).send_all)
@@ -46,10 +46,12 @@ async def create_chat_completion(
 class _Answer:
     """The engine's output in the form that a request asks for."""
 
-    def __init__(self, body: ChatCompletionRequest, job: Job) -> None:
+    def __init__(self, body: ChatCompletionRequest, job: Job, service: Service) -> None:
         self._body = body
         self._job = job
-        self._logprobs = ChatLogprobsFormat(body.top_logprobs or 0) if body.logprobs else None
+        self._logprobs: ChatLogprobsFormat | None = None
+        if body.logprobs:
+            self._logprobs = ChatLogprobsFormat(service.token_names, body.top_logprobs or 0, job.params)
 
     def whole(self, output: RequestOutput) -> Response:
         """output: the sum of the deltas."""
@@ -75,9 +77,7 @@ class _Answer:
         return told, [self._logprobs for _ in indices]
 
     def _choice(self, index: int, completion: CompletionOutput) -> ChatChoice:
-        logprobs = None
-        if self._logprobs is not None:
-            logprobs = self._logprobs.add(completion.token_ids, completion.logprobs or [])
+        logprobs = None if self._logprobs is None else self._logprobs.add(completion)
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},

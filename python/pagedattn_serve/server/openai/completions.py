@@ -83,7 +83,7 @@ class _Answer:
     def __init__(self, body: CompletionRequest, job: Job, service: Service) -> None:
         self._body = body
         self._job = job
-        self._tokenizer = service.tokenizer
+        self._token_names = service.token_names
         self._shows_output = body.max_tokens != 0  # with 0, too, the engine makes a token
 
     def whole(self, outputs: list[RequestOutput]) -> Response:
@@ -128,9 +128,8 @@ class _Answer:
         text = (prompt.text or "") if body.echo else ""
         if body.logprobs is None:
             return _Beginning(text, None, None)
-        context = [] if body.echo else prompt.token_ids
-        form = CompletionLogprobsFormat(self._tokenizer, context, params.skip_special_tokens, body.logprobs)
-        logprobs = form.add(prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
+        form = CompletionLogprobsFormat(self._token_names, body.logprobs, params.skip_special_tokens)
+        logprobs = form.add_prompt(text, prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
         return _Beginning(text, logprobs, form)
 
     def _choice(
@@ -138,7 +137,7 @@ class _Answer:
     ) -> CompletionChoice:
         logprobs = beginning.logprobs
         if beginning.format is not None and self._shows_output:
-            of_output = beginning.format.fork().add(completion.token_ids, completion.logprobs or [])
+            of_output = beginning.format.fork().add(completion)
             logprobs = of_output if logprobs is None else joined(logprobs, of_output)
         choice: CompletionChoice = {
             "index": index,

@@ -91,6 +91,10 @@ class JobRunner:
         return [outputs[place] for place in range(len(job.prompts))]
 
     async def _run_one(self, job: Job, place: int, take: Take, forget: Forget) -> None:
+        text, token_ids = job.prompts[place].text, job.prompts[place].token_ids
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if job.params.prompt_logprobs is not None and text is not None:
+            prompt["prompt"] = text  # so that the names of the prompt's tokens are pieces of this text
         is_finished = False
         with self._metrics.watch() as see:
 
@@ -101,7 +105,7 @@ class JobRunner:
                 return may_begin_anew
 
             outputs = self._engine.generate(
-                {"prompt_token_ids": job.prompts[place].token_ids},
+                prompt,
                 job.params,
                 f"{job.request_id}-{place}",
                 job.priority,

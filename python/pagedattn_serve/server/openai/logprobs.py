@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
-from pagedattn_serve.outputs import Logprob, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.openai.response_bodies import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -12,7 +13,7 @@ from pagedattn_serve.server.openai.response_bodies import (
     TokenLogprob,
     TopLogprob,
 )
-from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from pagedattn_serve.text.token_names import TokenNames, is_in_text, names_in_prompt
 
 LOWEST = -9999.0  # for minus infinity, which JSON does not have
 
@@ -23,62 +24,94 @@ class CompletionLogprobsFormat:
     """The format of completions: four lists, with the place of each token in the text.
 
     The place of a token is the length of the text before it. Tokens that are parts of one character have one place.
-    num_top: how many of the most likely tokens were asked for.
+    num_top: how many of the most likely tokens were asked for. skips_special_tokens: whether the output does.
     """
 
-    def __init__(self, tokenizer: Any, context: list[int], skip_special_tokens: bool, num_top: int) -> None:
-        self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip_special_tokens)
+    def __init__(self, names: TokenNames, num_top: int, skips_special_tokens: bool) -> None:
+        self._names = names
         self._num_top = num_top
+        self._skips_special_tokens = skips_special_tokens
+        self._offset = 0
 
     def fork(self) -> Self:
         """A format that goes on from here by itself."""
-        other = copy.copy(self)
-        other._detokenizer = self._detokenizer.fork()
-        return other
+        return copy.copy(self)
 
-    def add(self, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
-        """entries: one for each token; None for the first token of a prompt, which nothing predicts."""
-        offsets, tokens = [], []
-        logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
+    def add_prompt(self, text: str, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
+        """entries: one for each token; None for the first token, which nothing predicts."""
+        told = _no_logprobs(self._num_top)
         for token_id, each in zip(token_ids, entries, strict=True):
-            offsets.append(len(self._detokenizer.text))
-            self._detokenizer.add(token_id)
             if each is None:
-                tokens.append(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-                logprobs.append(None)
-                top_logprobs.append(None)
-                continue
-            own = each[token_id]
-            tokens.append(own.decoded_token or "")
-            logprobs.append(_finite(own.logprob))
-            top: dict[str, float] = {}
-            for each_id, entry in sorted(each.items(), key=lambda item: item[1].rank):
-                if entry.rank <= self._num_top or each_id == token_id:
-                    top.setdefault(entry.decoded_token or "", _finite(entry.logprob))
-            top_logprobs.append(top)
-        return {
-            "text_offset": offsets,
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": top_logprobs if self._num_top else None,
-        }
+                name = next(names_in_prompt(self._names, token_ids, text, [[token_id]]))[token_id]
+            else:
+                name = each[token_id].decoded_token or ""
+            is_in = is_in_text(self._names, token_id, text, self._offset)
+            self._add(told, token_id, name, each, is_in)
+        self._offset = len(text)  # the text may have spaces or capitals that the tokenizer does not keep
+        return told
+
+    def add(self, completion: CompletionOutput) -> CompletionLogprobs:
+        told = _no_logprobs(self._num_top)
+        for token_id, each in zip(completion.token_ids, completion.logprobs or [], strict=True):
+            is_in = not (self._skips_special_tokens and token_id in self._names.special_texts)
+            self._add(told, token_id, each[token_id].decoded_token or "", each, is_in)
+        return told
+
+    def _add(self, told: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, is_in: bool) -> None:
+        told["text_offset"].append(self._offset)
+        told["tokens"].append(name)
+        told["token_logprobs"].append(None if entries is None else _finite(entries[token_id].logprob))
+        if told["top_logprobs"] is not None:
+            told["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
+        if is_in:
+            self._offset += len(name)
+
+    def _top(self, token_id: int, entries: Entries) -> dict[str, float]:
+        """The likeliest tokens and the token itself by name. If several have one name, it is the token's or else the
+        likeliest one's; the names of the others are their ids, as vLLM writes them."""
+        own = entries[token_id].decoded_token or ""
+        top: dict[str, float] = {}
+        for each_id, entry in sorted(entries.items(), key=lambda item: item[1].rank):
+            if entry.rank <= self._num_top or each_id == token_id:
+                name = entry.decoded_token or ""
+                if each_id != token_id and (name == own or name in top):
+                    name = f"token_id:{each_id}"
+                top[name] = _finite(entry.logprob)
+        return top
 
 
 class ChatLogprobsFormat:
-    """The format of chats: an object for each token. num_top: most entries of its top_logprobs."""
+    """The format of chats: an object for each token. num_top: most entries of its top_logprobs.
 
-    def __init__(self, num_top: int) -> None:
+    The bytes of all tokens, joined, are the UTF-8 of the answer: a token that the answer leaves out has none.
+    """
+
+    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams) -> None:
+        self._names = names
         self._num_top = num_top
+        self._params = params
 
-    def add(self, token_ids: list[int], entries: list[Entries]) -> ChatLogprobs:
+    def add(self, completion: CompletionOutput) -> ChatLogprobs:
         content: list[TokenLogprob] = []
-        for token_id, each in zip(token_ids, entries, strict=True):
-            ranked = sorted(each.values(), key=lambda entry: entry.rank)
-            top = [_entry(entry) for entry in ranked[: self._num_top]]
-            content.append({**_entry(each[token_id]), "top_logprobs": top})
+        for place, (token_id, each) in enumerate(
+            zip(completion.token_ids, completion.logprobs or [], strict=True), 1 - len(completion.token_ids)
+        ):
+            left_out = token_id if place == 0 and self._ends_unseen(completion) else None
+            ranked = sorted(each.items(), key=lambda item: item[1].rank)
+            top = [self._entry(each_id, entry, left_out) for each_id, entry in ranked[: self._num_top]]
+            content.append({**self._entry(token_id, each[token_id], left_out), "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+    def _ends_unseen(self, completion: CompletionOutput) -> bool:
+        """Whether the last token is an end-of-sequence or stop token, which the text leaves out."""
+        is_string = isinstance(completion.stop_reason, str)
+        return completion.finish_reason == "stop" and not is_string and not self._params.include_stop_str_in_output
+
+    def _entry(self, token_id: int, entry: Logprob, left_out: int | None) -> TopLogprob:
+        name = entry.decoded_token or ""
+        is_left_out = self._params.skip_special_tokens and token_id in self._names.special_texts
+        told = b"" if is_left_out or token_id == left_out else self._names.bytes_of(token_id, name)
+        return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(told)}
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
@@ -115,10 +148,8 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
     return told
 
 
-def _entry(entry: Logprob) -> TopLogprob:
-    token = entry.decoded_token or ""
-    token_bytes = None if REPLACEMENT in token else list(token.encode())
-    return {"token": token, "logprob": _finite(entry.logprob), "bytes": token_bytes}
+def _no_logprobs(num_top: int) -> CompletionLogprobs:
+    return {"text_offset": [], "tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None}
 
 
 def _finite(logprob: float) -> float:

@@ -34,7 +34,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(TypedDict):
-    """A list entry for each token. top_logprobs: the likeliest tokens' texts; None where none were asked for."""
+    """A list entry for each token. top_logprobs: the likeliest tokens by name; None where none were asked for."""
 
     text_offset: list[int]
     tokens: list[str]
@@ -61,11 +61,11 @@ class CompletionResponse(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """bytes: None where the token holds a part of a character alone."""
+    """bytes: what the token adds to the UTF-8 of the answer, also if it is a part of a character."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):

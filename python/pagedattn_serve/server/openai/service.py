@@ -1,7 +1,6 @@
 """What every route needs: the engine, the config, and what turns a request into work for them."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from pagedattn_serve.server.openai.body_params import form_field
 from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
 from pagedattn_serve.server.openai.request_bodies import SamplingBody
 from pagedattn_serve.text.chat_template import render_chat
+from pagedattn_serve.text.token_names import TokenNames
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ class Service:
         if (tokenizer := engine.texts.tokenizer) is None:
             raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
         self.tokenizer: Any = tokenizer
+        self.token_names = TokenNames(tokenizer)
         self.max_model_len = engine.facts.max_model_len
         self.defaults = engine.facts.default_sampling_params  # for requests that leave them out
         self.config = config
@@ -75,9 +76,12 @@ class Service:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
     def job(self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody) -> Job:
-        """Work for the engine, with a new id that begins with the kind."""
+        """Work for the engine. Its id is the kind and the id of the HTTP request, so the log of either names both."""
+        context = current_request.get()
+        assert context is not None, "RequestLog has set it"
+        context.answer_id = f"{kind}-{context.request_id}"
         return Job(
-            request_id=f"{kind}-{secrets.token_hex(16)}",
+            request_id=context.answer_id,
             created=int(time.time()),
             model=self.config.served_model_name,
             prompts=prompts,

@@ -27,9 +27,9 @@ SendEvents = Callable[[bytes], Awaitable[None]]
 
 
 class LogprobsFormat(Protocol):
-    """The form of one choice's logprobs. `add` takes the next tokens and their logprobs."""
+    """The form of one choice's logprobs. `add` takes what is new of the choice."""
 
-    def add(self, token_ids: list[int], entries: list[Any]) -> Any: ...
+    def add(self, completion: CompletionOutput) -> Any: ...
 
 
 class ChunkWriter:
@@ -116,7 +116,7 @@ class JobChunks:
         text, finish_reason = completion.text, completion.finish_reason
         logprobs = None
         if form is not None and completion.token_ids:
-            logprobs = form.add(completion.token_ids, completion.logprobs or [])
+            logprobs = form.add(completion)
         if not text and logprobs is None and finish_reason is None:
             return []
         return [self._writer.choice(index, self._render(text), logprobs, finish_reason, completion.stop_reason)]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from checkpoints import BEGINNING, SPEECH
+from checkpoints import BEGINNING, EOS, SPEECH
 from pydantic import TypeAdapter
 
 from pagedattn_serve.server.openai.response_bodies import ChatCompletionResponse
@@ -59,8 +59,23 @@ def test_logprobs(client: Any) -> None:
     for token in content:
         assert len(token["top_logprobs"]) == 2
         assert token["top_logprobs"][0] == {name: token[name] for name in ("token", "logprob", "bytes")}
-    assert bytes(byte for token in content[:-1] for byte in token["bytes"] or b"?").startswith(b" sat on the mat ????")
+    assert b"".join(bytes(token["bytes"]) for token in content) == SPEECH.encode()
     assert content[0]["bytes"] == list(content[0]["token"].encode())
+
+
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"stream": True}])
+def test_bytes_of_the_tokens_are_those_of_the_answer(client: Any, fields: dict[str, Any]) -> None:
+    """Also of tokens that are parts of characters. The end-of-sequence token is no part of the answer."""
+    answer = "né🙂日本"
+    body = {"messages": MESSAGES, "guided_choice": [answer], "logprobs": True, "top_logprobs": 3, **fields}
+    if body.pop("stream", False):
+        choices = [event["choices"][0] for event in client.events(PATH, **body)]
+    else:
+        choices = client.answer(PATH, **body)["choices"]
+    content = [token for choice in choices for token in (choice["logprobs"] or {"content": []})["content"]]
+    assert b"".join(bytes(token["bytes"]) for token in content) == answer.encode()
+    assert "".join(token["token"] for token in content) == answer + EOS
+    assert all(each["bytes"] is not None for token in content for each in token["top_logprobs"])
 
 
 def test_no_top_logprobs_where_none_are_asked_for(client: Any) -> None:

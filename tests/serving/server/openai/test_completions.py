@@ -3,11 +3,12 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BEGINNING, SPEECH
+from checkpoints import BEGINNING, SPEECH, make_metaspace_tokenizer, make_model, make_speaking_model
 from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
@@ -197,6 +198,73 @@ def test_offsets_of_characters_in_several_tokens(client: Any) -> None:
     for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         if "\ufffd" not in token and token != "</s>":
             assert text[offset:].startswith(token)
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[Any]:
+    """A client of a random LLaMA whose tokenizer drops the first space of a text."""
+    directory = tmp_path_factory.mktemp("stripping")
+    tokenizer = make_metaspace_tokenizer()
+    tokenizer.save_pretrained(directory)
+    make_model("llama-gqa", vocab_size=len(tokenizer)).save_pretrained(directory)
+    with serve(LLMEngine(directory)) as client:
+        yield client
+
+
+WORDS = ["the", " cat", " sat", " on", " the", " mat"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("the cat sat on the mat", WORDS),
+        ("the cat</s> sat on the mat", ["the", " cat", "</s>", " ", "sat", *WORDS[3:]]),
+        ("é🙂 the", ["", "", "é", "", "", "", "🙂", " the"]),
+    ],
+)
+def test_names_of_an_echoed_prompt_join_to_it(stripping: Any, prompt: str, tokens: list[str]) -> None:
+    """Although the tokenizer drops the first space, and several tokens have one name: "a" and the byte of "a"."""
+    answer = stripping.answer(PATH, prompt=prompt, echo=True, max_tokens=0, logprobs=20)
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert (choice["text"], logprobs["tokens"]) == (prompt, tokens)
+    assert logprobs["text_offset"] == [len("".join(tokens[:place])) for place in range(len(tokens))]
+    for token, logprob, top in list(zip(tokens, logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))[1:]:
+        assert top[token] == logprob
+        assert len(top) == 20 + (logprob < sorted(top.values())[-20])
+
+
+def test_names_where_the_tokenizer_puts_a_token_first(stripping: Any) -> None:
+    """<s> has a name, and no place in the text if the prompt came as a text. Of ids, the text is that of all ids."""
+    token_ids = [1, *stripping.answer("/tokenize", prompt="the cat")["tokens"]]
+    [choice] = stripping.answer(PATH, prompt=token_ids, echo=True, max_tokens=1, logprobs=0)["choices"]
+    assert choice["logprobs"]["tokens"][:3] == ["<s>", " the", " cat"]
+    assert choice["logprobs"]["text_offset"] == [0, 3, 7, 11]
+    [choice] = stripping.answer(PATH, prompt="the cat", max_tokens=1, logprobs=20)["choices"]
+    assert choice["logprobs"]["tokens"] == [choice["text"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("says_model", [False, True])
+def test_a_special_token_as_a_stop_string(serve: Any, tmp_path: Path, stream: bool, says_model: bool) -> None:
+    """It is no end-of-sequence token, and the text leaves it out. The request says so, or generation_config.json."""
+    make_speaking_model(tmp_path, f"{BEGINNING} sat.<|im_end|> on the mat", "<|im_end|>")
+    fields: dict[str, Any] = {"stop": "<|im_end|>"}
+    if says_model:
+        (tmp_path / "generation_config.json").write_text(
+            json.dumps({"stop_strings": ["<|im_end|>"], "eos_token_id": 1})
+        )
+        fields = {}
+    with serve(LLMEngine(tmp_path), chat_template="{{ messages[0].content }}") as client:
+        if stream:
+            choices = [event["choices"][0] for event in client.events(PATH, prompt=BEGINNING, **GREEDY, **fields)]
+        else:
+            choices = client.answer(PATH, prompt=BEGINNING, **GREEDY, **fields)["choices"]
+        assert "".join(choice["text"] for choice in choices) == " sat."
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "<|im_end|>")
+        if says_model:
+            [choice] = client.answer(PATH, prompt=BEGINNING, stop=[], **GREEDY)["choices"]
+            assert choice["text"] == " sat. on the mat"
 
 
 def test_no_top_logprobs_where_none_are_asked_for(demo: Any) -> None:

@@ -1,10 +1,15 @@
 """What cannot be done is refused: the right status, OpenAI's shape, and the field that is to blame."""
 
 import json
+import logging
+import re
 from typing import Any
 
 import pytest
 from checkpoints import BEGINNING
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.requests.completion import Completion
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]
@@ -257,3 +262,42 @@ def test_a_body_that_is_not_announced_as_json(client: Any, headers: dict[str, st
     """Any page in a browser may send these to a server on the same machine, and nothing else."""
     content = json.dumps({"prompt": BEGINNING})
     assert client.http.post(COMPLETIONS, content=content, headers=headers).status_code == 415
+
+
+@pytest.mark.parametrize(("path", "fields"), [(COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_an_answer_is_in_the_log(
+    client: Any, caplog: pytest.LogCaptureFixture, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    """Beside that of the header, so whoever has either finds the request."""
+    with caplog.at_level(logging.INFO, "pagedattn_serve"):
+        response = client.post(path, **fields, max_tokens=2, stream=stream)
+    body = json.loads(response.text.split("\n\n")[0].removeprefix("data: "))
+    [line] = [record.fields for record in caplog.records if record.getMessage() == "request"]  # type: ignore[attr-defined]
+    assert line["id"] == body["id"] and body["id"].endswith(f"cmpl-{response.headers['x-request-id']}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_has_the_id_that_its_log_has(
+    speaker_path: str, serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Before a stream begins, and in its last event."""
+
+    def fail(completion: Completion, token: Any) -> None:
+        if len(completion.sequence.output_token_ids) == (2 if stream else 0):
+            raise FloatingPointError("planted")
+        return real(completion, token)
+
+    real = Completion.add_token
+    monkeypatch.setattr(Completion, "add_token", fail)
+    with serve(LLMEngine(speaker_path)) as client:
+        if stream:
+            first, *_, last = client.events("/v1/completions", prompt=BEGINNING)
+            answer_id, message = first["id"], last["error"]["message"]
+        else:
+            status, _, message = client.error("/v1/completions", prompt=BEGINNING)
+            assert status == 500
+            [answer_id] = re.findall("cmpl-[0-9a-f]{32}", message)
+    assert message.endswith(f"FloatingPointError: planted (request {answer_id})")
+    [of_engine] = [record.getMessage() for record in caplog.records if "planted" in record.getMessage()]
+    assert answer_id in of_engine
