@@ -105,7 +105,7 @@ def test_outputs_that_come_again_count_once() -> None:
     engine = FakeEngine(lambda place, num_tokens: output(1, "stop") if num_tokens == 3 + place else None, dies_at=2)
     assert asyncio.run(engine.jobs().outputs(job(2))) == [output(3, "stop"), output(4, "stop")]
     assert engine.has_forgotten == {0: True, 1: True}
-    page = engine.metrics.render("")[0].decode()
+    page = engine.metrics.render().decode()
     assert 'request_generation_tokens_sum{model_name="tiny"} 7.0' in page
     assert 'request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in page
 
