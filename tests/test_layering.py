@@ -217,8 +217,9 @@ ARROWS: dict[str, set[str]] = {
     "models.metadata": set(),
     # between text and token ids
     "text": set(),
-    "text.chat_template": {"config"},
+    "text.chat_template": {"config", "text.messages"},
     "text.detokenizer": set(),
+    "text.messages": {"errors"},
     "text.stop_strings": set(),
     "text.token_names": {"text.detokenizer"},
     "text.tokenizer": {"loading.directory", "loading.plain_config"},

@@ -10,7 +10,8 @@ from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.progress import Progress
 from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
+from pagedattn_serve.text.chat_template import load_chat_template, render_chat
+from pagedattn_serve.text.messages import Message
 
 
 class LLM:

@@ -64,10 +64,11 @@ def test_params_of_each(llm: LLM) -> None:
 
 
 def test_another_template_and_no_generation_prompt(llm: LLM, tmp_path: Path) -> None:
-    (tmp_path / "short.jinja").write_text("{{ messages[-1].content }}")
-    for template in (tmp_path / "short.jinja", "{{ messages[-1].content }}"):
+    short = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "short.jinja").write_text(short)
+    for template in (tmp_path / "short.jinja", short):
         outputs = llm.chat([FIRST, SECOND], GREEDY, use_tqdm=False, chat_template=template)
-        assert [output.prompt for output in outputs] == ["the cat", "the\nhat"]
+        assert [output.prompt for output in outputs] == ["the cat", "the matthe\nhat"]
         assert outputs[0].prompt_token_ids == llm.llm_engine.tokenize("the cat", add_special_tokens=False)
     [output] = llm.chat(FIRST, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert output.prompt == "<s>user: the cat\n"
@@ -84,6 +85,11 @@ def test_another_template_and_no_generation_prompt(llm: LLM, tmp_path: Path) -> 
         ([FIRST, FIRST[0]], TypeError, "conversation 2 of 2: messages: expected a list of messages, got dict"),
         ([FIRST[0], FIRST], TypeError, "messages[1]: expected a dict with role and content, got list"),
         ([FIRST, [{"role": 1}]], TypeError, "conversation 2 of 2: messages[0].role: expected a string, got int"),
+        (
+            [FIRST, [FIRST[0], {"role": "user", "name": "b"}]],
+            ValueError,
+            "conversation 2 of 2: messages[1]: expected what the chat template writes for role 'user', got ",
+        ),
         ([{"role": "user", "content": "\ud800"}], ValueError, "text: expected text that UTF-8 can write, got "),
         ([{"role": "user", "content": "x" * 200}], ValueError, "prompt 1 of 1: expected 1 to 127 tokens "),
     ],

@@ -23,7 +23,25 @@ STRICT = (
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}{% endfor %}"
 )
-CALLS = "{% for m in messages %}{{ m.role }}{{ m.keys() | sort | join(',') }}{{ m.tool_calls }}{% endfor %}"
+# What an assistant calls, and what the function answers.
+CALLS = (
+    "{% for m in messages %}{{ m.role }}({{ m.keys() | sort | join(',') }}){{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
+# As Qwen's and LLaMA 3.2's: a loop over parts, unless the content is a text.
+EITHER = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+# As LLaVA's: parts alone.
+PARTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+# As LLaMA 2's and Gemma's: what is not known is left out.
+KNOWN = (
+    "{% if messages[0].role == 'system' %}[{{ messages[0].content | trim }}]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}"
+    "{% elif m.role == 'assistant' and m.content %}A{{ m.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
+)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "The cat?"},
@@ -44,13 +62,37 @@ def test_roles_and_the_generation_prompt(tokenizer: PreTrainedTokenizerBase) -> 
     assert render_chat(tokenizer, tuple(TALK), CHATML) == f"{text}<|assistant|>"
 
 
+def in_parts(*texts: str, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": [{"type": "text", "text": text} for text in texts]}]
+
+
 @given(parts=st.lists(st.text(max_size=5), max_size=4))
-def test_parts_are_lines_of_one_text(tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> None:
-    in_parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}]
-    before = copy.deepcopy(in_parts)
+def test_parts_are_lines_where_a_template_wants_texts(tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> None:
+    messages = in_parts(*parts)
+    before = copy.deepcopy(messages)
     as_text = [{"role": "user", "content": "\n".join(parts)}]
-    assert render_chat(tokenizer, in_parts, CHATML) == render_chat(tokenizer, as_text, CHATML)
-    assert in_parts == before
+    assert render_chat(tokenizer, messages, CHATML) == render_chat(tokenizer, as_text, CHATML)
+    assert messages == before
+
+
+@given(parts=st.lists(st.text(max_size=5), max_size=4))
+def test_parts_are_parts_where_a_template_walks_over_them(tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> None:
+    text = f"<user>{''.join(parts)}"
+    for template in (EITHER, PARTS):
+        assert render_chat(tokenizer, in_parts(*parts), template) == text
+        assert render_chat(tokenizer, [{"role": "user", "content": "".join(parts)}], template) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ 'user: ' + m.content }}{% endfor %}",  # Python adds no list to a text
+        "{% for m in messages %}user: {{ m.content | trim }}{% endfor %}",  # jinja writes a list as Python does
+        "{% for m in messages %}{% if m.content is string %}user: {{ m.content }}{% endif %}{% endfor %}",
+    ],
+)
+def test_templates_that_want_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    assert render_chat(tokenizer, in_parts("a", "b"), template) == "user: a\nb"
 
 
 def test_the_tokenizer_s_template_and_another(demo: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -67,10 +109,204 @@ def test_the_special_tokens_are_the_tokenizer_s(tokenizer: PreTrainedTokenizerBa
 
 
 def test_fields_that_only_the_template_knows(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [{"role": "assistant", "content": None, "refusal": None, "tool_calls": [1, 2]}]
-    assert render_chat(tokenizer, messages, CALLS) == "assistantrole,tool_calls[1, 2]"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}]
+    assert render_chat(tokenizer, messages, CALLS) == 'assistant(role,tool_calls){"name": "f", "arguments": {}}'
     answer = {"role": "tool", "content": "5", "tool_call_id": "a"}
-    assert render_chat(tokenizer, [answer], CALLS) == "toolcontent,role,tool_call_id"
+    assert render_chat(tokenizer, [answer], CALLS) == "tool(content,role,tool_call_id)5"
+    documents = {"role": "documents", "documents": [{"text": "the cat"}]}
+    assert render_chat(tokenizer, [documents], "{{ messages[0].documents[0].text }}") == "the cat"
+
+
+# ---- nothing is left out ---------------------------------------------------------------------------------------------
+
+
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(
+    tokenizer: PreTrainedTokenizerBase, demo: PreTrainedTokenizerBase
+) -> None:
+    talk = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
+    as_system = "[Be brief.]UThe cat?ASat.UWhere?"
+    assert render_chat(tokenizer, talk, KNOWN) == render_chat(tokenizer, TALK, KNOWN) == as_system
+    assert render_chat(demo, talk) == render_chat(demo, TALK)  # whose template refuses other roles
+    assert render_chat(tokenizer, talk, CHATML).startswith("<|developer|>Be brief.</s>")
+    with pytest.raises(ValueError, match=r"^messages\[1\].content: expected what .* for role 'developer', got what it"):
+        render_chat(tokenizer, [TALK[1], talk[0]], KNOWN)
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("message", "blamed"),
+    [
+        ({"role": "system", "content": "a"}, "messages[3].content"),  # in the middle
+        ({"role": "tool", "content": "a", "tool_call_id": "b"}, "messages[3].content"),
+        ({"role": "function", "content": "a", "name": "f"}, "messages[3].content"),
+        ({"role": "critic", "content": "a"}, "messages[3].content"),
+        ({"role": "critic", "content": "The cat?"}, "messages[3].content"),  # which stands elsewhere in the text
+        ({"role": "critic", "content": ""}, "messages[3].content"),
+        ({"role": "critic", "content": []}, "messages[3].content"),
+        (in_parts("a", "b", role="critic")[0], "messages[3].content[0]"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "messages[3].tool_calls[0]"),
+        ({"role": "assistant", "content": "a", "tool_calls": [CALL]}, "messages[3].tool_calls[0]"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[3].function_call"),
+        ({"role": "assistant", "content": "a", "refusal": "b"}, "messages[3].refusal"),
+        ({"role": "assistant", "content": None, "audio": {"id": "b"}}, "messages[3].audio"),
+        ({"role": "user", "name": "b"}, "messages[3]"),
+        ({"role": "documents", "documents": [{"text": "b"}]}, "messages[3]"),
+    ],
+    ids=str,
+)
+def test_what_a_template_leaves_out_is_named(
+    tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], blamed: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        render_chat(tokenizer, [*TALK[:3], message, TALK[3]], KNOWN)
+    expected = f"what the chat template writes for role {message['role']!r}, got what it leaves out"
+    assert str(error.value) == f"{blamed}: expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": "a", "name": "Ann"}, "Ua"),
+        ({"role": "user", "content": ""}, "U"),
+        ({"role": "assistant", "content": ""}, ""),  # which the template writes if there is a text
+        ({"role": "assistant", "content": "a", "tool_calls": [], "refusal": None, "audio": None}, "Aa"),
+        ({"role": "assistant", "content": "<think>b</think>a"}, "Aa"),
+        ({"role": "assistant", "content": "a</think>"}, "A"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "ANo."),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "ANo."),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]}, "Ua"),
+        ({"role": "user", "content": "  "}, "U  "),
+    ],
+    ids=str,
+)
+def test_what_a_template_writes(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], text: str) -> None:
+    assert render_chat(tokenizer, [message], KNOWN) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[-1].content }}", None),
+        ("{% for m in messages %}{{ m.content[:25] }}{% endfor %}", "Be brief.The cat?Sat.Where?"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "BE BRIEF.THE CAT?SAT.WHERE?"),
+        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", None),
+    ],
+)
+def test_templates_that_change_what_they_write(
+    tokenizer: PreTrainedTokenizerBase, template: str, text: str | None
+) -> None:
+    if text is not None:
+        assert render_chat(tokenizer, TALK, template) == text
+    else:
+        with pytest.raises(ValueError, match=r"^messages\[0\].content: expected what the chat template writes for"):
+            render_chat(tokenizer, TALK, template)
+
+
+def test_a_text_costs_two_renderings(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second has the marks. More come only if a template leaves something out, or takes another form."""
+    calls = []
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda messages, **_: calls.append(1) or str(messages))
+    render_chat(tokenizer, TALK, CHATML)
+    assert len(calls) == 2
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [{"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}]
+
+
+CALLING = "{% for call in messages[0].tool_calls %}{{ call.function.name }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CALLING + "{{ call.function.arguments | tojson }}{% endfor %}", 'f{"a": "é"}'),
+        (
+            CALLING + "{% for k, v in call.function.arguments.items() %}:{{ k }}='{{ v }}'{% endfor %}{% endfor %}",
+            "f:a='é'",
+        ),
+        # texts, as DeepSeek's have it
+        (CALLING + "{{ '(' + call.function.arguments + ')' }}{% endfor %}", 'f({"a": "é"})'),
+        (CALLING + "{{ call.function.arguments }}{% endfor %}", 'f{"a": "é"}'),
+        (
+            CALLING + "{% if call.function.arguments is string %}text{% else %}"
+            "{{ call.function.arguments | tojson }}{% endif %}{% endfor %}",
+            'f{"a": "é"}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}], ids=["text", "object"])
+def test_arguments_of_a_call(tokenizer: PreTrainedTokenizerBase, template: str, text: str, arguments: Any) -> None:
+    messages = calling(arguments)
+    before = copy.deepcopy(messages)
+    assert render_chat(tokenizer, messages, template) == text
+    assert messages == before
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", {}, None])
+def test_a_call_without_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Any) -> None:
+    for end in (" | tojson", " + ''"):
+        template = CALLING + "{{ call.function.arguments" + end + " }}{% endfor %}"
+        assert render_chat(tokenizer, calling(arguments), template) == "f{}"
+    assert render_chat(tokenizer, calling(arguments), CALLING + "{% endfor %}") == "f"
+
+
+def test_arguments_that_a_template_leaves_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match=r"^messages\[0\]\.tool_calls\[0\]\.arguments: expected what the chat"):
+        render_chat(tokenizer, calling('{"a": 1}'), CALLING + "{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "message"),
+    [
+        (
+            calling('{"a": '),
+            ValueError,
+            ".tool_calls[0].function.arguments: expected an object as JSON, got what ",
+        ),
+        (calling('{"a": NaN}'), ValueError, ".tool_calls[0].function.arguments: expected an object as JSON, got what "),
+        (calling("[" * 10**5), ValueError, ".tool_calls[0].function.arguments: expected an object as JSON, got what "),
+        (calling("[1]"), TypeError, ".tool_calls[0].function.arguments: expected an object, or its JSON, got list"),
+        (calling(5), TypeError, ".tool_calls[0].function.arguments: expected an object, or its JSON, got int"),
+        ([{"role": "a", "tool_calls": 5}], TypeError, ".tool_calls: expected a list of calls, got int"),
+        ([{"role": "a", "tool_calls": [5]}], TypeError, ".tool_calls[0]: expected a dict with function, got int"),
+        ([{"role": "a", "tool_calls": [{}]}], TypeError, ".tool_calls[0].function: expected a dict with name and arg"),
+        (
+            [{"role": "a", "tool_calls": [{"function": {}}]}],
+            TypeError,
+            ".tool_calls[0].function.name: expected a string, got NoneType",
+        ),
+        ([{"role": "a", "tool_calls": []}], ValueError, ".content: expected a text, got none"),
+        (
+            [{"role": "a", "function_call": {"name": "f", "arguments": "{"}}],
+            ValueError,
+            ".function_call.arguments: expected an object as JSON, got what is no JSON",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_calls(tokenizer: PreTrainedTokenizerBase, calls: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        render_chat(tokenizer, calls, CALLS)
+    assert str(caught.value).startswith(f"messages[0]{message}")
+
+
+def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{{ reasoning_effort or 'medium' }}" + CHATML
+    talk = [{"role": "user", "content": "a"}]
+    assert render_chat(tokenizer, talk, template, False, "high") == "high<|user|>a</s>"
+    assert render_chat(tokenizer, talk, template, False) == "medium<|user|>a</s>"
+    assert render_chat(tokenizer, talk, CHATML, False, "high") == "<|user|>a</s>"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
