@@ -1,6 +1,5 @@
 """From the fields of a request to `SamplingParams`."""
 
-import json
 from dataclasses import fields
 from typing import Any
 
@@ -94,8 +93,6 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
         form = body.response_format.json_schema
         if form is None or form.json_schema is None:
             raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
-        schema = form.json_schema
-        text_or_dict = schema if isinstance(schema, dict) else json.dumps(schema)
-        return StructuredOutput(json=text_or_dict, whitespace_pattern=WHITE_SPACE)
+        return StructuredOutput(json=form.json_schema, whitespace_pattern=WHITE_SPACE)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{name}: {error}", param=name) from None

@@ -27,6 +27,7 @@ async def create_chat_completion(
 ) -> Response:
     """Say what the assistant says next."""
     service.check_model(body.model)
+    service.check_reasoning_effort(body.reasoning_effort)
     params = chat_params(body, service.defaults)
     text = await service.render(body.messages, body.add_generation_prompt is not False)
     service.check_characters(text, "messages")

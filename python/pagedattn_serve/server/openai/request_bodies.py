@@ -31,10 +31,20 @@ MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "reasoning_effort", "suffix"),
-    *("tool_choice", "tools", "verbosity", "web_search_options"),
+    *(
+        "audio",
+        "function_call",
+        "functions",
+        "modalities",
+        "moderation",
+        "prediction",
+        "suffix",
+        "tool_choice",
+        "tools",
+    ),
+    "web_search_options",
 )
-_NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])
+_NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
 
 
 class Body(BaseModel):
@@ -47,12 +57,13 @@ class Body(BaseModel):
     def _drop_empty(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if k not in UNSUPPORTED or k in cls.model_fields or v not in _NOTHING}
+        return {k: v for k, v in value.items() if v is not None and (k not in UNSUPPORTED or v not in _NOTHING)}
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="without effect: no chunk is padded")
 
 
 class JsonSchema(Body):
@@ -87,10 +98,15 @@ class SamplingBody(Body):
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="without effect; refused if the chat template names reasoning_effort"
+    )
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -109,7 +125,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[Texts, Field(max_length=MAX_CHARACTERS)] | None = None
     guided_grammar: str | None = None

@@ -68,11 +68,17 @@ SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": "json"}, "response_format"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
-    ({"service_tier": "flex"}, "service_tier"),
+    ({"service_tier": "fast"}, "service_tier"),
+    ({"verbosity": "loud"}, "verbosity"),
+    ({"reasoning_effort": "maximal"}, "reasoning_effort"),
+    ({"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
+    ({"prompt_cache_key": 5}, "prompt_cache_key"),
+    ({"safety_identifier": 5}, "safety_identifier"),
+    ({"stream": True, "stream_options": {"include_obfuscation": "no"}}, "stream_options"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"foo": None}, "foo"),
+    ({"foo": 0}, "foo"),
 ]
 
 
@@ -208,6 +214,36 @@ def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
     without_effect = {"user": "a", "metadata": {"b": "c"}, "store": True, "service_tier": "auto", "suffix": None}
     client.answer(CHAT, messages=MESSAGES, max_tokens=1, **empty)
     client.answer(COMPLETIONS, prompt=BEGINNING, max_tokens=1, **without_effect)
+
+
+def test_fields_without_effect_change_nothing(client: Any) -> None:
+    """Catches a field of OpenAI's API that is refused although it has no effect here, and a null that is no gap."""
+    fields = {
+        "service_tier": ["auto", "default", "flex", "priority"],
+        "verbosity": ["low", "medium", "high"],
+        "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh"],
+        "prompt_cache_retention": ["in_memory", "in-memory", "24h"],
+        "some_new_field": [None],
+        "response_format": [{"type": "text", "some_new_field": None}],
+    }
+    for path, prompt in ((COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})):
+        body = {**prompt, "max_tokens": 1, "temperature": 0}
+        [plain] = client.answer(path, **body)["choices"]
+        for i in range(6):
+            several = {name: values[i % len(values)] for name, values in fields.items()}
+            assert client.answer(path, **body, **several)["choices"] == [plain]
+        for options in ({"include_obfuscation": True}, {"include_obfuscation": False, "some_new_field": None}):
+            assert client.events(path, **body, stream_options=options)
+    assert client.answer("/tokenize", prompt="a", some_new_field=None) == client.answer("/tokenize", prompt="a")
+
+
+def test_an_effort_that_the_template_would_write_is_refused(speaker_path: str, serve: Any) -> None:
+    """Catches an effort that is taken and changes nothing, although the template has a use for it."""
+    template = "{{ messages[0].content }}{{ reasoning_effort }}"
+    with serve(LLMEngine(speaker_path), chat_template=template) as client:
+        assert client.error(CHAT, messages=MESSAGES, reasoning_effort="low")[:2] == (400, "reasoning_effort")
+        client.answer(CHAT, messages=MESSAGES, max_tokens=1)
+        client.answer(COMPLETIONS, prompt=BEGINNING, max_tokens=1, reasoning_effort="low")
 
 
 def test_what_the_tokenizer_refuses_is_said_of_the_field(client: Any) -> None:
