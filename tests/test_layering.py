@@ -152,7 +152,8 @@ ARROWS: dict[str, set[str]] = {
     # what decides a token: made for a request, read by the sampler
     "sampling": set(),
     "sampling.state": {"sampling.grammar", "sampling_params"},
-    "sampling.grammar": {"structured_output"},
+    "sampling.grammar": {"sampling.json_schema", "structured_output"},
+    "sampling.json_schema": set(),
     # the processes of a model's ranks
     "distributed": set(),
     "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}

@@ -20,7 +20,8 @@ class StructuredOutput:
     A wrong type raises TypeError, a wrong value ValueError. `add_request` reads schema, regex or grammar, and raises
     ValueError if the text is wrong or llguidance cannot hold an output to it.
 
-    json: a JSON schema, as a dict or a string; kept as a string. Properties come in the order of the schema.
+    json: a JSON schema, as a dict, a bool or a string; kept as a string. Properties come in the order of the schema.
+        True and {} are any JSON.
     json_object: any JSON object.
     regex: a regular expression (Rust's, without look-around) that the whole output matches.
     choice: the output is one of these texts; kept as a tuple of non-empty strings.
@@ -29,7 +30,7 @@ class StructuredOutput:
         Default: any white space. A weak model may then write white space without end.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | bool | None = None
     json_object: bool = False
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
@@ -38,12 +39,12 @@ class StructuredOutput:
 
     def __post_init__(self) -> None:
         check_bool("json_object", self.json_object)
+        if self.json is not None:  # first, as the schema false is given, too
+            object.__setattr__(self, "json", _schema(self.json))
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
             raise ArgumentError("structured_output", f"one of {', '.join(KINDS)}", got)
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
@@ -71,13 +72,13 @@ class StructuredOutput:
 
 def _schema(schema: object) -> str:
     """The schema as text; a text stays as it is. llguidance decides later whether the text is a schema."""
-    if not isinstance(schema, str | Mapping):
-        raise ArgumentTypeError("json", "a JSON schema as a dict or a string", type(schema).__name__)
+    if not isinstance(schema, str | Mapping | bool):
+        raise ArgumentTypeError("json", "a JSON schema as a dict, a bool or a string", type(schema).__name__)
     if isinstance(schema, str):
         _check_text("json", schema)  # before it is read
     try:
-        if isinstance(schema, Mapping):
-            return json.dumps(dict(schema), allow_nan=False)
+        if not isinstance(schema, str):
+            return json.dumps(schema if isinstance(schema, bool) else dict(schema), allow_nan=False)
         json.loads(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError("json", "a JSON schema", f"what is no JSON ({error})") from None

@@ -13,10 +13,13 @@ from checkpoints import Checkpoint, completions, finish_all, run
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from pagedattn_serve import DEMO_MODEL, RequestOutput, SamplingParams, StructuredOutput
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.sampling import json_schema
+from pagedattn_serve.sampling.grammar import GrammarCompiler
 
 EOS = (0, 1)  # of ending_model
 PERSON = {
@@ -247,6 +250,159 @@ def test_a_bad_form_is_refused_when_added(engine: LLMEngine, kind: str, form: An
     with pytest.raises(ValueError, match=rf"^structured_output: expected a form \({kind}\) that .*, got "):
         engine.add_request("bad", "the cat", SamplingParams(structured_output=StructuredOutput(**{kind: form})))
     assert finish_all(engine).keys() == {"good"}
+
+
+PYDANTIC_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+ZOD_DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+ZOD_HOSTNAME = (
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+)
+TEXT: dict[str, Any] = {"type": "string"}
+# What pydantic and zod write, a value that follows it, and one that does not.
+WRITTEN: dict[str, tuple[Any, Any, Any]] = {
+    "any": (True, 5, None),
+    "decimal": (TEXT | {"pattern": PYDANTIC_DECIMAL + r"\d*\.?\d*$"}, "-12.5", "-."),
+    "decimal, places": (TEXT | {"pattern": PYDANTIC_DECIMAL + r"\d*\.?\d{0,2}0*$"}, "12.34", "1.234"),
+    "decimal, digits": (
+        TEXT | {"pattern": PYDANTIC_DECIMAL + r"(?:\d{0,5}|(?=[\d.]{1,6}0*$)\d*\.\d*0*)$"},
+        "123.45",
+        "123.456",
+    ),
+    "decimal, both": (
+        TEXT | {"pattern": PYDANTIC_DECIMAL + r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*)$"},
+        "123.45",
+        "1234.5",
+    ),
+    "email": (TEXT | {"format": "email", "pattern": ZOD_EMAIL}, "a.b'c@d-e.fg", "a..b@d.ef"),
+    "duration": (TEXT | {"format": "duration", "pattern": ZOD_DURATION}, "P1Y2M3DT4H5M6S", "PT"),
+    "hostname": (TEXT | {"format": "hostname", "pattern": ZOD_HOSTNAME}, "a-b.cd", "-a"),
+    "local time": (TEXT | {"format": "time", "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d$"}, "23:59", "24:00"),
+    "pattern of a format": (TEXT | {"format": "cuid", "pattern": "^c[a-z]{8}$"}, "cabcdefgh", "c"),
+    "bytes": (TEXT | {"format": "binary"}, "é", 1),
+    "base64": (TEXT | {"format": "base64"}, "YWI=", "YWI"),
+    "record": (
+        {"type": "object", "propertyNames": TEXT, "additionalProperties": {"type": "number"}},
+        {"b": 1},
+        {"b": ""},
+    ),
+    "keys by name": (
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/E"},
+            "additionalProperties": {"type": "integer"},
+            "$defs": {"E": {"enum": ["a", "b"], "title": "E", "type": "string"}},
+        },
+        {"a": 1, "b": 2},
+        {"c": 1},
+    ),
+    "keys by pattern": ({"type": "object", "propertyNames": {"pattern": "^a+$"}}, {"aa": 1}, {"b": 1}),
+    "keys by format and pattern": (
+        {"type": "object", "propertyNames": TEXT | {"format": "email", "pattern": ZOD_EMAIL}},
+        {"a@b.cd": 1},
+        {"a": 1},
+    ),
+    "keys by length": ({"type": "object", "propertyNames": {"minLength": 2}}, {"aé": 1}, {"a": 1}),
+    "keys by format": (
+        {"type": "object", "propertyNames": {"format": "uuid"}},
+        {"01234567-89ab-cdef-0123-456789abcdef": 1},
+        {"a": 1},
+    ),
+    "a list": ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, [1, 1], [2]),
+    "finite": ({"type": "number", "minimum": -1.7976931348623157e308}, -2.5, ""),
+    "a tree": (
+        {
+            "$defs": {
+                "Node": {
+                    "type": "object",
+                    "properties": {
+                        "kids": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+                        "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+                    },
+                    "required": ["kids", "next"],
+                }
+            },
+            "$ref": "#/$defs/Node",
+        },
+        {"kids": [{"kids": [], "next": None}], "next": None},
+        {"kids": []},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer() -> Any:
+    """Whose tokens have all bytes."""
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_libraries_write_is_taken(demo_tokenizer: Any, name: str) -> None:
+    """Catches a schema of pydantic's or zod's that is refused, and one whose meaning is lost."""
+    schema, good, bad = WRITTEN[name]
+    compiler = GrammarCompiler(demo_tokenizer, len(demo_tokenizer), frozenset({demo_tokenizer.eos_token_id}))
+
+    def is_held(value: Any) -> bool:
+        form = StructuredOutput(json=schema, whitespace_pattern="")
+        token_ids = demo_tokenizer(json.dumps(value, ensure_ascii=False, separators=(",", ":"))).input_ids
+        matcher = compiler.matcher(form).advance([])
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    assert is_held(good)
+    assert bad is None or not is_held(bad)
+
+
+NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        (False, "false"),
+        ({"$ref": "#"}, r"\$ref"),
+        ({"allOf": [{"$ref": "#"}]}, r"\$ref"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, r"\$ref"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, r"\$ref"),
+        (NODE, r"\$ref"),
+        ({"$ref": "#/$defs/a"}, r"\$ref"),
+        ({"$ref": "https://example.com/a.json"}, r"\$ref"),
+        (TEXT | {"pattern": "^(?=a)b"}, "pattern"),
+        (TEXT | {"format": "roman"}, "format"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "propertyNames": {"not": {}}}, "propertyNames"),
+        ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, "minProperties"),
+        ({"if": {"type": "string"}}, "if"),
+    ],
+    ids=str,
+)
+def test_what_no_output_can_be_held_to_is_refused_by_its_keyword(engine: LLMEngine, schema: Any, keyword: str) -> None:
+    """Catches an endless reference that fails in the output, or never ends, and an error without the keyword."""
+    params = SamplingParams(structured_output=StructuredOutput(json=schema))
+    with pytest.raises(ValueError, match=rf"^structured_output: expected a form \(json\) .* got .*{keyword}"):
+        engine.add_request("bad", "the cat", params)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_long_chain_of_references_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either order. Catches a search that takes a pass for each reference."""
+    seen: list[object] = []
+    ends = json_schema._ends
+    monkeypatch.setattr(json_schema, "_ends", lambda *args: seen.append(args[0]) or ends(*args))
+    names = [f"a{i}" for i in range(300)]
+    for order in (names, names[::-1]):
+        definitions = {name: {"$ref": f"#/$defs/a{i + 1}"} for i, name in enumerate(names)} | {"a299": TEXT}
+        schema = {"$ref": "#/$defs/a0", "$defs": {name: definitions[name] for name in order}}
+        assert json.loads(json_schema.prepare(json.dumps(schema))) == schema
+    assert len(seen) <= 2 * 2 * 301
+
+
+def test_names_of_properties_repeat_no_large_schema() -> None:
+    """Catches a schema of 100,000 characters that grows to gigabytes."""
+    names = {"enum": [f"a{i}" for i in range(1000)]}
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"description": "a" * 1000}}
+    with pytest.raises(ValueError, match="propertyNames with 1,000 names"):
+        json_schema.prepare(json.dumps(schema))
 
 
 def test_a_model_without_a_tokenizer_or_an_end(llama: Checkpoint, text_model: str) -> None:

@@ -9,12 +9,21 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from pagedattn_serve.errors import ArgumentError, ArgumentImportError, how_to_install
+from pagedattn_serve.sampling import json_schema
 from pagedattn_serve.structured_output import StructuredOutput
 
 _MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
 # llguidance recurses into references: on a thread's usual stack of 8 MiB, a schema of 1,000 references ends the
 # process. This stack has room for any text of MAX_CHARACTERS. Memory is taken only for the part that is used.
 _STACK_BYTES = 256 * 2**20
+# How llguidance's errors begin that do not name the keyword of the schema, and that keyword.
+_KEYWORDS = {
+    "Pointer ": "$ref",
+    "Resource ": "$ref",
+    "Unknown format": "format",
+    "regex parse error": "pattern",
+    "min/maxProperties ": "minProperties, maxProperties",
+}
 _stack_size_lock = threading.Lock()  # one size holds for all new threads of the process
 
 
@@ -93,13 +102,21 @@ def _compile(tokens: Any, form: StructuredOutput) -> Any:
 
     try:
         grammar = _grammar(form)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(form, error) from None
     limits = LLParserLimits(verbose_errors=False)
     matcher = _with_deep_stack(partial(LLMatcher, tokens, grammar, log_level=0, limits=limits))
-    if matcher.is_error():
-        raise _refusal(form, matcher.get_error().removesuffix("\n<non-verbose/>").strip())
-    return matcher
+    if not matcher.is_error():
+        trial = matcher.deep_copy()
+        _with_deep_stack(trial.compute_bitmask)  # some forms fail here first: rather now than in each output
+        if not trial.is_error():
+            return matcher
+        matcher = trial
+    reason = matcher.get_error().removesuffix("\n<non-verbose/>").strip()
+    if form.kind == "json":
+        keyword = next((word for start, word in _KEYWORDS.items() if reason.startswith(start)), None)
+        reason = reason if keyword is None else f"{keyword}: {reason}"
+    raise _refusal(form, reason)
 
 
 def _refusal(form: StructuredOutput, reason: object) -> ArgumentError:
@@ -117,7 +134,7 @@ def _grammar(form: StructuredOutput) -> str:
         # One terminal, because llguidance follows at most 2,000 rules at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choices)))
     options: Any = None if form.whitespace_pattern is None else {"whitespace_pattern": form.whitespace_pattern}
-    return LLMatcher.grammar_from_json_schema(form.schema, overrides=options)
+    return LLMatcher.grammar_from_json_schema(json_schema.prepare(form.schema), overrides=options)
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:

@@ -78,15 +78,28 @@ def test_forms_that_are_none(demo: Any, path: str, fields: dict[str, Any], param
         assert (status, blamed) == (400, param) and message.startswith(f"{param}: "), message
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"guided_json": {"$ref": "#"}}, "guided_json"),
-        ({"guided_regex": "[ab]", "allowed_token_ids": [5]}, None),
-    ],
-    ids=str,
-)
-def test_forms_that_nothing_has(demo: Any, fields: dict[str, Any], param: str | None) -> None:
+def test_a_form_that_nothing_has(demo: Any) -> None:
     """It shows when the output is made, and is no failure of the server, which clients would ask again."""
+    fields = {"guided_regex": "[ab]", "allowed_token_ids": [5]}
     status, blamed, message = demo.error(COMPLETIONS, prompt="A class", **fields)
-    assert (status, blamed) == (400, param) and message.startswith(f"{param or 'sampling_params'}: expected "), message
+    assert (status, blamed) == (400, None) and message.startswith("sampling_params: expected "), message
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"), [({"$ref": "#"}, "$ref"), ({"not": {}}, "not"), (False, "false")], ids=str
+)
+def test_a_schema_that_nothing_can_be_held_to(demo: Any, schema: Any, keyword: str) -> None:
+    """Catches a keyword that is not named, and a stream that begins before its error."""
+    forms = {"guided_json": schema, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    for name, value in forms.items():
+        for stream in (False, True):
+            status, blamed, message = demo.error(COMPLETIONS, prompt="A class", **{name: value}, stream=stream)
+            assert (status, blamed) == (400, name) and keyword in message, message
+
+
+def test_any_json(demo: Any) -> None:
+    """Catches a schema true that is refused, or taken for any object."""
+    for form in ({"guided_json": True}, {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}):
+        choices = demo.answer(COMPLETIONS, prompt="A class", **form, n=8, seed=2, max_tokens=40)["choices"]
+        values = [json.loads(choice["text"]) for choice in choices if choice["finish_reason"] == "stop"]
+        assert any(not isinstance(value, dict) for value in values)

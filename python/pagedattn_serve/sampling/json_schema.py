@@ -1,0 +1,233 @@
+"""JSON schemas in the words that llguidance knows, with the same meaning; and what no finite value can follow.
+
+Libraries that write schemas use a few words of their own, of which llguidance does not know each. They are put into
+words that it knows. What is left to llguidance is refused by it, with the keyword.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+# Where a schema has schemas: as the value, in a list, or by name in an object.
+_ONE = ("items", "additionalProperties", "additionalItems", "propertyNames")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+# Formats that any text has, as they say how to show or use the text.
+_FORMATS_OF_ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path")
+_BASE64 = "(?:[0-9a-zA-Z{0}]{{4}})*(?:[0-9a-zA-Z{0}]{{2}}==|[0-9a-zA-Z{0}]{{3}}=)?"
+_FORMAT_PATTERNS = {"base64": f"^{_BASE64.format('+/')}$", "base64url": f"^{_BASE64.format('_-')}$"}
+_KNOWN_FORMATS = (
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "unknown",
+    "uri",
+    "uuid",
+)
+# The beginning of zod's pattern of a time, which has no offset, although the format `time` has to have one.
+_LOCAL_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d"
+_SECONDS = r"\d+(?:[.,]\d+)?S"
+_TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+# Patterns with look-around that zod writes, and what matches the same texts without.
+_PATTERNS = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_TIME})?|{_TIME})$"
+    ),
+}
+# Pydantic's patterns of a Decimal, with max_digits, decimal_places, both or none.
+_DECIMAL = re.escape(r"^(?!^[-+.]*$)[+-]?0*")
+_DECIMALS = (
+    re.compile(_DECIMAL + r"\\d\*\\\.\?\\d(?:\*|\{0,(?P<places>\d+)\}0\*)\$"),
+    re.compile(
+        _DECIMAL + r"\(\?:\\d\{0,(?P<whole>\d{1,3})\}\|\(\?=\[\\d\.\]\{1,\d+\}0\*\$\)"
+        r"\\d(?:\*|\{0,\d+\})\\\.\\d(?:\*|\{0,(?P<places>\d+)\})(?:0\*)?\)\$"
+    ),
+)
+_UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
+_MAX_REPEATED = 10_000  # characters of one schema that stands for several properties, together
+_LARGEST = 1e300  # a bound beyond it is the largest float's, which is none
+
+
+def prepare(text: str) -> str:
+    """The schema for llguidance. Raises ValueError, which names the keyword, if no value can follow the schema."""
+    root = json.loads(text)
+    if root is False:
+        raise ValueError("false, which no value follows")
+    if root is True:
+        return "{}"
+    if not isinstance(root, dict):
+        return text
+    _refuse_endless(root)
+    for schema in reversed(list(_schemas(root))):  # the inner first, whose new sizes count
+        _rewrite(schema, root)
+    return json.dumps(root)
+
+
+def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and the schemas in it, the outer before the inner. Values such as those of enum are none."""
+    left: list[Any] = [root]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, dict):
+            yield schema
+            left += _inner(schema)
+
+
+def _inner(schema: dict[str, Any]) -> list[Any]:
+    inner = [schema[key] for key in _ONE if key in schema]
+    for key in _LISTED:
+        if isinstance(schema.get(key), list):
+            inner += schema[key]
+    for key in _NAMED:
+        if isinstance(schema.get(key), dict):
+            inner += schema[key].values()
+    return inner
+
+
+def _target(reference: object, root: dict[str, Any]) -> Any:
+    """What a reference in the document stands for. True, which demands nothing, for those left to llguidance."""
+    if not isinstance(reference, str) or not re.match("#(/|$)", reference):
+        return True
+    place: Any = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and key.isdecimal() and int(key) < len(place):
+            place = place[int(key)]
+        elif isinstance(place, dict) and key in place:
+            place = place[key]
+        else:
+            return True
+    return place
+
+
+def _refuse_endless(root: dict[str, Any]) -> None:
+    """Raises ValueError if references demand a value within itself, so that no value ever ends."""
+    left = list(_schemas(root))
+    endless = {id(schema) for schema in left}  # until it shows that a finite value may follow
+    before = len(left) + 1
+    while len(left) < before:  # in both directions, as a chain of references may go either way
+        before = len(left)
+        left = [schema for schema in reversed(left) if not _ends(schema, root, endless)]
+    if id(root) in endless:
+        raise ValueError("$ref to what holds itself without end")
+
+
+def _ends(schema: dict[str, Any], root: dict[str, Any], endless: set[int]) -> bool:
+    """Whether nothing that a value of this schema must have is in `endless`; the schema then leaves it, too."""
+
+    def is_ending(other: Any) -> bool:
+        return id(other) not in endless
+
+    def listed(key: str) -> list[Any]:
+        return schema[key] if isinstance(schema.get(key), list) else []
+
+    demanded = [_target(schema["$ref"], root)] if "$ref" in schema else []
+    demanded += listed("allOf")
+    kind = schema.get("type")
+    if kind in ("object", ["object"]) and isinstance(schema.get("properties"), dict):
+        demanded += [schema["properties"].get(name) for name in listed("required") if isinstance(name, str)]
+    if kind in ("array", ["array"]) and isinstance(schema.get("minItems"), int):
+        prefix = listed("prefixItems")
+        demanded += prefix[: schema["minItems"]]
+        if schema["minItems"] > len(prefix):
+            demanded.append(schema.get("items"))
+    choices = [listed(key) for key in ("anyOf", "oneOf") if listed(key)]
+    if all(map(is_ending, demanded)) and all(any(map(is_ending, each)) for each in choices):
+        endless.discard(id(schema))
+        return True
+    return False
+
+
+def _rewrite(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    for bound in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        value = schema.get(bound)
+        if isinstance(value, float) and (value < -_LARGEST if "inimum" in bound else value > _LARGEST):
+            del schema[bound]
+    _rewrite_pattern(schema)
+    _rewrite_format(schema)
+    _rewrite_property_names(schema, root)
+
+
+def _rewrite_pattern(schema: dict[str, Any]) -> None:
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str):
+        return
+    if pattern in _PATTERNS:
+        schema["pattern"] = _PATTERNS[pattern]
+    elif pattern.startswith(r"^(?=.{1,253}\.?$)["):  # zod's hostname
+        schema["pattern"] = "^" + pattern.removeprefix(r"^(?=.{1,253}\.?$)")
+        schema.setdefault("maxLength", 253)
+    else:
+        for decimal in _DECIMALS:
+            if match := decimal.fullmatch(pattern):
+                schema["pattern"] = _decimal(**match.groupdict())
+
+
+def _decimal(places: str | None, whole: str | None = None) -> str:
+    """A digit at least comes before the point, and one at least after it, so that no look-ahead has to count."""
+    if whole is not None and places is None:  # max_digits alone
+        digits = int(whole)
+        number = "|".join([rf"\d{{1,{digits}}}"] + [rf"\d{{1,{digits - i}}}\.\d{{1,{i}}}" for i in range(1, digits)])
+        return f"^[+-]?(?:{number})$"
+    before = r"\d+" if whole is None else rf"\d{{1,{whole}}}" if whole != "0" else "0"
+    after = "" if places == "0" else r"(?:\.\d+)?" if places is None else rf"(?:\.\d{{1,{places}}})?"
+    return f"^[+-]?{before}{after}$"
+
+
+def _rewrite_format(schema: dict[str, Any]) -> None:
+    name, pattern = schema.get("format"), schema.get("pattern")
+    if not isinstance(name, str):
+        return
+    is_local_time = name == "time" and isinstance(pattern, str) and pattern.startswith(_LOCAL_TIME)
+    if is_local_time or name in _FORMATS_OF_ANY_TEXT or (pattern is not None and name not in _KNOWN_FORMATS):
+        del schema["format"]
+    elif name in _FORMAT_PATTERNS:
+        del schema["format"]
+        schema["pattern"] = _FORMAT_PATTERNS[name]
+
+
+def _rewrite_property_names(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """As properties, or as a pattern of the other properties."""
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and names.keys() == {"$ref"}:
+        names = _target(names["$ref"], root)
+    if names is True:
+        names = {}
+    if not isinstance(names, dict):
+        return
+    rules = {key: value for key, value in names.items() if key not in ("title", "description", "type")}
+    if names.get("type", "string") != "string":
+        return
+    if not rules:
+        del schema["propertyNames"]
+        return
+    if "properties" in schema or "patternProperties" in schema:
+        return
+    value = schema.get("additionalProperties", True)
+    allowed = [rules["const"]] if "const" in rules else rules.get("enum")
+    if isinstance(allowed, list) and len(rules) == 1:
+        if len(allowed) * len(json.dumps(value)) > _MAX_REPEATED:
+            raise ValueError(f"propertyNames with {len(allowed):,} names, for each of which the value is repeated")
+        schema["properties"] = {name: value for name in allowed if isinstance(name, str)}
+    elif isinstance(rules.get("pattern"), str) and rules.keys() <= {"pattern", "format"}:
+        schema["patternProperties"] = {rules["pattern"]: value}
+    elif rules == {"format": "uuid"}:
+        schema["patternProperties"] = {_UUID: value}
+    elif rules.keys() <= {"minLength", "maxLength"}:
+        least, most = rules.get("minLength", 0), rules.get("maxLength", "")
+        schema["patternProperties"] = {rf"^[\s\S]{{{least},{most}}}$": value}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
