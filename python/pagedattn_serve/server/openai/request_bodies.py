@@ -31,18 +31,8 @@ MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
-    *(
-        "audio",
-        "function_call",
-        "functions",
-        "modalities",
-        "moderation",
-        "prediction",
-        "suffix",
-        "tool_choice",
-        "tools",
-    ),
-    "web_search_options",
+    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "suffix"),
+    *("tool_choice", "tools", "web_search_options"),
 )
 _NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
 
