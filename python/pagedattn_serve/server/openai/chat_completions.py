@@ -27,9 +27,8 @@ async def create_chat_completion(
 ) -> Response:
     """Say what the assistant says next."""
     service.check_model(body.model)
-    service.check_reasoning_effort(body.reasoning_effort)
     params = chat_params(body, service.defaults)
-    text = await service.render(body.messages, body.add_generation_prompt is not False)
+    text = await service.render(body.messages, body.add_generation_prompt is not False, body.reasoning_effort)
     service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
     service.check_room(len(token_ids), params.max_tokens, "messages")

@@ -95,7 +95,7 @@ class SamplingBody(Body):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="without effect; refused if the chat template names reasoning_effort"
+        None, description="given to the chat template; without effect where the template does not name it"
     )
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None

@@ -17,7 +17,7 @@ from pagedattn_serve.server.http.request_context import current_request
 from pagedattn_serve.server.openai.body_params import form_field
 from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
 from pagedattn_serve.server.openai.request_bodies import SamplingBody
-from pagedattn_serve.text.chat_template import load_chat_template, render_chat
+from pagedattn_serve.text.chat_template import render_chat
 from pagedattn_serve.text.token_names import TokenNames
 
 T = TypeVar("T")
@@ -40,9 +40,6 @@ class Service:
         self.metrics = ServerMetrics(engine.replicas, config.served_model_name)
         self.jobs = JobRunner(engine, self.metrics)
         self.created = int(time.time())
-        template = config.chat_template
-        template = getattr(tokenizer, "chat_template", None) if template is None else load_chat_template(template)
-        self._template_has_effort = "reasoning_effort" in str(template)
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
@@ -50,12 +47,6 @@ class Service:
         if name is not None and name != self.config.served_model_name:
             message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
-
-    def check_reasoning_effort(self, effort: str | None) -> None:
-        """Raises ApiError for an effort that the chat template would write into the prompt, as no request sets it."""
-        if effort is not None and self._template_has_effort:
-            message = f"reasoning_effort: expected none, as this chat template's own counts, got {effort}"
-            raise ApiError(400, message, param="reasoning_effort")
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
         """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write."""
@@ -69,11 +60,18 @@ class Service:
             sum(map(len, prompts)), lambda: list(map(self.texts.detokenize, prompts)), param
         )
 
-    async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    async def render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, reasoning_effort: str | None = None
+    ) -> str:
         """A chat as the text that the model continues. Raises ApiError for a chat that the template refuses."""
         try:  # in a thread: a template is a program
             return await asyncio.to_thread(
-                render_chat, self.tokenizer, messages, self.config.chat_template, add_generation_prompt
+                render_chat,
+                self.tokenizer,
+                messages,
+                self.config.chat_template,
+                add_generation_prompt,
+                reasoning_effort,
             )
         except (TypeError, ValueError) as error:
             raise ApiError(400, str(error), param="messages") from None
