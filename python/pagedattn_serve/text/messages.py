@@ -170,6 +170,8 @@ def _read_arguments(name: str, arguments: Any) -> Fields:
             read = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise ArgumentError(name, "an object as JSON", f"what is no JSON ({error})") from None
+        if not isinstance(read, dict):
+            raise ArgumentError(name, "an object as JSON", f"JSON of {type(read).__name__}")
     if not isinstance(read, Mapping):
         raise ArgumentTypeError(name, "an object, or its JSON", type(read).__name__)
     return dict(read)
@@ -246,7 +248,7 @@ class _Marks:
         function["name"] = self._in_text(function["name"], self._new(place, name))
         arguments = function["arguments"]
         if arguments not in ({}, "{}"):
-            mark = self._new(place, f"{name}.arguments")
+            mark = self._new(place, f"{name}.function.arguments" if is_wrapped else f"{name}.arguments")
             if isinstance(arguments, str):
                 function["arguments"] = self._in_text(arguments, mark)
             else:

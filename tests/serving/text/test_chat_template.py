@@ -259,7 +259,7 @@ def test_a_call_without_arguments(tokenizer: PreTrainedTokenizerBase, arguments:
 
 
 def test_arguments_that_a_template_leaves_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ValueError, match=r"^messages\[0\]\.tool_calls\[0\]\.arguments: expected what the chat"):
+    with pytest.raises(ValueError, match=r"^messages\[0\]\.tool_calls\[0\]\.function\.arguments: expected what"):
         render_chat(tokenizer, calling('{"a": 1}'), CALLING + "{% endfor %}")
 
 
@@ -273,7 +273,8 @@ def test_arguments_that_a_template_leaves_out(tokenizer: PreTrainedTokenizerBase
         ),
         (calling('{"a": NaN}'), ValueError, ".tool_calls[0].function.arguments: expected an object as JSON, got what "),
         (calling("[" * 10**5), ValueError, ".tool_calls[0].function.arguments: expected an object as JSON, got what "),
-        (calling("[1]"), TypeError, ".tool_calls[0].function.arguments: expected an object, or its JSON, got list"),
+        (calling("[1]"), ValueError, ".tool_calls[0].function.arguments: expected an object as JSON, got JSON of list"),
+        (calling([1]), TypeError, ".tool_calls[0].function.arguments: expected an object, or its JSON, got list"),
         (calling(5), TypeError, ".tool_calls[0].function.arguments: expected an object, or its JSON, got int"),
         ([{"role": "a", "tool_calls": 5}], TypeError, ".tool_calls: expected a list of calls, got int"),
         ([{"role": "a", "tool_calls": [5]}], TypeError, ".tool_calls[0]: expected a dict with function, got int"),

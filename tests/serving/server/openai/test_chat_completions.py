@@ -27,6 +27,17 @@ def test_content_in_parts(client: Any) -> None:
     assert client.answer(PATH, messages=messages, temperature=0)["choices"][0]["message"]["content"] == SPEECH
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', "[1]", "{"], ids=["left out", "no object", "no JSON"])
+def test_a_call_that_cannot_stand_in_the_prompt(client: Any, arguments: str) -> None:
+    """The template writes contents alone, so that a call would vanish."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    status, param, message = client.error(PATH, messages=messages)
+    assert (status, param) == (400, "messages")
+    place = "messages[1].tool_calls[0]" + (".function.arguments" if arguments != '{"a": 1}' else "")
+    assert message.startswith(f"{place}: expected ")
+
+
 def test_what_a_client_sends_back_is_taken(client: Any) -> None:
     """An assistant's message as openai's client dumps it, with all the fields that it has."""
     empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
