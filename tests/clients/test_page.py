@@ -94,16 +94,18 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
 def test_colours_of_many_requests_differ(page: Page, slow_server: ServerProcess) -> None:
     """In OKLab, where 0.02 is a difference that can just be seen side by side."""
     with asking(slow_server, 50, max_tokens=100):
-        expect(page.locator("#requests tr")).to_have_count(50, timeout=PATIENCE)
-        colours = page.eval_on_selector_all(
-            "#requests .cell",
-            """cells => cells.map(cell => {
-                const context = new OffscreenCanvas(1, 1).getContext("2d");
-                context.fillStyle = getComputedStyle(cell).backgroundColor;
-                context.fillRect(0, 0, 1, 1);
-                return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
-            })""",
-        )
+        colours = page.wait_for_function(  # all in one look, as the requests may end after it
+            """() => {
+                const cells = [...document.querySelectorAll("#requests .cell")];
+                return cells.length === 50 && cells.map(cell => {
+                    const context = new OffscreenCanvas(1, 1).getContext("2d");
+                    context.fillStyle = getComputedStyle(cell).backgroundColor;
+                    context.fillRect(0, 0, 1, 1);
+                    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+                });
+            }""",
+            timeout=PATIENCE,
+        ).json_value()
     assert len(colours) == 50
     assert min(distance(oklab(a), oklab(b)) for a, b in combinations(colours, 2)) > 0.03
 
@@ -126,10 +128,15 @@ def distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 def test_the_line_has_an_axis_that_holds_it(page: Page, slow_server: ServerProcess) -> None:
     with asking(slow_server, 1, max_tokens=300):
-        expect(page.locator("#rate")).not_to_have_text("0", timeout=PATIENCE)
-        most = float(page.locator("#most").inner_text().replace(",", ""))
-        assert most >= float(page.locator("#rate").inner_text().replace(",", ""))
-        assert float(page.locator("#half").inner_text().replace(",", "")) == most / 2
+        most, half, rate = page.wait_for_function(  # all in one look, as they change together
+            """() => {
+                const [most, half, rate] = ["#most", "#half", "#rate"].map(
+                    each => Number(document.querySelector(each).innerText.replaceAll(",", "")));
+                return rate > 0 && [most, half, rate];
+            }""",
+            timeout=PATIENCE,
+        ).json_value()
+        assert most >= rate and half == most / 2
         points = page.locator("#history polyline").get_attribute("points")
     places = [tuple(map(float, point.split(","))) for point in points.split()]
     assert places[-1][0] == 60 and all(0 <= x <= 60 and 0 <= y <= 2 for x, y in places)
