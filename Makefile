@@ -158,7 +158,7 @@ mutants: build
 test-cuda:
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src:python $(PYTHON) -m pytest -q -rs tests/ops/test_smoke.py tests/ops \
-	  tests/serving/test_cuda_engine.py --device cuda
+	  tests/serving/engine/test_cuda_engine.py --device cuda
 
 # A wheel for another Python, by the tools of .venv: of torch it takes headers and libraries, the same for every Python.
 # make gpu-wheel PYTHON=python3.12

@@ -16,7 +16,7 @@ COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['ser
 # the function that sets up its log, so that function slows the steps as well. The server's own log is set up before.
 SLOW_COMMAND = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent / "serving")!r})
+sys.path.insert(0, {str(Path(__file__).parent / "serving" / "helpers")!r})
 from slow_engine import set_up_logs_and_slow_steps
 import pagedattn_serve.cli.serve as serve
 make_engine = serve.make_engine

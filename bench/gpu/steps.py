@@ -223,7 +223,7 @@ class Work:
 
     def engine(self) -> Step:
         if self.device == "cuda":  # on no other one is there a test
-            yield [self.pytest("engine", ["tests/serving/test_cuda_engine.py"], 60, self.broken)]
+            yield [self.pytest("engine", ["tests/serving/engine/test_cuda_engine.py"], 60, self.broken)]
         serving = ["bench/serving_cuda.py", "--device", self.bench_device, "--json", str(self.out / "serving.json")]
         yield [self.python("serving", serving, 90, self.broken)]
 

@@ -10,7 +10,7 @@ from pagedattn_serve.requests.prompts import Prompt, without_array
 
 PIECE_TOKENS = 64  # a prompt is compared with earlier prompts in pieces of so many tokens
 CHARACTERS_A_TOKEN = 4  # of a text, about
-# Of 1, 2, 3, 5 and of 0 to 128, these serve the conversations of tests/serving/chat_simulation.py best.
+# Of 1, 2, 3, 5 and of 0 to 128, these serve the conversations of tests/serving/helpers/chat_simulation.py best.
 COMPUTE_WEIGHT = 3
 RUNNING_TOKENS = 64
 

@@ -48,7 +48,7 @@ from pagedattn_serve.errors import portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics
 
 T = TypeVar("T")
-TESTS = str(Path(__file__).parent)
+HELPERS = str(Path(__file__).parents[1] / "helpers")
 LONG = greedy(90)
 
 
@@ -560,7 +560,7 @@ SLEEP = "time.sleep(60)"  # the event loop does not turn
     ],
 )
 def test_no_process_outlives_its_front(text_model: str, place: str, program: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([HELPERS, *sys.path])}
     command = [sys.executable, "-c", FRONT.replace("PLACE", place) + program, text_model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as front:
         assert front.stdout is not None
