@@ -1,7 +1,7 @@
 """Conversations on simulated replicas: real routers, schedulers and block managers, on the clock of `simulation`.
 
-`python tests/serving/helpers/chat_simulation.py` prints what share of the prompts the caches had, and the seconds to the first
-token, with one replica that is as large and as fast as four, and with four whose requests are routed.
+`python tests/serving/helpers/chat_simulation.py` prints what share of the prompts the caches had, and the seconds to
+the first token, with one replica that is as large and as fast as four, and with four whose requests are routed.
 """
 
 from dataclasses import dataclass
