@@ -12,7 +12,6 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from checkpoints import generate, make_model, make_prompts
 from kernels import (
     LocalLayerRepository,
     Mode,
@@ -21,6 +20,7 @@ from kernels import (
     use_kernel_forward_from_hub,
     use_kernel_mapping,
 )
+from small_checkpoints import generate, make_model, make_prompts
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import initialization

@@ -6,9 +6,9 @@ from typing import Any
 
 import nano_vllm_on_cpu  # noqa: F401, before nanovllm
 import pytest
-from checkpoints import generate, make_prompts, save_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention
+from small_checkpoints import generate, make_prompts, save_model
 
 BLOCK_SIZE = 256  # the smallest that it takes
 BATCHES = [

@@ -18,7 +18,7 @@ os.environ |= {
 }
 
 import torch
-from checkpoints import make_prompts, save_model
+from small_checkpoints import make_prompts, save_model
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
