@@ -1,7 +1,8 @@
 """JSON schemas in the words that llguidance knows, with the same meaning; and what no finite value can follow.
 
 Libraries that write schemas use a few words of their own, of which llguidance does not know each. They are put into
-words that it knows. What is left to llguidance is refused by it, with the keyword.
+words that it knows. What is left to llguidance is refused by it, with the keyword. Only of the format `regex` the
+meaning is lost: any text will do.
 """
 
 import json
@@ -13,8 +14,8 @@ from typing import Any
 _ONE = ("items", "additionalProperties", "additionalItems", "propertyNames")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-# Formats that any text has, as they say how to show or use the text.
-_FORMATS_OF_ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path")
+# Formats that any text has, as they say how to show or use the text; and `regex`, which no grammar here describes.
+_FORMATS_OF_ANY_TEXT = ("binary", "directory-path", "file-path", "password", "path", "regex")
 _BASE64 = "(?:[0-9a-zA-Z{0}]{{4}})*(?:[0-9a-zA-Z{0}]{{2}}==|[0-9a-zA-Z{0}]{{3}}=)?"
 _FORMAT_PATTERNS = {"base64": f"^{_BASE64.format('+/')}$", "base64url": f"^{_BASE64.format('_-')}$"}
 _KNOWN_FORMATS = (
@@ -66,7 +67,7 @@ def prepare(text: str) -> str:
         return "{}"
     if not isinstance(root, dict):
         return text
-    _refuse_endless(root)
+    _empty_the_impossible(root)
     for schema in reversed(list(_schemas(root))):  # the inner first, whose new sizes count
         _rewrite(schema, root)
     return json.dumps(root)
@@ -109,27 +110,39 @@ def _target(reference: object, root: dict[str, Any]) -> Any:
     return place
 
 
-def _refuse_endless(root: dict[str, Any]) -> None:
-    """Raises ValueError if references demand a value within itself, so that no value ever ends."""
+def _empty_the_impossible(root: dict[str, Any]) -> None:
+    """Make each schema that no finite value follows an empty enum, which llguidance takes as a choice or a property that
+    cannot be. No value follows `not: {}`, which is zod's never. No finite value follows references that demand a value
+    within itself. Raises ValueError if the root is such a schema."""
     left = list(_schemas(root))
-    endless = {id(schema) for schema in left}  # until it shows that a finite value may follow
+    has_never = any(map(_is_never, left))
+    impossible = {id(schema) for schema in left}  # until it shows that a finite value may follow
     before = len(left) + 1
     while len(left) < before:  # in both directions, as a chain of references may go either way
         before = len(left)
-        left = [schema for schema in reversed(left) if not _ends(schema, root, endless)]
-    if id(root) in endless:
-        raise ValueError("$ref to what holds itself without end")
+        left = [schema for schema in reversed(left) if not _is_possible(schema, root, impossible)]
+    if id(root) in impossible:
+        raise ValueError("not: {}, which no value follows" if has_never else "$ref to what holds itself without end")
+    for schema in left:
+        schema.clear()
+        schema["enum"] = []
 
 
-def _ends(schema: dict[str, Any], root: dict[str, Any], endless: set[int]) -> bool:
-    """Whether nothing that a value of this schema must have is in `endless`; the schema then leaves it, too."""
+def _is_never(schema: dict[str, Any]) -> bool:
+    return "not" in schema and (schema["not"] == {} or schema["not"] is True)
 
-    def is_ending(other: Any) -> bool:
-        return id(other) not in endless
+
+def _is_possible(schema: dict[str, Any], root: dict[str, Any], impossible: set[int]) -> bool:
+    """Whether nothing that a value of this schema must have is in `impossible`; the schema then leaves it, too."""
+
+    def is_possible(other: Any) -> bool:
+        return id(other) not in impossible
 
     def listed(key: str) -> list[Any]:
         return schema[key] if isinstance(schema.get(key), list) else []
 
+    if _is_never(schema):
+        return False
     demanded = [_target(schema["$ref"], root)] if "$ref" in schema else []
     demanded += listed("allOf")
     kind = schema.get("type")
@@ -141,8 +154,8 @@ def _ends(schema: dict[str, Any], root: dict[str, Any], endless: set[int]) -> bo
         if schema["minItems"] > len(prefix):
             demanded.append(schema.get("items"))
     choices = [listed(key) for key in ("anyOf", "oneOf") if listed(key)]
-    if all(map(is_ending, demanded)) and all(any(map(is_ending, each)) for each in choices):
-        endless.discard(id(schema))
+    if all(map(is_possible, demanded)) and all(any(map(is_possible, each)) for each in choices):
+        impossible.discard(id(schema))
         return True
     return False
 

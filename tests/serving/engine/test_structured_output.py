@@ -311,6 +311,29 @@ WRITTEN: dict[str, tuple[Any, Any, Any]] = {
     ),
     "a list": ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, [1, 1], [2]),
     "finite": ({"type": "number", "minimum": -1.7976931348623157e308}, -2.5, ""),
+    "a property that never is": (
+        {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 1}}, "additionalProperties": {"not": {}}},
+        {"b": 1},
+        {"a": 1},
+    ),
+    "no other property": ({"type": "object", "additionalProperties": {"not": {}}}, {}, {"a": 1}),
+    "no name of a property": ({"type": "object", "propertyNames": {"not": {}}}, {}, {"a": 1}),
+    "a choice that never is": ({"anyOf": [{"not": {}}, TEXT]}, "a", 1),
+    "never, by reference": (
+        {"anyOf": [{"$ref": "#/$defs/E"}, TEXT], "$defs": {"E": {"not": {}, "description": "never"}}},
+        "a",
+        1,
+    ),
+    "a list of nothing": ({"type": "array", "items": {"not": {}}}, [], [1]),
+    "a choice without end": (
+        {
+            "anyOf": [{"$ref": "#/$defs/E"}, {"type": "null"}],
+            "$defs": {"E": {"type": "object", "properties": {"e": {"$ref": "#/$defs/E"}}, "required": ["e"]}},
+        },
+        None,
+        {"e": None},
+    ),
+    "a regular expression": (TEXT | {"format": "regex"}, "a+", 1),
     "a tree": (
         {
             "$defs": {
@@ -370,9 +393,14 @@ NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}},
         (TEXT | {"pattern": "^(?=a)b"}, "pattern"),
         (TEXT | {"format": "roman"}, "format"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "object", "propertyNames": {"not": {}}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, "propertyNames"),
         ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, "minProperties"),
         ({"if": {"type": "string"}}, "if"),
+        ({"not": {}}, "not: {}"),
+        ({"not": True, "description": "never"}, "not: {}"),
+        ({"anyOf": [{"not": {}}, {"allOf": [{"not": {}}]}]}, "not: {}"),
+        ({"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}, "not: {}"),
+        ({"not": {"type": "string"}}, "not"),
     ],
     ids=str,
 )
@@ -387,8 +415,8 @@ def test_what_no_output_can_be_held_to_is_refused_by_its_keyword(engine: LLMEngi
 def test_a_long_chain_of_references_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In either order. Catches a search that takes a pass for each reference."""
     seen: list[object] = []
-    ends = json_schema._ends
-    monkeypatch.setattr(json_schema, "_ends", lambda *args: seen.append(args[0]) or ends(*args))
+    is_possible = json_schema._is_possible
+    monkeypatch.setattr(json_schema, "_is_possible", lambda *args: seen.append(args[0]) or is_possible(*args))
     names = [f"a{i}" for i in range(300)]
     for order in (names, names[::-1]):
         definitions = {name: {"$ref": f"#/$defs/a{i + 1}"} for i, name in enumerate(names)} | {"a299": TEXT}
