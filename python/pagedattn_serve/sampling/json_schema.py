@@ -111,9 +111,9 @@ def _target(reference: object, root: dict[str, Any]) -> Any:
 
 
 def _empty_the_impossible(root: dict[str, Any]) -> None:
-    """Make each schema that no finite value follows an empty enum, which llguidance takes as a choice or a property that
-    cannot be. No value follows `not: {}`, which is zod's never. No finite value follows references that demand a value
-    within itself. Raises ValueError if the root is such a schema."""
+    """Make each schema that no finite value follows an empty enum, which llguidance takes as a choice or a property
+    that cannot be. No value follows `not: {}`, which is zod's never. No finite value follows references that demand a
+    value within itself. Raises ValueError if the root is such a schema."""
     left = list(_schemas(root))
     has_never = any(map(_is_never, left))
     impossible = {id(schema) for schema in left}  # until it shows that a finite value may follow

@@ -64,6 +64,8 @@ class _Answer:
             "choices": [],
             "usage": make_usage(self._job.num_prompt_tokens, num_tokens),
         }
+        if self._job.names_tier:
+            response["service_tier"] = "default"
         if self._body.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
         return response_of(response, itertools.starmap(self._choice, enumerate(output.outputs)))

@@ -97,6 +97,8 @@ class _Answer:
             "choices": [],
             "usage": make_usage(self._job.num_prompt_tokens, num_tokens if self._shows_output else 0),
         }
+        if self._job.names_tier:
+            answer["service_tier"] = "default"
         return response_of(answer, self._choices(outputs))
 
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[CompletionChoice]:

@@ -34,6 +34,7 @@ class Job:
     request_id, created (seconds since 1970), model: as the answer has them. Nobody can guess the id.
     params: with deltas as outputs.
     form_field: the field that asks for a form of the output, if any.
+    names_tier: whether the answer says its service_tier, which is always "default".
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     form_field: str | None = None
+    names_tier: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

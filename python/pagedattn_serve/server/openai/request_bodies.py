@@ -31,7 +31,7 @@ MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "suffix"),
+    *("audio", "function_call", "functions", "modalities", "moderation", "suffix"),
     *("tool_choice", "tools", "web_search_options"),
 )
 _NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
@@ -68,6 +68,16 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class PromptCacheOptions(Body):
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+
+
 class SamplingBody(Body):
     """What completions and chat completions share. What it says of sampling is as in `SamplingParams`."""
 
@@ -88,13 +98,17 @@ class SamplingBody(Body):
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        None, description="without effect: the answer's is default"
+    )
+    prediction: Prediction | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="given to the chat template; without effect where the template does not name it"
     )
     # of vLLM's

@@ -58,6 +58,7 @@ class CompletionResponse(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: NotRequired[Literal["default"]]  # where the request names a tier
 
 
 class TopLogprob(TypedDict):
@@ -98,6 +99,7 @@ class ChatCompletionResponse(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: NotRequired[Literal["default"]]  # where the request names a tier
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 

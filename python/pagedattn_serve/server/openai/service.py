@@ -96,6 +96,7 @@ class Service:
             priority=body.priority or 0,
             cache_salt=self._salt(body.cache_salt or ""),
             form_field=form_field(body),
+            names_tier=body.service_tier is not None,
         )
 
     def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:

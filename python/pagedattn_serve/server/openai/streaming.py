@@ -36,7 +36,8 @@ class ChunkWriter:
     """Renders the chunks of one response. kind: the field `object` of the chunks."""
 
     def __init__(self, job: Job, kind: str, options: StreamOptions | None) -> None:
-        head = encode_json({"id": job.request_id, "object": kind, "created": job.created, "model": job.model})
+        fields = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model}
+        head = encode_json(fields | {"service_tier": "default"} if job.names_tier else fields)
         self.counts_at_end = options is not None and bool(options.include_usage)
         self.counts_on = options is not None and bool(options.continuous_usage_stats)
         self._head = f'data: {head[:-1]},"choices":['

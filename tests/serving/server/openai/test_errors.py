@@ -68,9 +68,17 @@ SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": "json"}, "response_format"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
-    ({"service_tier": "fast"}, "service_tier"),
+    ({"service_tier": "quick"}, "service_tier"),
     ({"verbosity": "loud"}, "verbosity"),
+    ({"verbosity": ""}, "verbosity"),
+    ({"verbosity": "auto"}, "verbosity"),
     ({"reasoning_effort": "maximal"}, "reasoning_effort"),
+    ({"reasoning_effort": ""}, "reasoning_effort"),
+    ({"reasoning_effort": "auto"}, "reasoning_effort"),
+    ({"prediction": "the rest"}, "prediction"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prompt_cache_options": {"mode": "always"}}, "prompt_cache_options"),
+    ({"prompt_cache_options": {"size": 5}}, "prompt_cache_options.size"),
     ({"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
     ({"prompt_cache_key": 5}, "prompt_cache_key"),
     ({"safety_identifier": 5}, "safety_identifier"),
@@ -219,9 +227,15 @@ def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
 def test_fields_without_effect_change_nothing(client: Any) -> None:
     """Catches a field of OpenAI's API that is refused although it has no effect here, and a null that is no gap."""
     fields = {
-        "service_tier": ["auto", "default", "flex", "priority"],
-        "verbosity": ["low", "medium", "high"],
-        "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh"],
+        "service_tier": ["auto", "default", "flex", "scale", "priority", "fast", None],
+        "verbosity": ["low", "medium", "high", None],
+        "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
+        "prediction": [
+            {"type": "content", "content": "the rest"},
+            {"type": "content", "content": [{"type": "text", "text": "the rest"}]},
+            None,
+        ],
+        "prompt_cache_options": [{}, {"mode": "implicit", "ttl": "30m"}, {"mode": "explicit"}, None],
         "prompt_cache_retention": ["in_memory", "in-memory", "24h"],
         "some_new_field": [None],
         "response_format": [{"type": "text", "some_new_field": None}],
@@ -229,12 +243,24 @@ def test_fields_without_effect_change_nothing(client: Any) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})):
         body = {**prompt, "max_tokens": 1, "temperature": 0}
         [plain] = client.answer(path, **body)["choices"]
-        for i in range(6):
+        for i in range(8):
             several = {name: values[i % len(values)] for name, values in fields.items()}
             assert client.answer(path, **body, **several)["choices"] == [plain]
         for options in ({"include_obfuscation": True}, {"include_obfuscation": False, "some_new_field": None}):
             assert client.events(path, **body, stream_options=options)
     assert client.answer("/tokenize", prompt="a", some_new_field=None) == client.answer("/tokenize", prompt="a")
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})])
+def test_an_answer_says_its_tier_if_it_was_asked_for_one(client: Any, path: str, prompt: dict[str, Any]) -> None:
+    """Catches a tier that the server does not have, and a tier in an answer whose client knows none."""
+    body = {**prompt, "max_tokens": 2}
+    for tier in ("auto", "flex", "scale"):
+        told = [client.answer(path, **body, service_tier=tier), *client.events(path, **body, service_tier=tier)]
+        assert [each["service_tier"] for each in told] == ["default"] * len(told)
+    for tiers in ({}, {"service_tier": None}):
+        told = [client.answer(path, **body, **tiers), *client.events(path, **body, **tiers)]
+        assert not any("service_tier" in each for each in told)
 
 
 def test_the_template_gets_the_effort(speaker_path: str, serve: Any) -> None:
