@@ -45,35 +45,24 @@ ARROWS: dict[str, set[str]] = {
     "server.http.run": {"server.http.config", "server.http.connection", "server.http.sockets", "async_engine"},
     "server.http.sockets": {"errors"},
     "server.http.connection": set(),
-    "server.http.middleware": {"server.http.config", "server.http.errors", "server.http.request_context"},
+    "server.http.middleware": {"server.http.config", "server.http.errors", "server.http.logs"},
     "server.http.status": {"async_engine", "server.http.errors"},
     "server.http.live": {"async_engine", "server.http.errors"},
-    "server.http.metrics": {"server.http.request_context", "server.http.errors", "outputs"},
-    "server.http.logs": {"server.http.request_context"},
-    "server.http.request_context": set(),
-    "server.http.errors": {"server.http.request_context"},
+    "server.http.metrics": {"server.http.logs", "server.http.errors", "outputs"},
+    "server.http.logs": set(),
+    "server.http.errors": {"server.http.logs"},
     "server.http.config": {"config", "options"},
     # the app: OpenAI's API
     "server.openai": set(),
-    "server.openai.app": {"server.openai.completions", "server.openai.chat_completions", "server.openai.tokenization"}
-    | {"server.openai.models", "server.http.status", "server.http.live", "server.http.middleware"},
-    "server.openai.completions": {"server.openai.service", "server.openai.streaming", "server.openai.logprobs"},
-    "server.openai.chat_completions": {"server.openai.service", "server.openai.streaming", "server.openai.logprobs"},
-    "server.openai.tokenization": {"server.openai.service", "server.openai.response_bodies"},
-    "server.openai.models": {"server.openai.service", "server.openai.response_bodies"},
-    "server.openai.service": {"server.openai.generation", "server.openai.body_params", "server.http.config"}
+    "server.openai.app": {"server.openai.completions", "server.openai.models"}
+    | {"server.http.status", "server.http.live", "server.http.middleware"},
+    "server.openai.completions": {"server.openai.service", "server.openai.logprobs"},
+    "server.openai.models": {"server.openai.service"},
+    "server.openai.service": {"server.openai.fields", "server.http.config", "server.http.metrics"}
     | {"text.chat_template", "text.token_names"},
-    "server.openai.streaming": {
-        "server.openai.generation",
-        "server.openai.request_bodies",
-        "server.openai.response_bodies",
-    },
-    "server.openai.body_params": {"server.openai.errors", "server.openai.request_bodies", "structured_output"},
-    "server.openai.logprobs": {"server.openai.response_bodies", "outputs", "sampling_params", "text.token_names"},
-    "server.openai.generation": {"server.openai.errors", "server.http.metrics"},
+    "server.openai.logprobs": {"outputs", "sampling_params", "text.token_names"},
+    "server.openai.fields": {"server.openai.errors", "structured_output"},
     "server.openai.errors": {"server.http.errors", "async_engine"},
-    "server.openai.request_bodies": {"sampling_params"},
-    "server.openai.response_bodies": set(),
     "cli": {"__init__", "cli.parser", "cli.prepare"},
     # imports the commands when they run
     "cli.prepare": {"cli.generate", "cli.info", "cli.quantize", "cli.serve", "cli.simulate", "cli.options"}

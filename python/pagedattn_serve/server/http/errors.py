@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from pagedattn_serve.server.http.request_context import current_request
+from pagedattn_serve.server.http.logs import current_request
 
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
 

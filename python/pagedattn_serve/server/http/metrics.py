@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from pagedattn_serve.outputs import EngineStats, ReplicaStatus, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError
-from pagedattn_serve.server.http.request_context import current_request
+from pagedattn_serve.server.http.logs import current_request
 
 Replicas = Callable[[], list[ReplicaStatus]]
 

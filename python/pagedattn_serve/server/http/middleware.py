@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn_serve.server.http.config import ANY_HOST, ServerConfig
 from pagedattn_serve.server.http.errors import ApiError, encode_json
-from pagedattn_serve.server.http.request_context import RequestContext, current_request
+from pagedattn_serve.server.http.logs import RequestContext, current_request
 
 logger = logging.getLogger(__name__)
 

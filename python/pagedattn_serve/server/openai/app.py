@@ -9,9 +9,8 @@ from pagedattn_serve.server.http import live, status
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.metrics import add_metrics_route
 from pagedattn_serve.server.http.middleware import add_middleware
-from pagedattn_serve.server.openai import chat_completions, completions, models, tokenization
-from pagedattn_serve.server.openai.errors import add_error_handlers
-from pagedattn_serve.server.openai.response_bodies import ErrorResponse
+from pagedattn_serve.server.openai import completions, models
+from pagedattn_serve.server.openai.errors import ErrorResponse, add_error_handlers
 from pagedattn_serve.server.openai.service import Service
 
 # How each route may fail; "default" keeps FastAPI from promising status 422.
@@ -42,7 +41,7 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
     )
     app.state.engine, app.state.config = engine, config
     app.state.service = service = Service(engine, config)
-    for module in (completions, chat_completions, models, tokenization, status, live):
+    for module in (completions, models, status, live):
         app.include_router(module.router)
     add_metrics_route(app, service.metrics)
     add_error_handlers(app)

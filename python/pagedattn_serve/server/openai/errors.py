@@ -2,7 +2,6 @@
 
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -10,10 +9,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
 from pagedattn_serve.errors import BadArgument
-from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, JSONResponse, encode_json, error_response
+from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, error_response
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # what proxies log of a client that left
@@ -28,16 +28,15 @@ _FORMS = {
 }
 
 
-def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]]) -> Response:
-    """An answer with its `choices`, each of which is made and written before the next.
+class ErrorBody(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
-    Those with logprobs are large: so memory holds one of them, and between them another thread lets the event loop on.
-    """
-    texts = ",".join(encode_json(choice) for choice in choices)
-    # No text has this: its quotes are escaped.
-    before, after = encode_json({**answer, "choices": []}).split('"choices":[]')
-    content = f'{before}"choices":[{texts}]{after}'
-    return Response(content.encode("utf-8", "backslashreplace"), media_type=JSONResponse.media_type)
+
+class ErrorResponse(TypedDict):
+    error: ErrorBody
 
 
 def engine_error(

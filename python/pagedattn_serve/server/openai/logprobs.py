@@ -4,20 +4,50 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
+
 from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.server.openai.response_bodies import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
 from pagedattn_serve.text.token_names import TokenNames, is_in_text, names_in_prompt
 
 LOWEST = -9999.0  # for minus infinity, which JSON does not have
 
 Entries = Mapping[int, Logprob]
+
+
+class CompletionLogprobs(TypedDict):
+    """A list entry for each token. top_logprobs: the likeliest tokens by name; None where none were asked for."""
+
+    text_offset: list[int]
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class TopLogprob(TypedDict):
+    """bytes: what the token adds to the UTF-8 of the answer, also if it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobsFormat:

@@ -1,15 +1,57 @@
-"""GET /v1/models: the one model that there is."""
+"""GET /v1/models, the one model that there is; POST /tokenize and /detokenize, its tokenizer, in vLLM's shape."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
+from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
-from pagedattn_serve.server.http.errors import JSONResponse
-from pagedattn_serve.server.openai.response_bodies import Model, ModelList
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+from pagedattn_serve.server.openai.fields import Body, Messages, TokenIds
 from pagedattn_serve.server.openai.service import Service, service_of
 
 router = APIRouter()
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokenizeRequest(Body):
+    """A prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages if not given")
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class TokenizeResponse(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
 
 
 @router.get("/v1/models", response_model=ModelList)
@@ -34,3 +76,32 @@ def _model(service: Service) -> Model:
         "owned_by": "pagedattn_serve",
         "max_model_len": service.max_model_len,
     }
+
+
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """The token ids of a prompt, or of the messages of a chat."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
+    if body.messages is not None:
+        text = await service.render(body.messages, body.add_generation_prompt is not False)
+        [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")
+    else:
+        [token_ids] = await service.tokenize([body.prompt or ""], body.add_special_tokens is not False)
+    response: TokenizeResponse = {
+        "count": len(token_ids),
+        "max_model_len": service.max_model_len,
+        "tokens": token_ids,
+        "token_strs": service.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+    }
+    return JSONResponse(response)
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """The text of token ids."""
+    service.check_model(body.model)
+    [text] = await service.detokenize([body.tokens], "tokens")
+    response: DetokenizeResponse = {"prompt": text}
+    return JSONResponse(response)

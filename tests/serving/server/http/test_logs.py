@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from pagedattn_serve.server.http.logs import JsonFormatter, TextFormatter, add_request_id
-from pagedattn_serve.server.http.request_context import RequestContext, current_request
+from pagedattn_serve.server.http.logs import (
+    JsonFormatter,
+    RequestContext,
+    TextFormatter,
+    add_request_id,
+    current_request,
+)
 
 
 def record(message: str, fields: dict[str, Any] | None = None, error: Exception | None = None) -> logging.LogRecord:

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from pagedattn_serve import DEMO_MODEL, EngineStats, LLMEngine, ReplicaStatus, RequestOutput, SamplingParams
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
 from pagedattn_serve.server.http.errors import ApiError
+from pagedattn_serve.server.http.logs import RequestContext, current_request
 from pagedattn_serve.server.http.metrics import COUNTERS, GAUGES, ServerMetrics, add_metrics_route
-from pagedattn_serve.server.http.request_context import RequestContext, current_request
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.logs import current_request
 from pagedattn_serve.server.http.middleware import add_middleware
-from pagedattn_serve.server.http.request_context import current_request
 
 KEYS = ("first-key", "second-key")
 

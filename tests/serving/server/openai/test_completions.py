@@ -12,9 +12,9 @@ from checkpoints import BEGINNING, SPEECH, make_metaspace_tokenizer, make_model,
 from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server.http.errors import JSONResponse
 from pagedattn_serve.server.openai import logprobs
-from pagedattn_serve.server.openai.errors import JSONResponse, response_of
-from pagedattn_serve.server.openai.response_bodies import CompletionResponse
+from pagedattn_serve.server.openai.completions import CompletionResponse, response_of
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 100}

@@ -12,12 +12,12 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, ReplicaStatus, RequestMetrics, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
+from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.app import make_app
-from pagedattn_serve.server.openai.errors import ApiError
-from pagedattn_serve.server.openai.generation import Job, JobRunner, PromptTokens
-from pagedattn_serve.server.openai.request_bodies import StreamOptions
-from pagedattn_serve.server.openai.streaming import ChunkWriter, EventStream, JobChunks, SendEvents
+from pagedattn_serve.server.openai.completions import Answer, ChunkWriter, JobChunks
+from pagedattn_serve.server.openai.fields import StreamOptions
+from pagedattn_serve.server.openai.service import EventStream, Job, JobRunner, PromptTokens, SendEvents
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 IDLE = ReplicaStatus(None, True, None, 0, NO_STATS)
@@ -122,9 +122,15 @@ def test_a_stream_begins_anew_if_its_client_has_seen_nothing(is_seen: bool) -> N
     engine = FakeEngine(end, dies_at=2)
     openings: list[int] = []
 
-    def open_choices(_: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[None]]:
-        openings.append(place)
-        return [], [None]
+    class Texts(Answer):
+        chunk_kind = "text_completion"
+
+        def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[Any]]:
+            openings.append(place)
+            return [], [None]
+
+        def render(self, text: str) -> str:
+            return f'"text":"{text}"'
 
     async def main() -> list[bytes]:
         sent: list[bytes] = []
@@ -132,9 +138,7 @@ def test_a_stream_begins_anew_if_its_client_has_seen_nothing(is_seen: bool) -> N
         async def send(events: bytes) -> None:
             sent.append(events)
 
-        options = StreamOptions(include_usage=True)
-        writer = ChunkWriter(job(2), "text_completion", options)
-        chunks = JobChunks(engine.jobs(), job(2), writer, open_choices, lambda text: f'"text":"{text}"')
+        chunks = JobChunks(engine.jobs(), Texts(job(2)), StreamOptions(include_usage=True))
         if is_seen:
             with pytest.raises(ApiError, match="replica 0 died"):
                 await chunks.send_all(send)
