@@ -24,19 +24,14 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm", "calibration", "async_engine"},
     "__main__": {"cli"},
     "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.thread_core", "async_engine.stream", "async_engine.replicas"},
-    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "async_engine.errors"}
-    | {"distributed.cpus"},
+    "async_engine.engine": {"async_engine.stream", "async_engine.replicas"},
+    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "distributed.cpus"},
     "async_engine.router": {"requests.prompts"},
-    "async_engine.errors": set(),
     "async_engine.process_core": {"async_engine.messages", "distributed.processes"}
     | {"distributed.activity", "progress"},  # it starts core_main
     "async_engine.core_main": {"async_engine.messages", "distributed.processes"},
     "async_engine.messages": {"async_engine.core"},
-    "async_engine.thread_core": {"async_engine.core"},
-    "async_engine.core": {"async_engine.watch"},
-    "async_engine.watch": {"async_engine.loop", "distributed.activity"},
-    "async_engine.loop": {"engine"},
+    "async_engine.core": {"engine", "distributed.activity"},
     "async_engine.stream": {"async_engine.core"},
     "calibration": {"engine"},
     # the HTTP server, which would serve any app

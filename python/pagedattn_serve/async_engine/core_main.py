@@ -25,7 +25,7 @@ from pagedattn_serve.distributed.processes import die_with
 from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 
 if TYPE_CHECKING:
-    from pagedattn_serve.async_engine.loop import News
+    from pagedattn_serve.async_engine.core import News
     from pagedattn_serve.engine import LLMEngine
 
 MAX_UNSENT = 16  # messages, of a step each

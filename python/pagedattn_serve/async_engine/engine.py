@@ -13,13 +13,19 @@ from itertools import count
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs, stats_and_cache_map
-from pagedattn_serve.async_engine.errors import EngineBusyError, EngineDeadError, ReplicaDeadError
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import (
+    EngineBusyError,
+    EngineDeadError,
+    EngineFacts,
+    News,
+    ReplicaDeadError,
+    RequestArgs,
+    ThreadCore,
+    stats_and_cache_map,
+)
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.replicas import Replicas
 from pagedattn_serve.async_engine.stream import Stream
-from pagedattn_serve.async_engine.thread_core import ThreadCore
 from pagedattn_serve.config import check_int
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs

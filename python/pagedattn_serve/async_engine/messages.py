@@ -8,7 +8,7 @@ import struct
 from operator import attrgetter
 from typing import Any
 
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import News
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import EngineFacts, News, RequestArgs
 from pagedattn_serve.async_engine.messages import CHUNK, Frames, NewsUnpacker, framed
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, Activity
 from pagedattn_serve.distributed.processes import how_it_ended, start_process

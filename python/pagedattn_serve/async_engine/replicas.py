@@ -11,9 +11,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
-from pagedattn_serve.async_engine.errors import EngineDeadError, ReplicaDeadError
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError, RequestArgs
 from pagedattn_serve.async_engine.messages import numbers_of
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.router import Router

@@ -22,7 +22,7 @@ from pagedattn_serve import (
     RequestOutputKind,
     SamplingParams,
 )
-from pagedattn_serve.async_engine.loop import EngineLoop, News
+from pagedattn_serve.async_engine.core import EngineLoop, News
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 

@@ -22,8 +22,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, LLMEngine
 from pagedattn_serve.async_engine import process_core
-from pagedattn_serve.async_engine.loop import EngineLoop
-from pagedattn_serve.async_engine.watch import Watch
+from pagedattn_serve.async_engine.core import EngineLoop, Watch
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, WAITS, WORKS, Activity, Pulse
 
 STANDS_STILL = f"a step of the engine (process {os.getpid()}) has stood still for 3 seconds"

@@ -41,7 +41,7 @@ from pagedattn_serve import (
     SamplingParams,
 )
 from pagedattn_serve.async_engine import core_main, process_core
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import News
 from pagedattn_serve.async_engine.messages import Frames, NewsPacker, NewsUnpacker, framed
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.errors import portable

@@ -22,9 +22,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineStats, LLMEngine, RequestOutput
 from pagedattn_serve.async_engine import process_core, replicas
-from pagedattn_serve.async_engine.core import EngineFacts, RequestArgs
-from pagedattn_serve.async_engine.errors import ReplicaDeadError
-from pagedattn_serve.async_engine.loop import News
+from pagedattn_serve.async_engine.core import EngineFacts, News, ReplicaDeadError, RequestArgs
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 

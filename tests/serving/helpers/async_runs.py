@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
-from pagedattn_serve.async_engine.thread_core import ThreadCore
+from pagedattn_serve.async_engine.core import ThreadCore
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 

@@ -146,7 +146,7 @@ def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
         lines = [json.loads(line) for line in server.stderr.splitlines()]
         messages = {line["logger"]: line for line in lines}
         assert "the engine broke: RuntimeError: planted" in messages["pagedattn_serve.server.http.run"]["message"]
-        assert "RuntimeError: planted" in messages["pagedattn_serve.async_engine.loop"]["exception"]
+        assert "RuntimeError: planted" in messages["pagedattn_serve.async_engine.core"]["exception"]
 
 
 def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
