@@ -27,10 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "async_engine.engine": {"async_engine.stream", "async_engine.replicas"},
     "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "distributed.cpus"},
     "async_engine.router": {"requests.prompts"},
-    "async_engine.process_core": {"async_engine.messages", "distributed.processes"}
-    | {"distributed.activity", "progress"},  # it starts core_main
-    "async_engine.core_main": {"async_engine.messages", "distributed.processes"},
-    "async_engine.messages": {"async_engine.core"},
+    "async_engine.process_core": {"async_engine.core", "distributed.processes", "progress"},
     "async_engine.core": {"engine", "distributed.activity"},
     "async_engine.stream": {"async_engine.core"},
     "calibration": {"engine"},
@@ -142,8 +139,7 @@ ARROWS: dict[str, set[str]] = {
     "distributed": set(),
     "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
     | {"distributed.ray_placement", "distributed.processes", "distributed.activity"}
-    | {"execution.model_runner"},  # it starts worker_main
-    "distributed.worker_main": {"distributed.worker", "distributed.processes"},
+    | {"execution.model_runner"},  # it starts worker
     "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "distributed.activity"}
     | {"engine_setup"},
     "distributed.activity": set(),

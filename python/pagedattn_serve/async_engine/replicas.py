@@ -12,8 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError, RequestArgs
-from pagedattn_serve.async_engine.messages import numbers_of
-from pagedattn_serve.async_engine.process_core import ProcessCore
+from pagedattn_serve.async_engine.process_core import ProcessCore, numbers_of
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes

@@ -422,7 +422,7 @@ def start_rank(rank: int) -> Worker:
     """Start the process of a rank."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker_main", theirs))
+        return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker", theirs))
 
 
 def accept_ranks(ranks_per_host: int) -> Iterator[Worker]:

@@ -1,6 +1,7 @@
 """Child processes: how they start, and how they end with their parent."""
 
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -14,16 +15,18 @@ from typing import Protocol
 PR_SET_PDEATHSIG = 1
 
 
-def start_process(module: str, theirs: socket.socket, *arguments: str) -> "subprocess.Popen[bytes]":
-    """Start `python -m MODULE FD PARENT ARGUMENTS`. The program finds the modules that this process finds.
+def start_process(module: str, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    """Start a process that calls `main(fd)` of a module. The process finds the modules that this process finds.
 
-    The program ignores SIGINT and SIGTERM: this process decides when it ends.
+    The process ends with this one, and with the thread that called this if that is the main thread. The process ignores
+    SIGINT and SIGTERM: this process decides when it ends.
 
-    theirs: the program's end of a pair of sockets, which is FD. PARENT is what `die_with` takes, or 0.
+    theirs: the process's end of a pair of sockets. fd: its descriptor there, which a child of the process does not get.
     """
     # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(parent), *arguments]
+    program = f"from {__name__} import run_child; run_child({module!r}, {theirs.fileno()}, {parent})"
+    command = [sys.executable, "-P", "-c", program]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     # The child inherits the mask, so neither signal reaches it, not even while Python starts. A terminal sends SIGINT
     # to all processes of a group; torchrun and systemd send SIGTERM to all processes that they have started.
@@ -34,6 +37,15 @@ def start_process(module: str, theirs: socket.socket, *arguments: str) -> "subpr
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def run_child(module: str, fd: int, parent_pid: int) -> None:
+    """In the process that `start_process` has started. parent_pid: the process to die with; 0: end when the socket is
+    closed, at the latest."""
+    if parent_pid:
+        die_with(parent_pid)
+    os.set_inheritable(fd, False)  # or a child of this process would keep the socket open
+    importlib.import_module(module).main(fd)
 
 
 def die_with(parent_pid: int) -> None:

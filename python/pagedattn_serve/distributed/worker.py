@@ -9,11 +9,13 @@ import os
 import pickle
 import select
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from io import FileIO
+from typing import NoReturn
 
 import torch
 
@@ -48,6 +50,14 @@ from pagedattn_serve.models.partition import Partition
 
 CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
 MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
+
+
+def main(fd: int) -> NoReturn:
+    """The process of a rank, which `executor.start_rank` starts. fd: a socket to rank 0."""
+    serve_rank(Channel(socket.socket(fileno=fd)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # faster than the end of an interpreter that has torch
 
 
 def serve_remote_rank(rank: int, address: Address, key: bytes) -> None:

@@ -40,10 +40,9 @@ from pagedattn_serve import (
     RequestOutputKind,
     SamplingParams,
 )
-from pagedattn_serve.async_engine import core_main, process_core
+from pagedattn_serve.async_engine import process_core
 from pagedattn_serve.async_engine.core import News
-from pagedattn_serve.async_engine.messages import Frames, NewsPacker, NewsUnpacker, framed
-from pagedattn_serve.async_engine.process_core import ProcessCore
+from pagedattn_serve.async_engine.process_core import Frames, NewsPacker, NewsUnpacker, ProcessCore, framed
 from pagedattn_serve.errors import portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics
 
@@ -606,8 +605,8 @@ class SlowParent:
 def test_a_core_waits_for_a_parent_that_does_not_read() -> None:
     """Else what is unsent would take more and more memory. Nothing is lost, and all comes in its order."""
     parent: Any = SlowParent()
-    outbox = core_main.Outbox(parent)
-    expected = [("end", str(i)) for i in range(core_main.MAX_UNSENT + 2)]  # one of them is being sent
+    outbox = process_core.Outbox(parent)
+    expected = [("end", str(i)) for i in range(process_core.MAX_UNSENT + 2)]  # one of them is being sent
     for _, error in expected[:-1]:
         outbox.put_end(error)
     engine = threading.Thread(target=outbox.put_end, args=(expected[-1][1],))
@@ -624,7 +623,7 @@ def test_a_core_that_cannot_send_ends() -> None:
 
     def run_core() -> None:
         parent: Any = SlowParent()
-        outbox = core_main.Outbox(parent)
+        outbox = process_core.Outbox(parent)
         outbox.put_news(None)  # type: ignore[arg-type]
         time.sleep(TIMEOUT)
 

@@ -1,7 +1,6 @@
-"""The program of a rank with a fault: python -m faulty_rank FD PARENT FAULT MODULE
+"""The program of a rank with a fault.
 
-MODULE: whose main the program is, once it has the fault.
-FAULT: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "connect": the
+fault: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "connect": the
 rank cannot connect with others. "room": the rank has room for 11 blocks, and for 5 on the host. "tokens": a step that
 has one of the tokens below fails on the way, once, between two calls of the other ranks.
 """
@@ -10,7 +9,6 @@ import ctypes
 import importlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -69,8 +67,8 @@ def faulty(all_reduce: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor
     return faulty_all_reduce
 
 
-def main() -> None:
-    fd, parent, fault, module, *_ = sys.argv[1:]
+def main(fd: int, fault: str, module: str, *arguments: str) -> None:
+    """module, arguments: whose main the program is, once it has the fault."""
     match fault:
         case "start":
             die()
@@ -91,8 +89,4 @@ def main() -> None:
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
             for communicator in SharedMemoryCommunicator, ProcessGroupCommunicator:
                 communicator.all_reduce = faulty(communicator.all_reduce)  # type: ignore[method-assign]
-    importlib.import_module(module).main(int(fd), int(parent))
-
-
-if __name__ == "__main__":
-    main()
+    importlib.import_module(module).main(fd, *arguments)

@@ -1,10 +1,9 @@
 """Ranks whose process group is one of gloo, on CPU tensors: it stands in for NCCL, which no test here can run.
 
-As a program it is such a rank: python -m gloo_rank FD PARENT MODULE, whose main the program is otherwise.
+As a program it is such a rank.
 """
 
 import importlib
-import sys
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -68,13 +67,10 @@ def use_gloo(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "make_communicator", make_communicator)
 
 
-def main(fd: int, parent_pid: int) -> None:
+def main(fd: int, module: str) -> None:
+    """module: whose main the program is otherwise."""
     # A fault of this rank stays: it may be that the rank does not connect.
     if process_group.connect_backend.__module__ == process_group.__name__:
         process_group.connect_backend = connect_gloo
     worker.make_communicator = make_communicator
-    importlib.import_module(sys.argv[-1]).main(fd, parent_pid)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    importlib.import_module(module).main(fd)

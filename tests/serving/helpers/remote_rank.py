@@ -1,12 +1,11 @@
 """Ranks as on other hosts, without Ray: `LocalPlacement` starts them, and they are children of a warm process.
 
-As a program it is such a rank: python -m remote_rank FD PARENT, where FD tells rank, address and key.
+As a program it is such a rank, to which its socket tells rank, address and key.
 """
 
 import os
 import pickle
 import socket
-import sys
 from typing import NoReturn
 
 from warm_ranks import StartedRanks
@@ -47,14 +46,10 @@ class LocalPlacement:
         pass
 
 
-def main(fd: int, _: int) -> NoReturn:
+def main(fd: int) -> NoReturn:
     with socket.socket(fileno=fd) as connection:
         order = pickle.loads(connection.recv(MAX_BYTES))
     from pagedattn_serve.distributed.worker import serve_remote_rank
 
     serve_remote_rank(*order)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

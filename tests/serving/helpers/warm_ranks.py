@@ -8,7 +8,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -118,9 +117,8 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         asked = serve(connection)
     if asked is not None:
-        descriptor, [module, *arguments] = asked
-        sys.argv = [module, str(descriptor), "0", *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        fd, [module, *arguments] = asked
+        importlib.import_module(module).main(fd, *arguments)
 
 
 if __name__ == "__main__":
