@@ -24,12 +24,11 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"llm", "calibration", "async_engine"},
     "__main__": {"cli"},
     "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.stream", "async_engine.replicas"},
+    "async_engine.engine": {"async_engine.replicas"},
     "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "distributed.cpus"},
     "async_engine.router": {"requests.prompts"},
     "async_engine.process_core": {"async_engine.core", "distributed.processes", "progress"},
     "async_engine.core": {"engine", "distributed.activity"},
-    "async_engine.stream": {"async_engine.core"},
     "calibration": {"engine"},
     # the HTTP server, which would serve any app
     "server": set(),
