@@ -96,23 +96,21 @@ ARROWS: dict[str, set[str]] = {
     # a request from what a caller says to what it is told
     "requests": set(),
     "requests.inputs": {
-        "requests.beam_request",
-        "requests.texts",
+        "requests.request",
+        "requests.prompts",
         "loading.generation_config",
         "sampling.state",
         "text.tokenizer",
     },
-    "requests.beam_request": {"requests.request", "scheduling.beam_search"},
-    "requests.request": {"requests.completion", "scheduling.scheduler"},
-    "requests.completion": {
-        "scheduling.sequence",
+    "requests.request": {
+        "scheduling.beam_search",
+        "scheduling.scheduler",
         "text.stop_strings",
         "text.token_names",
         "sampling_params",
         "outputs",
     },
-    "requests.texts": {"requests.prompts", "config"},
-    "requests.prompts": {"errors"},
+    "requests.prompts": {"config"},
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {

@@ -30,10 +30,9 @@ from pagedattn_serve.loading.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.progress import Report
-from pagedattn_serve.requests.completion import SampledToken
 from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt
-from pagedattn_serve.requests.request import Request
+from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
 from pagedattn_serve.scheduling.scheduler import Scheduler

@@ -37,8 +37,6 @@ FILES = {
         "engine.py",
         "progress.py",
         "requests/request.py",
-        "requests/beam_request.py",
-        "requests/completion.py",
         "sampling/grammar.py",
         "scheduling/beam_search.py",
         "scheduling/sequence.py",

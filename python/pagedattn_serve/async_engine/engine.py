@@ -31,8 +31,7 @@ from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import CacheMap, CompletionOutput, EngineStats, ReplicaStatus, RequestOutput
-from pagedattn_serve.requests.prompts import Prompt
-from pagedattn_serve.requests.texts import Texts
+from pagedattn_serve.requests.prompts import Prompt, Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.tokenizer import load_tokenizer
 

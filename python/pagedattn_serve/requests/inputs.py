@@ -6,11 +6,8 @@ from typing import Any
 from pagedattn_serve.config import check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.loading.generation_config import GenerationDefaults
-from pagedattn_serve.requests.beam_request import BeamRequest
-from pagedattn_serve.requests.completion import OutputRules
-from pagedattn_serve.requests.prompts import Prompt, text_or_ids, to_ids
-from pagedattn_serve.requests.request import Request
-from pagedattn_serve.requests.texts import Texts
+from pagedattn_serve.requests.prompts import Prompt, Texts, text_or_ids, to_ids
+from pagedattn_serve.requests.request import BeamRequest, OutputRules, Request
 from pagedattn_serve.sampling.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
-from pagedattn_serve.requests.completion import Completion, OutputRules, SampledToken
+from pagedattn_serve.requests.request import Completion, OutputRules, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.text.detokenizer import REPLACEMENT

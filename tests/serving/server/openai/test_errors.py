@@ -9,7 +9,7 @@ import pytest
 from checkpoints import BEGINNING
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.requests.completion import Completion
+from pagedattn_serve.requests.request import Completion
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]
