@@ -110,7 +110,7 @@ ARROWS: dict[str, set[str]] = {
         "sampling_params",
         "outputs",
     },
-    "requests.prompts": {"config"},
+    "requests.prompts": {"sampling_params"},
     # which sequences run, on which blocks
     "scheduling": set(),
     "scheduling.scheduler": {

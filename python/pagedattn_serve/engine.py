@@ -31,7 +31,7 @@ from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.progress import Report
 from pagedattn_serve.requests.inputs import InputProcessor
-from pagedattn_serve.requests.prompts import Prompt
+from pagedattn_serve.requests.prompts import Prompt, RequestArgs
 from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -180,35 +180,15 @@ class LLMEngine:
         self._settle()
         return self.scheduler.has_unfinished
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt | None = None,
-        sampling_params: SamplingParams | None = None,
-        prompt_token_ids: Any | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> None:
-        """Queue a request: a prompt, or its token ids. Default sampling: `get_default_sampling_params()`.
-
-        prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}; or
-            one dict with both: the model runs the ids, and the output shows the text.
-        arrival_time: a time of `time.monotonic()`; default now. The metrics use it, the order of service does not.
-        priority: with the scheduling policy "priority", a lower number is served earlier. So that nobody waits for
-            ever, a number lower by k passes only the requests that came at most k * 10,000 requests before.
-        cache_salt: only requests with the same salt share cached blocks. So the time that a prompt takes tells nobody
-            whether users with another salt have sent the same prompt.
+    @takes_options(RequestArgs)
+    def add_request(self, args: RequestArgs) -> None:
+        """Queue a request. The arguments are those of `RequestArgs`, which says what they mean.
 
         Raises ValueError or TypeError, with nothing queued, if the prompt is empty, too long or not text, a token id is
         not in the vocabulary, the request id is taken, or no output can be held to the structured_output; ImportError
         for structured_output without llguidance. Requests that were queued before go on.
         """
-        self.queue_request(
-            self.inputs.make_request(
-                request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
-            )
-        )
+        self.queue_request(self.inputs.make_request(args))
 
     @interruptible
     def queue_request(self, request: Request) -> None:

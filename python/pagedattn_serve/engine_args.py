@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch  # only for a type: the command line's help needs no torch
 
 Self = TypeVar("Self")
+Args = TypeVar("Args")
 Options = ParamSpec("Options")
 Config = TypeVar("Config", ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig)
 
@@ -170,19 +171,24 @@ OPTIONS = options_of(EngineArgs)
 
 
 def takes_options(
-    args_type: Callable[Options, EngineArgs],
-) -> Callable[[Callable[[Self, EngineArgs], None]], Callable[Concatenate[Self, Options], None]]:
-    """Let the constructor take the options instead: callers, type checkers and `inspect.signature` see each of them."""
+    args_type: Callable[Options, Args],
+) -> Callable[[Callable[[Self, Args], None]], Callable[Concatenate[Self, Options], None]]:
+    """Let the method take what `args_type` takes instead: callers, type checkers and `inspect.signature` see each
+    option."""
 
-    def decorate(init: Callable[[Self, EngineArgs], None]) -> Callable[Concatenate[Self, Options], None]:
-        @wraps(init)
+    def decorate(method: Callable[[Self, Args], None]) -> Callable[Concatenate[Self, Options], None]:
+        @wraps(method)
         def with_options(self: Self, /, *args: Options.args, **kwargs: Options.kwargs) -> None:
-            init(self, args_type(*args, **kwargs))
+            method(self, args_type(*args, **kwargs))
 
-        this = next(iter(inspect.signature(init).parameters.values()))
-        options = inspect.signature(args_type).parameters.values()
-        own = [each.replace(annotation=OPTIONS[each.name].type) for each in options]  # without their help
+        this = next(iter(inspect.signature(method).parameters.values()))
+        own = [each.replace(annotation=without_help(each)) for each in inspect.signature(args_type).parameters.values()]
         with_options.__signature__ = inspect.Signature([this, *own])  # type: ignore[attr-defined]
         return with_options
 
     return decorate
+
+
+def without_help(option: inspect.Parameter) -> object:
+    """The type of an option."""
+    return option.annotation.__origin__ if hasattr(option.annotation, "__metadata__") else option.annotation

@@ -8,7 +8,7 @@ from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth, with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.progress import Progress
-from pagedattn_serve.requests.prompts import Prompt, split_prompts, without_array
+from pagedattn_serve.requests.prompts import Prompt, RequestArgs, split_prompts, without_array
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.chat_template import load_chat_template, render_chat
 from pagedattn_serve.text.messages import Message
@@ -126,7 +126,7 @@ class LLM:
         self._num_requests += 1
         self._request_ids.append(request_id)  # first: the engine may hold no request that is not listed
         try:
-            request = self.llm_engine.inputs.make_request(request_id, prompt, param)
+            request = self.llm_engine.inputs.make_request(RequestArgs(request_id, prompt, param))
             request.output_kind = RequestOutputKind.FINAL_ONLY
             self.llm_engine.queue_request(request)
         except (TypeError, ValueError) as error:

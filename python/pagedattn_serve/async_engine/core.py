@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, Activity
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
+from pagedattn_serve.requests.prompts import RequestArgs
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -75,17 +76,6 @@ def facts_of(engine: "LLMEngine") -> EngineFacts:
 
 def stats_and_cache_map(engine: "LLMEngine") -> tuple[EngineStats, CacheMap]:
     return engine.stats(), engine.cache_map()
-
-
-class RequestArgs(NamedTuple):
-    """What a caller says of a request: the arguments of `LLMEngine.add_request`."""
-
-    request_id: str
-    prompt: Any
-    sampling_params: Any
-    arrival_time: float
-    priority: Any
-    cache_salt: Any
 
 
 @dataclass(slots=True)
@@ -420,7 +410,7 @@ class EngineCore:
             self._loop.refuse(key, RuntimeError("the reader has left"))
             return
         try:
-            request = self._engine.inputs.make_request(**args._asdict())
+            request = self._engine.inputs.make_request(args)
         except Exception as error:
             self._loop.refuse(key, error)
         except BaseException as error:  # such as a panic in a tokenizer

@@ -20,7 +20,6 @@ from pagedattn_serve.async_engine.core import (
     EngineFacts,
     News,
     ReplicaDeadError,
-    RequestArgs,
     ThreadCore,
     stats_and_cache_map,
 )
@@ -31,7 +30,7 @@ from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import CacheMap, CompletionOutput, EngineStats, ReplicaStatus, RequestOutput
-from pagedattn_serve.requests.prompts import Prompt, Texts
+from pagedattn_serve.requests.prompts import Prompt, RequestArgs, Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.tokenizer import load_tokenizer
 
@@ -223,9 +222,8 @@ class AsyncLLMEngine:
         Raises TypeError, ValueError (as `LLMEngine.add_request`) and EngineBusyError before the first output, and
         EngineDeadError at any time.
         """
-        arrival_time = time.monotonic()
         request_id = secrets.token_hex(16) if request_id is None else request_id
-        args = RequestArgs(request_id, prompt, sampling_params, arrival_time, priority, cache_salt)
+        args = RequestArgs(request_id, prompt, sampling_params, None, time.monotonic(), priority, cache_salt)
         stream = self._admit(args, forget)
         try:
             self._core.add(stream.key, args)

@@ -26,13 +26,14 @@ from queue import Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pagedattn_serve.async_engine.core import EngineCore, EngineFacts, News, RequestArgs, facts_of
+from pagedattn_serve.async_engine.core import EngineCore, EngineFacts, News, facts_of
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, Activity
 from pagedattn_serve.distributed.processes import how_it_ended, start_process
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from pagedattn_serve.progress import percent
+from pagedattn_serve.requests.prompts import RequestArgs
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine

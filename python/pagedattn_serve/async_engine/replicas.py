@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError, RequestArgs
+from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError
 from pagedattn_serve.async_engine.process_core import ProcessCore, numbers_of
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
@@ -20,6 +20,7 @@ from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, describe
 from pagedattn_serve.outputs import EngineStats, ReplicaStatus
+from pagedattn_serve.requests.prompts import RequestArgs
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine

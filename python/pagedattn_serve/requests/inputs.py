@@ -6,7 +6,7 @@ from typing import Any
 from pagedattn_serve.config import check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.loading.generation_config import GenerationDefaults
-from pagedattn_serve.requests.prompts import Prompt, Texts, text_or_ids, to_ids
+from pagedattn_serve.requests.prompts import Prompt, RequestArgs, Texts, text_or_ids, to_ids
 from pagedattn_serve.requests.request import BeamRequest, OutputRules, Request
 from pagedattn_serve.sampling.grammar import GrammarCompiler, TokenMatcher
 from pagedattn_serve.sampling.state import SamplingState
@@ -56,18 +56,10 @@ class InputProcessor:
                 raise ArgumentError("prompt_token_ids", f"an int in [0, {self._vocab_size - 1}]", token_id)
         return text, ids
 
-    def make_request(
-        self,
-        request_id: str,
-        prompt: Prompt | None = None,
-        sampling_params: SamplingParams | None = None,
-        prompt_token_ids: Any | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
-        """A request that is not queued yet. Arguments and errors are those of `LLMEngine.add_request`. The scheduler
-        checks later what depends on other requests, and the length of the prompt."""
+    def make_request(self, args: RequestArgs) -> Request:
+        """A request that is not queued yet. Errors are those of `LLMEngine.add_request`. The scheduler checks later
+        what depends on other requests, and the length of the prompt."""
+        request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt = args
         if not isinstance(request_id, str):
             raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         params = self.defaults.params if sampling_params is None else sampling_params

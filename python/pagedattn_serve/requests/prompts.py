@@ -1,15 +1,38 @@
-"""The forms that a prompt may have, vLLM's and whatever else is plainly a text or token ids; text to ids and back."""
+"""What a caller says of a request: its arguments, the forms that a prompt may have, text to token ids and back."""
 
 import threading
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedattn_serve.config import check_bool, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.sampling_params import SamplingParams
 
 # A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with prompt, prompt_token_ids
 # or both. With both, the model runs the ids, and `RequestOutput.prompt` shows the text.
 Prompt = Any
+
+
+class RequestArgs(NamedTuple):
+    """What a caller says of a request: a prompt, or its token ids, and what is to be done with the prompt.
+
+    prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}; or
+        one dict with both: the model runs the ids, and the output shows the text.
+    sampling_params: default `LLMEngine.get_default_sampling_params()`.
+    arrival_time: a time of `time.monotonic()`; default now. The metrics use it, the order of service does not.
+    priority: with the scheduling policy "priority", a lower number is served earlier. So that nobody waits for ever, a
+        number lower by k passes only the requests that came at most k * 10,000 requests before.
+    cache_salt: only requests with the same salt share cached blocks. So the time that a prompt takes tells nobody
+        whether users with another salt have sent the same prompt.
+    """
+
+    request_id: str
+    prompt: Prompt | None = None
+    sampling_params: SamplingParams | None = None
+    prompt_token_ids: Any | None = None
+    arrival_time: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:

@@ -23,6 +23,7 @@ from pagedattn_serve import (
     SamplingParams,
 )
 from pagedattn_serve.async_engine.core import EngineLoop, News
+from pagedattn_serve.requests.prompts import RequestArgs
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 
@@ -247,11 +248,11 @@ def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
 ) -> None:
     make_request, may_go_on, has_begun = engine.inputs.make_request, threading.Event(), threading.Event()
 
-    def slow(request_id: str, *args: Any, **options: Any) -> Any:
-        if request_id == "long":
+    def slow(args: RequestArgs) -> Any:
+        if args.request_id == "long":
             has_begun.set()
             assert may_go_on.wait(60)
-        return make_request(request_id, *args, **options)
+        return make_request(args)
 
     monkeypatch.setattr(engine.inputs, "make_request", slow)
 
@@ -339,9 +340,9 @@ def hold_make_request(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> thr
     """Until the event is set, no prompt gets prepared."""
     make_request, may_go_on = engine.inputs.make_request, threading.Event()
 
-    def slow(*args: Any, **options: Any) -> Any:
+    def slow(args: RequestArgs) -> Any:
         assert may_go_on.wait(60)
-        return make_request(*args, **options)
+        return make_request(args)
 
     monkeypatch.setattr(engine.inputs, "make_request", slow)
     return may_go_on
@@ -426,7 +427,7 @@ def test_an_abort_that_comes_before_its_request(engine: LLMEngine, is_left: bool
         loop.abort(key, is_left)
     assert [loop.is_left(key) for key in range(4)] == [False] * 4  # the loop does not run yet
     loop.call(9, lambda _: loop.is_left(2))
-    loop.add(2, engine.inputs.make_request("a", "the", greedy(3)))
+    loop.add(2, engine.inputs.make_request(RequestArgs("a", "the", greedy(3))))
     loop.call(9, lambda _: dict(loop._aborted))
     loop.refuse(4, ValueError("no prompt"))
     loop.stop()
@@ -598,9 +599,9 @@ def test_memory_is_flat(engine: LLMEngine) -> None:
 def test_shutdown_ends_what_is_in_flight(small: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     make_request, may_go_on = small.inputs.make_request, threading.Event()
 
-    def slow(request_id: str, *args: Any, **options: Any) -> Any:
-        assert request_id != "prepared" or may_go_on.wait(60)
-        return make_request(request_id, *args, **options)
+    def slow(args: RequestArgs) -> Any:
+        assert args.request_id != "prepared" or may_go_on.wait(60)
+        return make_request(args)
 
     monkeypatch.setattr(small.inputs, "make_request", slow)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.inputs import InputProcessor
+from pagedattn_serve.requests.prompts import RequestArgs
 from pagedattn_serve.sampling_params import SamplingParams
 
 
@@ -126,7 +127,7 @@ def test_one_thread_at_a_time() -> None:
     def use(i: int) -> None:
         assert inputs.texts.tokenize("a") == [1]
         assert inputs.texts.detokenize([1]) == "a"
-        inputs.make_request(str(i), "a", SamplingParams(bad_words=["a"]), None, None, 0, "")
+        inputs.make_request(RequestArgs(str(i), "a", SamplingParams(bad_words=["a"])))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(use, range(16)))

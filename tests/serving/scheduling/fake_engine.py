@@ -18,6 +18,7 @@ from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConf
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.requests.inputs import InputProcessor
+from pagedattn_serve.requests.prompts import RequestArgs
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
@@ -104,7 +105,7 @@ class FakeEngine:
         sampling = SamplingParams(max_tokens=max_tokens, n=n, **params)
         arrival = len(self.groups)
         request = self.engine.inputs.make_request(
-            f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt
+            RequestArgs(f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt)
         )
         self._call(lambda: self.engine.queue_request(request), num_lines)
         if request.group.request_id in self.engine._requests:
