@@ -134,9 +134,9 @@ ARROWS: dict[str, set[str]] = {
     "sampling.json_schema": set(),
     # the processes of a model's ranks
     "distributed": set(),
-    "distributed.executor": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
-    | {"distributed.ray_placement", "distributed.processes", "distributed.activity"}
-    | {"execution.model_runner"},  # it starts worker
+    "distributed.executor": {"distributed.workers", "execution.model_runner"},
+    "distributed.workers": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
+    | {"distributed.ray_placement", "distributed.processes", "distributed.activity"},  # it starts worker
     "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "distributed.activity"}
     | {"engine_setup"},
     "distributed.activity": set(),

@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
-from pagedattn_serve.distributed.executor import Executor, Workers
+from pagedattn_serve.distributed.executor import Executor
 from pagedattn_serve.distributed.torchrun import serve_as_rank
+from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.engine_setup import (
     choose_device,
@@ -22,7 +23,7 @@ from pagedattn_serve.engine_setup import (
 )
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
 from pagedattn_serve.execution.cache_engine import HostMemoryError
-from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
@@ -109,11 +110,13 @@ class LLMEngine:
                 cache_config = workers.smallest(cache_config)
             scheduler_config = limit_to_cache(scheduler_config, cache_config)
             seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
-            make_runner = ModelRunner if workers is None else partial(Executor, workers)
+            enforce_eager = model_config.enforce_eager
             try:
-                model_runner = make_runner(
-                    causal_lm, scheduler_config, cache_config, device, seed, model_config.enforce_eager
-                )
+                if workers is not None:
+                    workers.order_caches(cache_config, scheduler_config)
+                    enforce_eager = enforce_eager or not workers.has_graphs
+                model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
+                executor = model_runner if workers is None else Executor(workers, model_runner)
                 scheduler = Scheduler(scheduler_config, cache_config)
             except HostMemoryError:
                 raise
@@ -122,7 +125,7 @@ class LLMEngine:
             undo.pop_all()
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
-        self._join(model_runner, scheduler, inputs)
+        self._join(model_runner, executor, scheduler, inputs)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, on_loading: OnLoading | None = None) -> Self:
@@ -133,8 +136,11 @@ class LLMEngine:
         engine.__init__(**vars(engine_args))  # type: ignore[misc]
         return engine
 
-    def _join(self, model_runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
-        self.model_runner = model_runner
+    def _join(
+        self, model_runner: ModelRunner, executor: BatchRunner, scheduler: Scheduler, inputs: InputProcessor
+    ) -> None:
+        self.model_runner = model_runner  # of rank 0
+        self.executor = executor
         self.scheduler = scheduler
         self.inputs = inputs
         self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
@@ -225,13 +231,13 @@ class LLMEngine:
         `fail_batch` says what becomes of the requests.
         """
         started = time.monotonic()
-        if self._batch is not None and not self.model_runner.can_run_again:
+        if self._batch is not None and not self.executor.can_run_again:
             self._restart(self._requests)
         if self._batch is None:
             self._batch = self.scheduler.schedule()
         scheduled = time.monotonic()
         batch = self._batch
-        sampled = self.model_runner.execute(batch)
+        sampled = self.executor.execute(batch)
         executed = time.monotonic()
         try:
             self.scheduler.mark_computed(batch, executed - scheduled)
@@ -301,7 +307,7 @@ class LLMEngine:
 
     def check_health(self) -> None:
         """Raise ExecutorDeadError if a rank of the model has died. A step says that as well; this is for idle times."""
-        self.model_runner.check_health()
+        self.executor.check_health()
 
     def stats(self) -> EngineStats:
         """Queues, cache use and counts since the start."""
@@ -467,7 +473,7 @@ class LLMEngine:
         self._requests = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
-        self.model_runner.reset()
+        self.executor.reset()
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:

@@ -45,8 +45,8 @@ def num_free_cpus() -> float:
 
 def remote_ranks(llm: LLM) -> list[int]:
     """The processes of its ranks on other nodes."""
-    runner: Any = llm.llm_engine.model_runner
-    return [worker._process.pid for worker in runner._workers._workers if worker.ip]
+    executor: Any = llm.llm_engine.executor
+    return [worker._process.pid for worker in executor._workers._workers if worker.ip]
 
 
 @pytest.fixture(scope="module")

@@ -294,7 +294,7 @@ class Watch(Thread):
         self, engine: "LLMEngine", loop: EngineLoop, thread: Thread, tell: Callable[[str | None], None]
     ) -> None:
         super().__init__(name="pagedattn-watch", daemon=True)
-        self._runner = engine.model_runner
+        self._executor = engine.executor
         self._loop = loop
         self._tell = tell
         self._activity = Activity(os.getpid(), thread)
@@ -311,11 +311,11 @@ class Watch(Thread):
 
     def look(self) -> str | None:
         """What hangs, and how."""
-        hang = self._runner.find_hang()
+        hang = self._executor.find_hang()
         is_same, self._num_done = self._loop.num_done == self._num_done, self._loop.num_done
         is_idle = False
         if is_same and self._loop.is_at_work:
-            works = [self._activity.works(), self._runner.at_work()]  # a look at each of them
+            works = [self._activity.works(), self._executor.at_work()]  # a look at each of them
             is_idle = not any(works)
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if hang is None and self._num_idle >= MAX_LOOKS:

@@ -1,486 +1,29 @@
-"""Rank 0 of several ranks: the processes of the other ranks, and a `ModelRunner` that runs each batch on all ranks.
+"""`Executor`: runs each batch on all ranks that share a model.
 
-Rank 0 is the process of the engine. It sends the other ranks what the model reads, runs its own slice, and samples.
+Rank 0, the process of the engine, sends the other ranks what the model reads, runs its own slice, and samples.
 """
-
-import os
-import pickle
-import select
-import socket
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 
-from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
-from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
-from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
-from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
-from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
-from pagedattn_serve.distributed.messages import (
-    DIGEST_BYTES,
-    CacheOrder,
-    Failed,
-    GroupMade,
-    Join,
-    Joined,
-    Left,
-    Loaded,
-    Loading,
-    MakeGroup,
-    RankOrder,
-    Ready,
-    Step,
-    digest,
-    without_tables,
-)
-from pagedattn_serve.distributed.network import Address
-from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, serve_store
-from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
-from pagedattn_serve.distributed.ray_placement import OPTION, RayPlacement
-from pagedattn_serve.distributed.remote import OtherHosts, Placement, absolute
-from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
-from pagedattn_serve.engine_setup import device_of_rank
-from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
+from pagedattn_serve.distributed.messages import Step, digest, without_tables
+from pagedattn_serve.distributed.workers import Workers
+from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
-from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 
-ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer
-CHECK_SECONDS = 0.1  # between two looks at whether all ranks live, while one is waited for
-LOOPBACK = "127.0.0.1"
-END_SECONDS = 1.0  # for a process to end once its socket is closed
 
-Message = TypeVar("Message")
-
-
-class Worker:
-    """A rank, as rank 0 sees it.
-
-    ip, nodes, watch: of a rank on another host: the host's address, and the CPUs of its NUMA nodes; what looks at it.
-    steps: the socket for the steps of the group that the rank is in.
-    unread: messages that were received, but not asked for yet.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        channel: Channel | NetworkChannel,
-        process: RankProcess,
-        ip: str = "",
-        nodes: list[set[int]] | None = None,
-        watch: RemoteWatch | None = None,
-    ) -> None:
-        self.rank = rank
-        self.channel = channel
-        self.ip = ip
-        self.nodes = nodes
-        self.watch = LocalWatch(process.pid) if watch is None else watch
-        self.steps: socket.socket | None = None
-        self.unread: list[Any] = []
-        self._process = process
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (process {self._process.pid}" + (f" on {self.ip})" if self.ip else ")")
-
-    def join(self, order: Join, *memory: int) -> None:
-        """Send the rank into a group, whose memory has this descriptor here."""
-        if isinstance(self.channel, NetworkChannel):
-            self.channel.send(order)
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.begin_steps(ours)
-            self.channel.send(order, (theirs.fileno(), *memory))
-
-    def begin_steps(self, connection: socket.socket) -> None:
-        connection.settimeout(PATIENCE_SECONDS)
-        self.steps = connection
-
-    def end_steps(self) -> None:
-        if self.steps is not None:
-            self.steps.close()
-            self.steps = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def death(self) -> str:
-        """How the process ended, which has closed its channel."""
-        try:
-            self._process.wait(END_SECONDS)
-        except Exception:
-            self._process.kill()
-            self._process.wait()
-        return f"{self.name} {how_it_ended(self._process)}"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self.end_steps()
-        self.channel.close()
-        self.watch.close()
-
-
-class Workers:
-    """The processes of ranks 1 and up. They end with this object, with `close`, and with this process.
-
-    device: of rank 0.
-    on_loading: is called with (rank, done, total), some times, as each rank loads its weights.
-
-    Methods raise ExecutorDeadError if a process has died or does not answer. From then on every call raises it.
-    """
-
-    def __init__(
-        self,
-        parallel: ParallelConfig,
-        model: ModelConfig,
-        cache: CacheConfig,
-        scheduler: SchedulerConfig,
-        on_loading: Callable[[int, int, int], object] | None = None,
-    ) -> None:
-        world_size = parallel.tensor_parallel_size
-        self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
-        self._on_loading = on_loading
-        self._generation = 0  # of the group
-        self._death: str | None = None
-        self._workers: list[Worker] = []
-        self._other_hosts: OtherHosts | None = None
-        self._addresses: list[Address | None] = []  # where each rank listens to ranks on other hosts
-        by_torchrun = rank_of_torchrun(world_size) is not None
-        by_ray = parallel.distributed_executor_backend == "ray"
-        if by_torchrun and by_ray:
-            raise ArgumentError(OPTION, "mp with ranks that torchrun has started", "ray")
-        if by_ray and model.device != "cpu":
-            raise ArgumentError(OPTION, f"mp, or torchrun, on {model.device}, as Ray places ranks on CPUs alone", "ray")
-        num_threads = torch.get_num_threads()
-        if not by_torchrun:  # else that is the number for a process already
-            num_threads = max(1, num_threads // world_size)
-        undo: list[Callable[[], None]] = []
-        self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
-        try:
-            placement: Placement | None = TorchrunPlacement() if by_torchrun else None
-            if by_ray:
-                placement = ray = RayPlacement(world_size, num_threads)
-                undo.append(ray.give_back)
-            if placement is not None and placement.num_hosts > 1:
-                self._other_hosts = OtherHosts(placement, world_size)
-                undo.append(self._other_hosts.close)
-                model = replace(model, model=absolute(model.model))
-            others = self._other_hosts
-            ranks_per_host = world_size if others is None else others.ranks_per_host
-            self.device = device_of_rank(model.device, 0, ranks_per_host)
-            self.communicator = make_communicator(0, world_size, 1 if others is None else others.num_hosts, self.device)
-            if not self.has_graphs:
-                model = replace(model, enforce_eager=True)
-            nodes = numa_nodes(os.sched_getaffinity(0))
-            undo.append(take_share(num_threads, cpus_of_rank(0, ranks_per_host, nodes)))
-            for worker in accept_ranks(ranks_per_host) if by_torchrun else map(start_rank, range(1, ranks_per_host)):
-                self._workers.append(worker)
-            for remote in [] if others is None else others.start():
-                watch = RemoteWatch(remote.pulse)
-                self._workers.append(
-                    Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes, watch)
-                )
-            for worker in self._workers:
-                cpus = cpus_of_rank(worker.rank % ranks_per_host, ranks_per_host, worker.nodes or nodes)
-                hosts = None if others is None else others.seen_from(worker.ip or others.address[0])
-                order = RankOrder(
-                    worker.rank, world_size, num_threads, cpus, hosts, self.checks_inputs, model, cache, scheduler
-                )
-                self._send(worker, order)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether CPU graphs can hold what the ranks compute together."""
-        return isinstance(self.communicator, SharedMemoryCommunicator)
-
-    @property
-    def partition(self) -> Partition:
-        """The slice of the model that rank 0 holds."""
-        return Partition(0, self.communicator.world_size, self.communicator)
-
-    def tell_loading(self, done: int, total: int) -> None:
-        """Rank 0 has loaded so much. What the other ranks have said until now is told, too."""
-        self._tell_loading(0, done, total)
-        for worker in self._workers:
-            while not worker.unread and worker.channel.has_message():
-                message = self._next_message(worker)
-                if isinstance(message, Loading):
-                    self._tell_loading(worker.rank, *message)
-                else:
-                    worker.unread.append(message)
-
-    def _tell_loading(self, rank: int, done: int, total: int) -> None:
-        if self._on_loading is not None:
-            self._on_loading(rank, done, total)
-
-    def smallest(self, cache: CacheConfig) -> CacheConfig:
-        """Wait until all ranks have loaded; the config with as many blocks as every rank has room for. Raises what
-        failed on a rank."""
-        loaded = [self._receive(worker, Loaded) for worker in self._workers]
-        own_address = None if self._other_hosts is None else self._other_hosts.address
-        self._addresses = [own_address, *(each.address for each in loaded)]
-        return replace(
-            cache,
-            num_blocks=min(cache.num_blocks, *(each.num_blocks for each in loaded)),
-            num_host_blocks=min(cache.num_host_blocks, *(each.num_host_blocks for each in loaded)),
-        )
-
-    def order_caches(self, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
-        for worker in self._workers:
-            self._send(worker, CacheOrder(cache, scheduler, self._addresses))
-
-    def wait_until_ready(self) -> None:
-        """Wait until all ranks have caches. Raises what failed on a rank."""
-        for worker in self._workers:
-            self._receive(worker, Ready)
-
-    def join(self) -> None:
-        """Bring all ranks together in a new group, wherever they are."""
-        self.end_steps()
-        self.communicator.leave()
-        self._generation += 1
-        deadline = time.monotonic() + ANSWER_SECONDS
-        if isinstance(self.communicator, ProcessGroupCommunicator):
-            self._join_process_group(self.communicator, deadline)
-            return
-        paths = self._make_groups(deadline)
-        with self.communicator.create_group() as group:
-            orders = {rank: Join(self._generation, path, None) for rank, path in paths.items()}
-            self._send_into_group(orders, deadline, group.fileno())
-            for worker in self._workers:
-                self._receive(worker, Joined, deadline)
-            self.communicator.join(group)
-
-    def _join_process_group(self, communicator: ProcessGroupCommunicator, deadline: float) -> None:
-        store, address = serve_store(LOOPBACK if self._other_hosts is None else self._other_hosts.address[0])
-        communicator.meet(lambda: store)
-        order = Join(self._generation, None, address)
-        self._send_into_group({worker.rank: order for worker in self._workers}, deadline)
-        for worker in self._workers:
-            self._receive(worker, Joined, deadline)
-        try:
-            communicator.join(deadline, self.check_health)
-        except TimeoutError as error:
-            raise self._dead(str(error)) from None
-        # A rank says something amid steps only if it leaves.
-        channels = {f"{worker.name} has died, or has left the group": worker.channel.socket for worker in self._workers}
-        communicator.watch(channels, select.POLLIN)
-
-    def _send_into_group(self, orders: dict[int, Join], deadline: float, *memory: int) -> None:
-        """orders: by rank."""
-        for worker in self._workers:
-            try:
-                worker.join(orders[worker.rank], *memory)
-            except ChannelClosed:
-                raise self._dead(worker.death()) from None
-        if self._other_hosts is not None:
-            self._connect(self._other_hosts, deadline)
-
-    def _make_groups(self, deadline: float) -> dict[int, str | None]:
-        """Let each of the other hosts have the memory of a group. Where a rank finds its group; None on this host."""
-        paths: dict[int, str | None] = {worker.rank: None for worker in self._workers}
-        if self._other_hosts is not None:
-            firsts = [worker for worker in self._workers if worker.rank in self._other_hosts.first_ranks]
-            for worker in firsts:
-                self._send(worker, MakeGroup(self._generation))
-            for worker in firsts:
-                made = self._receive(worker, GroupMade, deadline)
-                paths |= {worker.rank + i: made.path for i in range(self._other_hosts.ranks_per_host)}
-        return paths
-
-    def _connect(self, others: OtherHosts, deadline: float) -> None:
-        """Wait for what the ranks on other hosts connect with this one."""
-        peers = self.communicator.peers if isinstance(self.communicator, HostsCommunicator) else []
-        try:
-            steps, sums = others.connect(self._generation, peers, deadline, self.check_health)
-        except TimeoutError as error:
-            raise self._dead(str(error)) from None
-        for worker in self._workers:
-            if worker.rank in steps:
-                worker.begin_steps(steps[worker.rank])
-        if isinstance(self.communicator, HostsCommunicator):
-            self.communicator.take_links(sums)
-
-    def send_step(self, step: Step) -> None:
-        data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
-        for worker in self._workers:
-            assert worker.steps is not None
-            worker.steps.sendall(data)
-
-    def check_digests(self, expected: bytes) -> None:
-        """Compare what the ranks say of their inputs. Raises RuntimeError, which names a rank that has others."""
-        for worker in self._workers:
-            assert worker.steps is not None
-            found = worker.steps.recv(DIGEST_BYTES, socket.MSG_WAITALL)
-            if found != expected:
-                raise RuntimeError(f"PAGEDATTN_CHECK: the inputs of {worker.name} are not those of rank 0")
-
-    def end_steps(self) -> None:
-        """Let the ranks leave the group, once they see it."""
-        for worker in self._workers:
-            worker.end_steps()
-
-    def raise_cause(self, error: Exception) -> None:
-        """After a step that raised `error` on rank 0: wait until all ranks have left the group. Raises RuntimeError if
-        something failed on another rank."""
-        self.end_steps()
-        deadline = time.monotonic() + ANSWER_SECONDS
-        failures = []
-        for worker in self._workers:
-            cause = self._receive(worker, Left, deadline, f", after {describe(error)}").error
-            if cause is not None:
-                failures.append(f"{worker.name}: {describe(cause)}")
-        if failures:
-            raise RuntimeError(failures[0]) from error
-
-    def check_health(self) -> None:
-        """Raise ExecutorDeadError if a process has ended."""
-        self.raise_if_dead()
-        for worker in self._workers:
-            if worker.has_ended:
-                raise self._dead(worker.death())
-
-    def find_hang(self) -> str | None:
-        """Which ranks hang, and how; None if none does. To be called every LOOK_SECONDS, by any thread."""
-        looks = {worker.name: worker.watch.look() for worker in list(self._workers)}
-        return "; ".join(f"{name} {hang}" for name, hang in looks.items() if hang is not None) or None
-
-    def at_work(self) -> bool:
-        """Whether a rank computes."""
-        return any([worker.watch.works() for worker in list(self._workers)])  # a look at each of them
-
-    def raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise ExecutorDeadError(self._death)
-
-    def _send(self, worker: Worker, message: Any) -> None:
-        self.raise_if_dead()
-        try:
-            worker.channel.send(message)
-        except ChannelClosed:
-            raise self._dead(worker.death()) from None
-
-    def _receive(
-        self, worker: Worker, kind: type[Message], deadline: float | None = None, circumstance: str = ""
-    ) -> Message:
-        """The next message of this kind. Messages about earlier groups are passed over. With a deadline, the rank may
-        wait for other ranks: if one of these ends, nobody waits any more."""
-        self.raise_if_dead()
-        while True:
-            if deadline is not None:
-                while not worker.channel.has_message(CHECK_SECONDS) and time.monotonic() < deadline:
-                    self.check_health()
-            try:
-                message = worker.unread.pop() if worker.unread else self._next_message(worker, deadline)
-            except TimeoutError:
-                text = f"{worker.name} has not answered for {ANSWER_SECONDS:g} s{circumstance}"
-                raise self._dead(text) from None
-            if isinstance(message, Failed):
-                try:
-                    raise message.error
-                finally:
-                    del message  # or the error would keep this frame, and the frame the error
-            if isinstance(message, Loading):
-                self._tell_loading(worker.rank, *message)
-                continue
-            if isinstance(message, GroupMade | Joined | Left) and message.generation != self._generation:
-                continue
-            if isinstance(message, kind):
-                return message
-            if isinstance(message, Left):  # in place of GroupMade or Joined
-                self.check_health()
-                raise RuntimeError(f"{worker.name}: {message.error}")
-
-    def _next_message(self, worker: Worker, deadline: float | None = None) -> Any:
-        try:
-            message, _ = worker.channel.receive(deadline)
-        except ChannelClosed:
-            raise self._dead(worker.death()) from None
-        return message
-
-    def _dead(self, text: str) -> ExecutorDeadError:
-        self._death = text
-        self.communicator.leave()
-        self.close()
-        return ExecutorDeadError(text)
-
-
-def start_rank(rank: int) -> Worker:
-    """Start the process of a rank."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker", theirs))
-
-
-def accept_ranks(ranks_per_host: int) -> Iterator[Worker]:
-    """Wait for the ranks that torchrun has started on this host, which `torchrun.serve_as_rank` runs."""
-    listener = listen()
-    for _ in range(1, ranks_per_host):
-        rank, connection, pid = accept(listener)
-        yield Worker(rank, Channel(connection), PeerProcess(pid))
-
-
-def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
-    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
-    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(num_threads)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-
-    def give_back() -> None:
-        if torch.get_num_threads() == num_threads:  # else somebody has set it since
-            torch.set_num_threads(num_threads_before)
-        if cpus is not None and os.sched_getaffinity(0) == cpus:
-            os.sched_setaffinity(0, cpus_before)
-
-    return give_back
-
-
-def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> None:
-    """Kill the processes: they have nothing that is to be kept."""
-    if os.getpid() != owner:  # a child that was forked
-        return
-    for worker in workers:
-        worker.kill()
-    workers.clear()
-    for give_back in reversed(undo):
-        give_back()
-
-
-class Executor(ModelRunner):
-    """Runs each batch on all ranks. The arguments are those of `ModelRunner`, for rank 0.
+class Executor:
+    """A `BatchRunner` on several ranks. runner: of rank 0. The others are making their caches (`Workers.order_caches`).
 
     Raises ExecutorDeadError if a rank has died or does not answer: then nothing runs any more.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        model: CausalLM,
-        scheduler_config: SchedulerConfig,
-        cache_config: CacheConfig,
-        device: str,
-        seed: int,
-        enforce_eager: bool = False,
-    ) -> None:
-        workers.order_caches(cache_config, scheduler_config)
-        super().__init__(model, scheduler_config, cache_config, device, seed, enforce_eager or not workers.has_graphs)
-        workers.wait_until_ready()
+    def __init__(self, workers: Workers, runner: ModelRunner) -> None:
         self._workers = workers
+        self._runner = runner
         self._are_in_step = False  # whether all ranks have done the same, and wait for the next step
+        workers.wait_until_ready()
         try:
             self._join()
         except RuntimeError as error:  # at the start the caller would take it for a lack of memory
@@ -489,6 +32,9 @@ class Executor(ModelRunner):
     @property
     def can_run_again(self) -> bool:
         return self._are_in_step
+
+    def reset(self) -> None:
+        self._runner.reset()
 
     def check_health(self) -> None:
         self._workers.check_health()
@@ -501,25 +47,25 @@ class Executor(ModelRunner):
 
     def _join(self) -> None:
         self._workers.raise_if_dead()
-        self.drop_graphs()  # which have the old group
+        self._runner.drop_graphs()  # which have the old group
         self._workers.join()
         self._are_in_step = True
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """As `ModelRunner.execute`. An error of another rank is a RuntimeError that names the rank."""
+        """An error of another rank is a RuntimeError that names the rank."""
         if not self._are_in_step:
             self._join()
         self._are_in_step = False
         copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         inputs = changes = logits = None
         if batch.sequences:
-            inputs, changes = self.prepare_inputs(batch)
+            inputs, changes = self._runner.prepare_inputs(batch)
         try:
             self._workers.send_step(Step(*copies, None if inputs is None else without_tables(inputs), changes))
-            self.copy_blocks(*copies)
+            self._runner.copy_blocks(*copies)
             if inputs is not None and changes is not None:
-                logits = self.run_model(inputs)
+                logits = self._runner.run_model(inputs)
                 if self._workers.checks_inputs:
                     self._workers.check_digests(digest(inputs, changes.lengths))
             self._workers.communicator.finish_step()
@@ -532,4 +78,4 @@ class Executor(ModelRunner):
             self._workers.end_steps()
             raise
         self._are_in_step = True
-        return SamplerOutput() if logits is None else self.sample(batch, logits)
+        return SamplerOutput() if logits is None else self._runner.sample(batch, logits)

@@ -32,6 +32,9 @@ class Placement(Protocol):
     def check(self) -> None:
         """Raise ExecutorDeadError if a rank that was started has ended."""
 
+    def give_back(self) -> None:
+        """Give back what was taken for the ranks."""
+
 
 class RemoteProcess:
     """The process of a rank on another host, which is watched by its connection. returncode: nobody tells."""

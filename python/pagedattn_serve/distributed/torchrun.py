@@ -97,6 +97,9 @@ class TorchrunPlacement:
     def check(self) -> None:
         """torchrun ends all ranks if one ends."""
 
+    def give_back(self) -> None:
+        """Nothing was taken."""
+
 
 def find_rank_0(rank: int) -> tuple[Address, bytes]:
     """Where rank 0 listens to this rank of another machine, and the key, once rank 0 makes an engine."""

@@ -1,6 +1,7 @@
 """Runs one scheduled batch: its new tokens, flat and unpadded, through the model; then samples."""
 
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,8 +17,37 @@ from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 
 
+class BatchRunner(Protocol):
+    """What the engine asks of the computing side: of a `ModelRunner`, or of an `Executor` if there are several ranks.
+
+    can_run_again: whether a batch that raised may run again: the caches hold what the batch expects.
+    """
+
+    @property
+    def can_run_again(self) -> bool: ...
+
+    def execute(self, batch: ScheduledBatch) -> SamplerOutput:
+        """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.
+
+        A sequence with drafts samples a token after its last token, and one after each draft as if the drafts so far
+        were right. For a sequence with prompt_logprobs, the result has those of the tokens after the prompt's rows.
+        """
+
+    def reset(self) -> None:
+        """Forget the sequences of earlier batches: the engine begins anew."""
+
+    def check_health(self) -> None:
+        """Raise ExecutorDeadError if there are other processes to run batches with, and one has ended."""
+
+    def find_hang(self) -> str | None:
+        """Which of these processes hang, and how; None if none does."""
+
+    def at_work(self) -> bool:
+        """Whether one of these processes computes."""
+
+
 class ModelRunner(StepRunner):
-    """The computing side of the engine: model, cache tensors, sampler, all on one device."""
+    """The computing side of one process: model, cache tensors, sampler, all on one device. A `BatchRunner`."""
 
     def __init__(
         self,
@@ -35,27 +65,19 @@ class ModelRunner(StepRunner):
 
     @property
     def can_run_again(self) -> bool:
-        """Whether a batch that raised may run again: the caches hold what the batch expects."""
         return True
 
     def check_health(self) -> None:
-        """Raise ExecutorDeadError if there are other processes to run batches with, and one has ended."""
+        pass
 
     def find_hang(self) -> str | None:
-        """Which of these processes hang, and how; None if none does."""
         return None
 
     def at_work(self) -> bool:
-        """Whether one of these processes computes."""
         return False
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """Copy the blocks of the batch, and run its sequences. Returns the tokens that the sequences sample, in order.
-
-        A sequence with drafts samples a token after its last token, and one after each draft as if the drafts so far
-        were right. For a sequence with prompt_logprobs, the result has those of the tokens after the prompt's rows.
-        """
         self.copy_blocks(batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         if not batch.sequences:
             return SamplerOutput()
@@ -63,7 +85,6 @@ class ModelRunner(StepRunner):
         return self.sample(batch, self.run_model(inputs))
 
     def reset(self) -> None:
-        """Forget the sequences of earlier batches: the engine begins anew."""
         self.block_tables.clear()
 
     def prepare_inputs(self, batch: ScheduledBatch) -> tuple[StepInputs, TableChanges]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine
-from pagedattn_serve.distributed import executor
+from pagedattn_serve.distributed import workers
 from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
 
 
@@ -63,7 +63,7 @@ def test_ranks_bind_and_rank_0_gives_back(
     """The two CPUs of this test stand for two nodes."""
     before = os.sched_getaffinity(0)
     first, second, *_ = sorted(before)
-    monkeypatch.setattr(executor, "numa_nodes", lambda _: [{first}, {second}])
+    monkeypatch.setattr(workers, "numa_nodes", lambda _: [{first}, {second}])
     engine = LLMEngine(llama.path, num_blocks=8, tensor_parallel_size=2)
     assert os.sched_getaffinity(0) == {first} and os.sched_getaffinity(ranks.pids[-1]) == {second}
     del engine

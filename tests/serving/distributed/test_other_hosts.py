@@ -23,12 +23,14 @@ from test_interrupts import ROOT, Places, chosen, expect_nothing_left
 from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.distributed import communicator, workers
 from pagedattn_serve.distributed.activity import MAX_LOOKS
 from pagedattn_serve.errors import ExecutorDeadError
 
 OPTIONS: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, distributed_executor_backend="ray")
-FILES = {str(ROOT / f"distributed/{name}.py") for name in ("executor", "hosts", "channel", "network", "remote")}
+FILES = {
+    str(ROOT / f"distributed/{name}.py") for name in ("executor", "workers", "hosts", "channel", "network", "remote")
+}
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def start(
     num_started, before = len(ranks.processes), memfds()
 
     def start(num_ranks: int, faults: dict[int, str] | None = None, **options: Any) -> LLMEngine:
-        monkeypatch.setattr(executor, "RayPlacement", partial(LocalPlacement, ranks, 2, faults or {}))
+        monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, 2, faults or {}))
         return LLMEngine(llama.path, **{**OPTIONS, "tensor_parallel_size": num_ranks, **options})
 
     yield start
@@ -125,14 +127,14 @@ def test_a_rank_that_is_killed_as_it_joins(start: Callable[..., LLMEngine], rank
     started = time.monotonic()
     with pytest.raises(ExecutorDeadError, match=r"^rank 3 \(process \d+ on 127.0.0.1\) has ended$"):
         start(4, {3: "join"})
-    assert time.monotonic() - started < executor.ANSWER_SECONDS
+    assert time.monotonic() - started < workers.ANSWER_SECONDS
 
 
 def test_a_connection_breaks(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
     """The step fails and names the rank. The next step has connections anew."""
     engine = start(2)
     expect_right_tokens(engine, llama)
-    ranks: Any = engine.model_runner
+    ranks: Any = engine.executor
     ranks._workers.communicator._links[1].shutdown(socket.SHUT_RDWR)
     add(engine, *llama.prompts[:3])
     assert error_of(engine.step) == ("RuntimeError: the group is broken: rank 1 has died, or has left the group")
@@ -149,7 +151,7 @@ def test_a_rank_that_stops(
 ) -> None:
     """As when its machine vanishes without a word: after a stated time the error says which rank it is."""
     monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
     engine = start(2, {1: "tokens"})
     add(engine, [1, STOPS])
     assert error_of(engine.step) == (
@@ -162,14 +164,14 @@ def test_a_rank_that_stops(
 def test_a_rank_that_is_silent(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
     """It has a pulse as long as it is well; without one rank 0 says so, until the pulse comes back."""
     engine = start(2)
-    runner, pid = engine.model_runner, ranks.pids[-1]
+    executor, pid = engine.executor, ranks.pids[-1]
     silent = f"rank 1 (process {pid} on 127.0.0.1) has not answered for 3 seconds"
-    wait_for(lambda: runner.find_hang() is None and not runner.at_work())  # the pulse says that nothing computes
+    wait_for(lambda: executor.find_hang() is None and not executor.at_work())  # the pulse says that nothing computes
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: [runner.find_hang() for _ in range(2 * MAX_LOOKS)] == [silent] * 2 * MAX_LOOKS)
-    assert not runner.at_work()
+    wait_for(lambda: [executor.find_hang() for _ in range(2 * MAX_LOOKS)] == [silent] * 2 * MAX_LOOKS)
+    assert not executor.at_work()
     os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: runner.find_hang() is None)
+    wait_for(lambda: executor.find_hang() is None)
 
 
 def test_checks_of_inputs(
@@ -190,16 +192,16 @@ def test_interrupts(start: Callable[..., LLMEngine], llama: Checkpoint, joins: b
     """At places of what is new with ranks on other hosts, of steps and of a new group. How often a rank looks for what
     comes depends on time, so some places may not be reached again."""
     engine = start(2)
-    runner: Any = engine.model_runner
+    executor: Any = engine.executor
     expect_right_tokens(engine, llama)
-    runner._are_in_step = not joins
+    executor._are_in_step = not joins
     with Places(files=FILES) as places:
         expect_right_tokens(engine, llama)
     ends_of_joining = [i for i, (name, _) in enumerate(places.seen) if name == "Executor._join"]
     numbers = chosen(places.seen[: ends_of_joining[-1] if joins else None])
     num_interrupts = 0
     for at in numbers:
-        runner._are_in_step = not joins
+        executor._are_in_step = not joins
         try:
             with Places(at, FILES):
                 expect_right_tokens(engine, llama)

@@ -24,12 +24,12 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve import engine as engine_module
-from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.distributed import communicator, workers
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, connect_backend
 from pagedattn_serve.errors import ExecutorDeadError
 
 SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
-FILES = {str(ROOT / f"distributed/{name}.py") for name in ("executor", "process_group")}
+FILES = {str(ROOT / f"distributed/{name}.py") for name in ("executor", "workers", "process_group")}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def start(
         finally:
             ranks.fault = None
 
-    monkeypatch.setattr(executor, "start_process", start_process)
+    monkeypatch.setattr(workers, "start_process", start_process)
 
     def start(fault: str | None, **options: Any) -> LLMEngine:
         ranks.fault = fault
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_hugging_face(start: Callable[..., LLMEngine], llama
     """With chunks, swaps and copies of blocks."""
     options = dict(block_size=8, num_blocks=20, max_model_len=64, max_num_batched_tokens=19, preemption_mode="swap")
     engine = start(None, tensor_parallel_size=num_ranks, **options)
-    assert isinstance(engine.model_runner._workers.communicator, ProcessGroupCommunicator)
+    assert isinstance(engine.executor._workers.communicator, ProcessGroupCommunicator)
     params = SamplingParams(temperature=0, n=2, max_tokens=24, ignore_eos=True)
     outputs = run(engine, llama.prompts, params)
     for output, expected in zip(outputs, llama.expected, strict=True):
@@ -97,7 +97,7 @@ def test_ranks_on_two_hosts(
     start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are in one group, and find its store on the host of rank 0."""
-    monkeypatch.setattr(executor, "RayPlacement", partial(LocalPlacement, ranks, 2, {3: "tokens"}))
+    monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, 2, {3: "tokens"}))
     engine = start(None, tensor_parallel_size=4, distributed_executor_backend="ray")
     expect_right_tokens(engine, llama)
     add(engine, [1, RAISES])
@@ -143,7 +143,7 @@ def test_a_rank_that_stops(
 ) -> None:
     monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
     engine = start("tokens")
-    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)  # now: ranks that start on a busy machine take longer
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)  # now: ranks that start on a busy machine take longer
     add(engine, [1, STOPS])
     assert error_of(engine.step) == (
         f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]}) has not answered for 0.2 s, after RuntimeError: "
@@ -164,13 +164,13 @@ def test_two_engines_side_by_side(start: Callable[..., LLMEngine], llama: Checkp
 def test_interrupts(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
     """At places of steps and of a new group. The next requests have their tokens."""
     engine = start(None)
-    runner: Any = engine.model_runner
+    executor: Any = engine.executor
     expect_right_tokens(engine, llama)
-    runner._are_in_step = False
+    executor._are_in_step = False
     with Places(files=FILES) as places:
         expect_right_tokens(engine, llama)
     for at in chosen(places.seen[: len(places.seen) // 2])[::4]:  # later ones may not come if ranks wait less
-        runner._are_in_step = False
+        executor._are_in_step = False
         with Places(at, FILES), pytest.raises(KeyboardInterrupt):
             expect_right_tokens(engine, llama)
         expect_nothing_left(engine)

@@ -19,12 +19,12 @@ from test_interrupts import ROOT, Places, chosen, expect_nothing_left
 from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import LLM, AsyncLLMEngine, EngineDeadError, LLMEngine
-from pagedattn_serve.distributed import communicator, executor
+from pagedattn_serve.distributed import communicator, workers
 from pagedattn_serve.errors import ExecutorDeadError
 
 SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
 FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/step_runner.py")} | {
-    str(ROOT / f"distributed/{name}.py") for name in ("executor", "communicator", "channel")
+    str(ROOT / f"distributed/{name}.py") for name in ("executor", "workers", "communicator", "channel")
 }
 
 
@@ -134,7 +134,7 @@ def test_a_rank_that_stops(
 ) -> None:
     """As at a breakpoint, or where memory is swapped out: after a stated time the error says which rank it is."""
     monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
     engine = start("tokens")
     add(engine, [1, STOPS])
     rank = f"rank 1 (process {ranks.pids[-1]})"
@@ -149,7 +149,7 @@ def test_an_interrupt_while_a_rank_is_stopped(
     start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to wait until the engine has lost its patience."""
-    monkeypatch.setattr(executor, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
     engine = start("tokens")
     add(engine, [1, STOPS])
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -203,15 +203,15 @@ def expect_right_tokens(llm: LLM, llama: Checkpoint) -> None:
 def test_interrupts(llm: LLM, llama: Checkpoint, joins: bool) -> None:
     """At places of what is new with several ranks, of steps and of a new group. The next requests have their tokens,
     and no memory is left."""
-    runner: Any = llm.llm_engine.model_runner
+    executor: Any = llm.llm_engine.executor
     expect_right_tokens(llm, llama)
-    runner._are_in_step = not joins
+    executor._are_in_step = not joins
     with Places(files=FILES) as places:
         expect_right_tokens(llm, llama)
     before = memfds()
     ends_of_joining = [i for i, (name, _) in enumerate(places.seen) if name == "Executor._join"]
     for at in chosen(places.seen[: ends_of_joining[-1] if joins else None]):
-        runner._are_in_step = not joins
+        executor._are_in_step = not joins
         with Places(at, FILES), pytest.raises(KeyboardInterrupt):
             expect_right_tokens(llm, llama)
         expect_nothing_left(llm.llm_engine)

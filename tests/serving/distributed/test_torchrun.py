@@ -88,9 +88,9 @@ def test_ranks_on_several_machines(llama: Checkpoint, ranks: StartedRanks, monke
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     try:
         assert token_ids(run(engine, llama.prompts[:2], params)) == [expected[:6] for expected in llama.expected[:2]]
-        runner: Any = engine.model_runner
-        assert [bool(worker.ip) for worker in runner._workers._workers] == [False, True, True]
-        del engine, runner
+        executor: Any = engine.executor
+        assert [bool(worker.ip) for worker in executor._workers._workers] == [False, True, True]
+        del engine, executor
         gc.collect()
         assert [process.wait(60) for process in ranks.processes[-3:]] == [0, 0, 0]
     finally:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
-from pagedattn_serve.distributed import executor, process_group, worker
+from pagedattn_serve.distributed import process_group, worker, workers
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 
 WAIT_SECONDS = 1e-3
@@ -63,7 +63,7 @@ def make_communicator(rank: int, world_size: int, *_: object) -> ProcessGroupCom
 def use_gloo(patch: pytest.MonkeyPatch) -> None:
     """In this process. The other ranks have to be this program."""
     patch.setattr(process_group, "connect_backend", connect_gloo)
-    for module in (executor, worker):
+    for module in (workers, worker):
         patch.setattr(module, "make_communicator", make_communicator)
 
 

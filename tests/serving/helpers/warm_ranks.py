@@ -22,7 +22,7 @@ LARGEST_MESSAGE = 1 << 16
 
 
 class WarmProcess:
-    """What `subprocess.Popen` is for a program, as far as `executor.Worker` uses that."""
+    """What `subprocess.Popen` is for a program, as far as `workers.Worker` uses that."""
 
     def __init__(self, theirs: socket.socket, module: str, *arguments: str) -> None:
         self._server = server()

@@ -36,7 +36,7 @@ class EngineWithoutModel(LLMEngine):
     """The engine itself, of parts that are made already."""
 
     def __init__(self, model_runner: Any, scheduler: Scheduler, inputs: InputProcessor) -> None:
-        self._join(model_runner, scheduler, inputs)
+        self._join(model_runner, model_runner, scheduler, inputs)
 
 
 class FakeEngine:
