@@ -12,6 +12,13 @@ def test_every_patch_fits() -> None:
     assert {name: error for name, error in errors.items() if error} == {}
 
 
+def test_every_patch_names_tests_that_are_there() -> None:
+    named = {argument.split("::")[0] for mutant in all_mutants() for argument in mutant.pytest_arguments}
+    files = {name for name in named if name.startswith("tests/")}
+    assert len(files) >= 40
+    assert {name for name in files if not (ROOT / name).exists()} == set()
+
+
 def test_a_patch_without_tests_is_refused(tmp_path) -> None:
     patch = tmp_path / "a.patch"
     patch.write_text("What is wrong.\n--- a/x.py\n+++ b/x.py\n")
