@@ -1,5 +1,5 @@
 // What op files share, on LibTorch's stable ABI: the checks at an op's door. A failed check throws before any memory
-// is touched; the text is always "<op>: <argument>: expected ..., got ...".
+// is touched; the text is always "<op>: <argument>: expected ..., got ...", and the error's type (argument_errors.h).
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "argument_errors.h"
 #include "types.h"
 
 namespace pagedattn {
@@ -159,16 +160,23 @@ class Door {
     return {true, fetched.const_data_ptr(), fetched};
   }
 
-  // `text` may hold sizes and dtypes as they are.
+  // The value of an argument. `text` may hold sizes and dtypes as they are.
   template <typename... Text>
   void check(bool condition, const char* argument, const Text&... text) const {
     if (!condition) [[unlikely]]
-      fail(argument, text...);
+      fail<ValueError>(argument, text...);
+  }
+
+  // The type of an argument, or the dtype.
+  template <typename... Text>
+  void check_type(bool condition, const char* argument, const Text&... text) const {
+    if (!condition) [[unlikely]]
+      fail<TypeError>(argument, text...);
   }
 
   // None reaches an op as an undefined tensor.
   void defined(const char* argument, const Tensor& tensor) const {
-    check(tensor.defined(), argument, "expected a tensor, got None");
+    check_type(tensor.defined(), argument, "expected a tensor, got None");
   }
 
   // A tensor on the op's device.
@@ -190,7 +198,7 @@ class Door {
       case ScalarType::BFloat16:
         return DType::BFLOAT16;
       default:
-        fail(argument, "expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
+        fail<TypeError>(argument, "expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
     }
   }
 
@@ -202,15 +210,15 @@ class Door {
   // The same for a tensor that may be on another device.
   void dtype_anywhere(const char* argument, const Tensor& tensor, ScalarType expected) const {
     defined(argument, tensor);
-    check(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
+    check_type(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
   }
 
   // The elements of a tensor of int32 or int64, which may be on another device.
   Indices indices(const char* argument, const Tensor& tensor) const {
     defined(argument, tensor);
     const bool are_int64 = tensor.scalar_type() == ScalarType::Long;
-    check(are_int64 || tensor.scalar_type() == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
-          tensor.scalar_type());
+    check_type(are_int64 || tensor.scalar_type() == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
+               tensor.scalar_type());
     return {tensor.const_data_ptr(), are_int64};
   }
 
@@ -327,12 +335,12 @@ class Door {
     return view;
   }
 
-  template <typename... Text>
+  template <typename Error, typename... Text>
   [[noreturn]] void fail(const char* argument, const Text&... text) const {
     std::ostringstream message;
     message << op_ << ": " << argument << ": ";
     (write(message, text), ...);
-    throw std::runtime_error(message.str());
+    throw Error(message.str());
   }
 
   // Text is put together only for a check that failed.

@@ -53,8 +53,8 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
   door.defined("key_cache", key_cache);
   const ScalarType dtype = key_cache.scalar_type();
   const auto float8 = [&](DType result, ScalarType expected) {
-    door.check(dtype == expected || dtype == ScalarType::Byte, "key_cache", "expected dtype ", expected,
-               " or uint8 (kv_cache_dtype is \"", kv_cache_dtype, "\"), got ", dtype);
+    door.check_type(dtype == expected || dtype == ScalarType::Byte, "key_cache", "expected dtype ", expected,
+                    " or uint8 (kv_cache_dtype is \"", kv_cache_dtype, "\"), got ", dtype);
     return result;
   };
   if (kv_cache_dtype == "fp8" || kv_cache_dtype == "fp8_e4m3") {
@@ -62,7 +62,8 @@ inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::s
   }
   if (kv_cache_dtype == "fp8_e5m2") return float8(DType::FLOAT8_E5M2, ScalarType::Float8_e5m2);
   if (kv_cache_dtype == "int8") {
-    door.check(dtype == ScalarType::Char, "key_cache", "expected dtype int8 (kv_cache_dtype is \"int8\"), got ", dtype);
+    door.check_type(dtype == ScalarType::Char, "key_cache", "expected dtype int8 (kv_cache_dtype is \"int8\"), got ",
+                    dtype);
     return DType::INT8;
   }
   door.check(kv_cache_dtype == "auto", "kv_cache_dtype",

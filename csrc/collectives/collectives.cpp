@@ -23,7 +23,7 @@ constexpr int64_t MIN_SHARED_BYTES = 1 << 20;
 template <typename Call>
 void in_group(const char* op, int64_t handle, Call&& call) {
   const std::shared_ptr<SharedGroup> group = SharedGroup::find(handle);
-  if (group == nullptr) throw std::runtime_error(std::string(op) + ": group: expected one that is open, got none");
+  if (group == nullptr) throw ValueError(std::string(op) + ": group: expected one that is open, got none");
   const std::lock_guard lock(group->calls);
   try {
     group->throw_if_broken();

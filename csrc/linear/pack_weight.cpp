@@ -63,14 +63,14 @@ void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& sca
   const Door door("pack_linear_weight_int4", codes);
   PackLinearWeightInt4Params params{};
   params.codes_are_nibbles = codes.scalar_type() == ScalarType::Int;
-  door.check(params.codes_are_nibbles || codes.scalar_type() == ScalarType::Byte, "codes",
-             "expected dtype uint8 or int32, got ", codes.scalar_type());
+  door.check_type(params.codes_are_nibbles || codes.scalar_type() == ScalarType::Byte, "codes",
+                  "expected dtype uint8 or int32, got ", codes.scalar_type());
   params.codes_stride = row_stride(door, "codes", codes) * (params.codes_are_nibbles ? sizeof(int32_t) : 1);
   params.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   params.out_features = codes.size(0);
   params.in_features = codes.size(1) * (params.codes_are_nibbles ? CODES_PER_INT32 : 1);
   params.scale_dtype = door.float_dtype("scales", scales);
-  door.check(params.scale_dtype != DType::BFLOAT16, "scales", "expected dtype float32 or float16, got bfloat16");
+  door.check_type(params.scale_dtype != DType::BFLOAT16, "scales", "expected dtype float32 or float16, got bfloat16");
   params.scales_stride = row_stride(door, "scales", scales);
   params.scales = scales.const_data_ptr();
   params.num_groups = scales.size(1);

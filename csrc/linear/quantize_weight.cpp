@@ -39,7 +39,7 @@ void quantize(const char* op, const Params& op_params, void (*kernel)(const Para
     std::ostringstream message;
     message << op << ": weight: expected elements between " << -MAX_WEIGHT << " and " << MAX_WEIGHT << ", got "
             << element;
-    throw std::runtime_error(message.str());
+    throw ValueError(message.str());
   }
 }
 

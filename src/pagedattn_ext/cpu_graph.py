@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from .ops._call import raise_promised, tensors_in
+from .ops._call import raise_as_marked, tensors_in
 
 ALLOCATIONS = (
     "empty",
@@ -209,7 +209,7 @@ def _replay(graph: _C.CpuGraph) -> None:
     try:
         graph.replay()
     except RuntimeError as error:
-        raise_promised(error)
+        raise_as_marked(error)
         raise
 
 

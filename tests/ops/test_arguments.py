@@ -21,6 +21,7 @@ from op_calls import (
 )
 
 from pagedattn_ext import allocate_kv_cache, ops
+from pagedattn_ext.ops._call import call as call_op
 
 
 def call_wrapper_with_out(name: str, arguments: dict):
@@ -52,6 +53,45 @@ def test_wrapper_of_a_wrong_type_or_rank(name):
                 with pytest.raises((TypeError, ValueError)) as error:
                     getattr(ops, name)(**arguments | {argument: wrong})
                 assert name in str(error.value) and argument in str(error.value), (argument, wrong)
+
+
+def wrong_tensors(valid: object) -> Iterator[tuple[object, type[Exception] | None]]:
+    """What an op refuses in the place of a tensor or of a list of tensors; and the type of the error, if it is the same
+    for all ops."""
+    first = valid[0] if isinstance(valid, list) else valid
+    for wrong, error in (
+        (first.to(torch.complex64), TypeError),
+        (first.to(torch.float64), TypeError),
+        (torch.zeros((), dtype=first.dtype), None),
+        (torch.zeros([3] * (first.dim() + 4), dtype=first.dtype), None),
+    ):
+        yield ([wrong, *valid[1:]] if isinstance(valid, list) else wrong), error
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_type_of_an_error_is_marked(call):
+    """Each tensor in turn: the raw op's error ends with a type, and what wrappers call raises it without the mark."""
+    name = op_of(call)
+    num_refused = 0
+    for argument, valid in make_arguments(call).items():
+        if not torch.is_tensor(valid[0] if isinstance(valid, list) else valid):
+            continue
+        for wrong, error in wrong_tensors(valid):
+            try:
+                raw_op(name)(**make_arguments(call) | {argument: wrong})
+            except RuntimeError as raised:
+                of_the_op = str(raised)
+            else:
+                continue  # this op takes it: rows of any number of dimensions, a scale without dimensions
+            num_refused += 1
+            text, _, mark = of_the_op.rpartition(" ")
+            assert mark in ("(TypeError)", "(ValueError)"), of_the_op
+            assert error is None or mark == f"({error.__name__})", of_the_op
+            with pytest.raises((TypeError, ValueError)) as of_the_wrapper:
+                call_op(name, **make_arguments(call) | {argument: wrong})
+            assert str(of_the_wrapper.value) == text
+            assert f"({type(of_the_wrapper.value).__name__})" == mark
+    assert num_refused >= 3
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -38,7 +38,7 @@ on a GPU hold; to do this it waits for the GPU.
 
 Errors: ValueError for a wrong shape, stride or value, TypeError for a wrong dtype or a wrong type. Both are raised
 before any memory is touched. The message names the argument, what was expected and what came. The ops themselves raise
-RuntimeError with the same text.
+RuntimeError with the same text, and the type behind: "... (ValueError)".
 """
 
 from ._call import refuse_negated_outputs

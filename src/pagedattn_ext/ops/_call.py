@@ -23,21 +23,22 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        raise_promised(error)
+        raise_as_marked(error)
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
             _name_other_device(op, args, kwargs)  # torch's error does not say which argument differs
         raise
 
 
-def raise_promised(error: RuntimeError) -> None:
-    """Raise a raw op's error as the type that `pagedattn_ext.ops` promises, if that is another one."""
-    message = str(error)  # C++ raises RuntimeError alone: only the words tell a type from a value
-    if "the group is broken" in message:  # of csrc/collectives; the words behind may be a caller's
-        return
-    if any(text in message for text in (": expected dtype", ": expected a tensor,", "Expected a value of type")):
+def raise_as_marked(error: RuntimeError) -> None:
+    """Raise a raw op's error as the type that its mark names, without the mark (csrc/argument_errors.h). Torch's own
+    error for an argument that a schema does not take is a TypeError. Any other error is left to the caller."""
+    message = str(error)
+    for marked in (TypeError, ValueError):
+        mark = f" ({marked.__name__})"
+        if message.endswith(mark):
+            raise marked(message.removesuffix(mark)) from None
+    if message.startswith("pagedattn_ext::") and "Expected a value of type" in message:
         raise TypeError(message) from None
-    if ": expected " in message:
-        raise ValueError(message) from None
 
 
 def call_on_cpu(name: str, *args: Any) -> Any:
@@ -155,7 +156,7 @@ def _kernel_for_negated(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         for argument, tensors in _arguments(op, args, kwargs):
             if argument.is_write and any(tensor.is_neg() for tensor in tensors):
-                message = "expected memory to write to, got a negated view: call resolve_neg() on it"
+                message = "expected memory to write to, got a negated view: call resolve_neg() on it (ValueError)"
                 raise RuntimeError(f"{op.__name__}: {argument.name}: {message}")
         return op(*map(resolved, args), **{name: resolved(value) for name, value in kwargs.items()})
 

@@ -1,0 +1,21 @@
+// What is wrong with an argument, as one of Python's types. Torch passes on the text of an exception and nothing else,
+// so the type stands behind the text: "rms_norm: weight: expected ..., got ... (ValueError)". `raise_as_marked` of
+// src/pagedattn_ext/ops/_call.py takes this mark off, and raises the type.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace pagedattn {
+
+class TypeError : public std::runtime_error {
+ public:
+  explicit TypeError(const std::string& text) : std::runtime_error(text + " (TypeError)") {}
+};
+
+class ValueError : public std::runtime_error {
+ public:
+  explicit ValueError(const std::string& text) : std::runtime_error(text + " (ValueError)") {}
+};
+
+}  // namespace pagedattn
