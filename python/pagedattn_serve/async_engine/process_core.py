@@ -266,62 +266,6 @@ class ProcessCore(asyncio.Protocol):
 # ---- what runs in the process ---------------------------------------------------------------------------------------
 
 
-class Parent:
-    """The socket to the parent. Without the parent nothing is left to do: the process ends."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._frames = Frames()
-
-    def receive(self) -> list[Any]:
-        """Wait for messages; one at least."""
-        while True:
-            try:
-                data = self._socket.recv(CHUNK)
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                end(0)
-            if messages := self._frames.feed(data):
-                return messages
-
-    def send(self, *message: Any) -> None:
-        try:
-            self._socket.sendall(framed(message))
-        except (BrokenPipeError, ConnectionResetError):
-            end(0)
-
-
-class Outbox:
-    """What the engine says to the parent, packed and sent by a thread. The engine waits if the parent does not read."""
-
-    def __init__(self, parent: Parent) -> None:
-        self._parent = parent
-        self._packer = NewsPacker()
-        self._unsent: Queue[tuple[str, Any]] = Queue(MAX_UNSENT)
-        Thread(target=self._send_all, name="pagedattn-send", daemon=True).start()
-
-    def put_news(self, news: "News") -> None:
-        self._unsent.put(("news", news))
-
-    def put_pulse(self, hang: str | None) -> None:
-        """Unless much is unsent: then the parent does not read."""
-        with suppress(Full):
-            self._unsent.put_nowait(("pulse", hang))
-
-    def put_end(self, error: str | None) -> None:
-        self._unsent.put(("end", error))
-
-    def _send_all(self) -> None:
-        try:
-            while True:
-                kind, content = self._unsent.get()
-                self._parent.send(kind, self._packer.pack(content) if kind == "news" else content)
-        except BaseException:  # a bug; without this thread nobody would hear of anything
-            traceback.print_exc()
-            end(1)
-
-
 def main(fd: int) -> NoReturn:
     """Run an engine. fd: a socket to the parent."""
     parent = Parent(fd)
@@ -377,6 +321,62 @@ def end(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Parent:
+    """The socket to the parent. Without the parent nothing is left to do: the process ends."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._frames = Frames()
+
+    def receive(self) -> list[Any]:
+        """Wait for messages; one at least."""
+        while True:
+            try:
+                data = self._socket.recv(CHUNK)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                end(0)
+            if messages := self._frames.feed(data):
+                return messages
+
+    def send(self, *message: Any) -> None:
+        try:
+            self._socket.sendall(framed(message))
+        except (BrokenPipeError, ConnectionResetError):
+            end(0)
+
+
+class Outbox:
+    """What the engine says to the parent, packed and sent by a thread. The engine waits if the parent does not read."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._packer = NewsPacker()
+        self._unsent: Queue[tuple[str, Any]] = Queue(MAX_UNSENT)
+        Thread(target=self._send_all, name="pagedattn-send", daemon=True).start()
+
+    def put_news(self, news: News) -> None:
+        self._unsent.put(("news", news))
+
+    def put_pulse(self, hang: str | None) -> None:
+        """Unless much is unsent: then the parent does not read."""
+        with suppress(Full):
+            self._unsent.put_nowait(("pulse", hang))
+
+    def put_end(self, error: str | None) -> None:
+        self._unsent.put(("end", error))
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                kind, content = self._unsent.get()
+                self._parent.send(kind, self._packer.pack(content) if kind == "news" else content)
+        except BaseException:  # a bug; without this thread nobody would hear of anything
+            traceback.print_exc()
+            end(1)
 
 
 # ---- what passes ----------------------------------------------------------------------------------------------------

@@ -397,6 +397,33 @@ class Workers:
         return ExecutorDeadError(text)
 
 
+def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
+    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
+    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(num_threads)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+
+    def give_back() -> None:
+        if torch.get_num_threads() == num_threads:  # else somebody has set it since
+            torch.set_num_threads(num_threads_before)
+        if cpus is not None and os.sched_getaffinity(0) == cpus:
+            os.sched_setaffinity(0, cpus_before)
+
+    return give_back
+
+
+def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> None:
+    """Kill the processes: they have nothing that is to be kept."""
+    if os.getpid() != owner:  # a child that was forked
+        return
+    for worker in workers:
+        worker.kill()
+    workers.clear()
+    for give_back in reversed(undo):
+        give_back()
+
+
 # ---- who starts the ranks -------------------------------------------------------------------------------------------
 
 
@@ -470,30 +497,3 @@ def worker_of(remote: RemoteRank) -> Worker:
     """The worker of a rank on another host, which has connected."""
     watch = RemoteWatch(remote.pulse)
     return Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes, watch)
-
-
-def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
-    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
-    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(num_threads)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-
-    def give_back() -> None:
-        if torch.get_num_threads() == num_threads:  # else somebody has set it since
-            torch.set_num_threads(num_threads_before)
-        if cpus is not None and os.sched_getaffinity(0) == cpus:
-            os.sched_setaffinity(0, cpus_before)
-
-    return give_back
-
-
-def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> None:
-    """Kill the processes: they have nothing that is to be kept."""
-    if os.getpid() != owner:  # a child that was forked
-        return
-    for worker in workers:
-        worker.kill()
-    workers.clear()
-    for give_back in reversed(undo):
-        give_back()
