@@ -119,10 +119,11 @@ ARROWS: dict[str, set[str]] = {
         "scheduling.prompt_pace",
         "scheduling.batch",
     },
-    "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.sequence", "config"},
+    "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.batch"},
+    "scheduling.table_array": {"scheduling.sequence", "config"},
     "scheduling.block_allocator": set(),
     "scheduling.beam_search": {"errors"},
-    "scheduling.batch": {"scheduling.sequence_group"},  # the runner reads it, too
+    "scheduling.batch": {"scheduling.sequence_group", "scheduling.table_array"},  # the runner reads it, too
     "scheduling.sequence_group": {"scheduling.sequence"},
     "scheduling.prompt_lookup": {"scheduling.sequence"},
     "scheduling.prompt_pace": set(),
@@ -142,8 +143,8 @@ ARROWS: dict[str, set[str]] = {
     "distributed.activity": set(),
     "distributed.remote": {"distributed.messages", "distributed.channel"},
     "distributed.ray_placement": {"distributed.worker"},
-    "distributed.messages": {"distributed.hosts", "distributed.network", "execution.block_tables"}
-    | {"execution.step_inputs", "config"},
+    "distributed.messages": {"distributed.hosts", "distributed.network", "scheduling.table_array"}
+    | {"execution.step_runner", "config"},
     "distributed.hosts": {"distributed.process_group"},
     "distributed.process_group": {"distributed.communicator", "distributed.network", "environment", "errors"},
     "distributed.communicator": {"pagedattn_ext"},
@@ -155,14 +156,12 @@ ARROWS: dict[str, set[str]] = {
     # a batch through the model
     "execution": set(),
     "execution.cache_memory": {"execution.model_runner"},
-    "execution.model_runner": {"loading", "execution.sampler", "execution.step_runner", "execution.block_tables"},
-    "execution.step_runner": {"execution.cache_engine", "execution.decode_graphs", "execution.step_inputs"},
-    "execution.step_inputs": set(),
+    "execution.model_runner": {"loading", "execution.sampler", "execution.step_runner", "scheduling.batch"},
+    "execution.step_runner": {"execution.cache_engine", "execution.decode_graphs", "scheduling.table_array"},
     "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
     "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
     "execution.token_masks": {"sampling.state", "pagedattn_ext"},
     "execution.logits_processors": {"sampling.state"},
-    "execution.block_tables": {"scheduling.batch"},
     "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
     # from a directory to a model
     "loading": {"loading.loader"},

@@ -12,8 +12,8 @@ from statistics import mean
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
 from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
 from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
 from pagedattn_serve.simulation.systems.system import ReservingSystem
@@ -45,7 +45,6 @@ def make_systems(engine: LLMEngine) -> dict[str, Callable[[], ReservingSystem]]:
 def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Request]) -> BaselineRun:
     """Serve requests that are all there at once. engine: idle; its runner and its cache are used."""
     runner, manager = engine.model_runner, engine.scheduler.block_manager
-    runner.reset()
     sequences: dict[tuple[SimulatedRequest, int], Sequence] = {}
     tables: dict[Sequence, list[int]] = {}
     waiting = [SimulatedRequest(0.0, request.prompt_token_ids, request.max_tokens) for request in requests]
@@ -64,9 +63,8 @@ def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Re
                 first = row.first_slot // manager.block_size
                 tables[sequence] = [*range(first, first + row.num_slots // manager.block_size)]
             if sequence.num_tokens <= row.num_slots:  # else its row is full, and it waits for the batch
-                batch.sequences.append(
-                    ScheduledSequence(sequence, sequence.num_uncomputed_tokens, tables[sequence], num_samples=1)
-                )
+                manager.table_array.write(len(batch.sequences), 0, tables[sequence])
+                batch.sequences.append(ScheduledSequence(sequence, sequence.num_uncomputed_tokens, num_samples=1))
         batch_sizes.append(system.num_running)
         used.append(system.memory().used)
         token_ids = runner.execute(batch).token_ids
@@ -75,7 +73,6 @@ def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Re
             scheduled.sequence.output_token_ids.append(token_id)
         system.end_step(0.0)
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
-    runner.reset()
     outputs = [sequences[request, 0].output_token_ids[: request.num_output_tokens] for request in waiting]
     num_slots = manager.num_blocks * manager.block_size
     return BaselineRun(seconds, cpu_seconds, outputs, mean(batch_sizes), mean(used) / num_slots)

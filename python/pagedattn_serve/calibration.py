@@ -13,7 +13,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError, nth, with_place
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
-from pagedattn_serve.execution.step_inputs import StepInputs
+from pagedattn_serve.execution.step_runner import StepInputs
 from pagedattn_serve.requests.prompts import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -78,16 +78,16 @@ def check_prompts(engine: LLMEngine, prompts: list[Prompt]) -> list[list[int]]:
 def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:
     """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses. Yields the
     logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows."""
+    num_blocks = -(-len(token_ids) // runner.block_size)
+    runner.block_tables[0, :num_blocks] = torch.arange(num_blocks)
     for begin in range(0, len(token_ids), chunk_size):
         end = min(begin + chunk_size, len(token_ids))
         positions = np.arange(begin, end)
-        num_blocks = -(-len(token_ids) // runner.block_size)
         yield runner.run_model(
             StepInputs(
                 token_ids=np.array(token_ids[begin:end]),
                 positions=positions,
                 slot_mapping=positions,
-                block_tables=np.arange(num_blocks, dtype=np.int32)[None],
                 seq_lens=np.array([end], dtype=np.int32),
                 query_start_loc=np.array([0, end - begin], dtype=np.int32),
                 sampling_rows=np.arange(end - begin if logits else 0),

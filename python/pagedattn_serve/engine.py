@@ -35,9 +35,11 @@ from pagedattn_serve.requests.inputs import InputProcessor
 from pagedattn_serve.requests.prompts import Prompt, RequestArgs
 from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
+from pagedattn_serve.scheduling.sequence import ScheduledSequence
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.table_array import TableArray
 from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -115,9 +117,10 @@ class LLMEngine:
                 if workers is not None:
                     workers.order_caches(cache_config, scheduler_config)
                     enforce_eager = enforce_eager or not workers.has_graphs
-                model_runner = ModelRunner(causal_lm, scheduler_config, cache_config, device, seed, enforce_eager)
+                tables = TableArray(scheduler_config, cache_config)
+                model_runner = ModelRunner(causal_lm, cache_config, tables, device, seed, enforce_eager)
                 executor = model_runner if workers is None else Executor(workers, model_runner)
-                scheduler = Scheduler(scheduler_config, cache_config)
+                scheduler = Scheduler(scheduler_config, cache_config, tables)
             except HostMemoryError:
                 raise
             except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
@@ -473,7 +476,6 @@ class LLMEngine:
         self._requests = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
-        self.executor.reset()
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:

@@ -5,7 +5,7 @@ Rank 0, the process of the engine, sends the other ranks what the model reads, r
 
 import torch
 
-from pagedattn_serve.distributed.messages import Step, digest, without_tables
+from pagedattn_serve.distributed.messages import Step, digest
 from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -33,9 +33,6 @@ class Executor:
     def can_run_again(self) -> bool:
         return self._are_in_step
 
-    def reset(self) -> None:
-        self._runner.reset()
-
     def check_health(self) -> None:
         self._workers.check_health()
 
@@ -58,16 +55,16 @@ class Executor:
             self._join()
         self._are_in_step = False
         copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
-        inputs = changes = logits = None
-        if batch.sequences:
-            inputs, changes = self._runner.prepare_inputs(batch)
+        inputs = self._runner.prepare_inputs(batch) if batch.sequences else None
+        logits = None
         try:
-            self._workers.send_step(Step(*copies, None if inputs is None else without_tables(inputs), changes))
+            self._workers.send_step(Step(*copies, batch.table_writes, inputs))
             self._runner.copy_blocks(*copies)
-            if inputs is not None and changes is not None:
+            if inputs is not None:
                 logits = self._runner.run_model(inputs)
                 if self._workers.checks_inputs:
-                    self._workers.check_digests(digest(inputs, changes.lengths))
+                    tables = self._runner.tables_of(inputs).numpy()
+                    self._workers.check_digests(digest(inputs, tables, self._runner.block_size))
             self._workers.communicator.finish_step()
         except Exception as error:
             self._workers.communicator.abort(f"rank 0: {describe(error)}")

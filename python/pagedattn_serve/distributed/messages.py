@@ -20,7 +20,6 @@ rank's channel.
 """
 
 import hashlib
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +27,10 @@ import numpy as np
 from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedattn_serve.distributed.hosts import Hosts
 from pagedattn_serve.distributed.network import Address
-from pagedattn_serve.execution.block_tables import TableChanges
-from pagedattn_serve.execution.step_inputs import StepInputs
+from pagedattn_serve.execution.step_runner import StepInputs
+from pagedattn_serve.scheduling.table_array import TableWrite
 
 DIGEST_BYTES = 16
-_NO_TABLES = np.zeros((0, 0), dtype=np.int32)
 
 BlockPairs = list[tuple[int, int]]
 
@@ -129,28 +127,24 @@ class Left(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Pairs of blocks to copy, and what the model reads; None if no sequence runs.
+    """Pairs of blocks to copy, what is new in the block tables, and what the model reads; None if no sequence runs.
 
-    The block tables are left out: a rank has them from the steps before, but for `changes`.
+    table_writes: as in `ScheduledBatch`. A rank has the other entries of its `TableArray` from the steps before.
     """
 
     to_swap_out: BlockPairs
     to_swap_in: BlockPairs
     to_copy: BlockPairs
+    table_writes: list[TableWrite]
     inputs: StepInputs | None
-    changes: TableChanges | None
 
 
-def without_tables(inputs: StepInputs) -> StepInputs:
-    return replace(inputs, block_tables=_NO_TABLES)
-
-
-def digest(inputs: StepInputs, lengths: np.ndarray) -> bytes:
-    """A hash of all that the model reads. lengths: [num_seqs], how many blocks of its table each sequence has."""
-    is_used = np.arange(inputs.block_tables.shape[1]) < lengths[:, None]
+def digest(inputs: StepInputs, block_tables: np.ndarray, block_size: int) -> bytes:
+    """A hash of all that the model reads. block_tables: int32 [num_seqs, num_blocks]."""
+    is_used = np.arange(block_tables.shape[1]) * block_size < inputs.seq_lens[:, None]
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for array in (
-        *(inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables[is_used], inputs.seq_lens),
+        *(inputs.token_ids, inputs.positions, inputs.slot_mapping, block_tables[is_used], inputs.seq_lens),
         *(inputs.query_start_loc, inputs.sampling_rows, np.int64(inputs.max_seq_len)),
     ):
         found.update(b"" if array is None else array.tobytes())

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from io import FileIO
 from typing import NoReturn
@@ -43,10 +42,10 @@ from pagedattn_serve.distributed.network import Address, Hello, Listener, connec
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, find_store
 from pagedattn_serve.engine_setup import device_of_rank, limit_to_memory, limit_to_model
 from pagedattn_serve.errors import describe, portable
-from pagedattn_serve.execution.block_tables import TableArray
-from pagedattn_serve.execution.step_runner import StepRunner, max_num_blocks_per_seq
+from pagedattn_serve.execution.step_runner import StepRunner
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.partition import Partition
+from pagedattn_serve.scheduling.table_array import TableArray
 
 CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
 MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
@@ -122,8 +121,8 @@ class Rank:
         agreed: CacheOrder
         agreed, _ = channel.receive()
         self._addresses = agreed.addresses
-        self._runner = StepRunner(model, agreed.scheduler, agreed.cache, device, config.enforce_eager)
-        self._tables = TableArray(agreed.scheduler.max_num_seqs, max_num_blocks_per_seq(agreed.scheduler, agreed.cache))
+        self._tables = TableArray(agreed.scheduler, agreed.cache)
+        self._runner = StepRunner(model, agreed.cache, self._tables, device, config.enforce_eager)
         channel.send(Ready())
 
     def serve_group(self) -> None:
@@ -207,12 +206,13 @@ class Rank:
                 except (EOFError, pickle.UnpicklingError, OSError):
                     return
                 self._runner.copy_blocks(step.to_swap_out, step.to_swap_in, step.to_copy)
+                for write in step.table_writes:
+                    self._tables.write(*write)
                 if step.inputs is not None:
-                    assert step.changes is not None
-                    inputs = replace(step.inputs, block_tables=self._tables.apply(step.changes))
-                    self._runner.run_model(inputs)
+                    self._runner.run_model(step.inputs)
                     if self._checks_inputs:
-                        connection.sendall(digest(inputs, step.changes.lengths))
+                        tables = self._runner.tables_of(step.inputs)
+                        connection.sendall(digest(step.inputs, tables.numpy(), self._runner.block_size))
 
 
 def short(error: Exception) -> Exception:

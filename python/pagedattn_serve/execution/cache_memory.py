@@ -12,8 +12,9 @@ from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
+from pagedattn_serve.scheduling.table_array import TableArray
 
 DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of the memory would take it from other programs
 
@@ -62,8 +63,11 @@ def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheCon
     """
     torch.cuda.reset_peak_memory_stats(device)
     batch = largest_batch(config, cache_config.block_size)
-    num_blocks = max(max(scheduled.block_table) for scheduled in batch.sequences) + 1
-    runner = ModelRunner(model, config, replace(cache_config, num_blocks=num_blocks), device, seed=0)
+    num_blocks = max(blocks[-1] for _, _, blocks in batch.table_writes) + 1
+    tables = TableArray(config, cache_config)
+    for write in batch.table_writes:
+        tables.write(*write)
+    runner = ModelRunner(model, replace(cache_config, num_blocks=num_blocks), tables, device, seed=0)
     runner.execute(batch)
     own_cache = num_blocks * block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
     free, total = torch.cuda.mem_get_info(device)
@@ -90,6 +94,6 @@ def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
         sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts))
         tokens = sequence.prompt_token_ids, sequence.output_token_ids
         sequence.sampling = SamplingState(SamplingParams(top_p=0.9), *tokens)
-        table = list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))
-        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, table, 1, (0,) * num_drafts))
+        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, 1, (0,) * num_drafts))
+        batch.table_writes.append((i, 0, list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))))
     return batch

@@ -17,17 +17,19 @@ class DecodeGraphs:
     """A graph for each number of sequences, captured when that number comes. A capture takes as long as the same step
     spends between the kernels without a graph, so a graph never loses time.
 
+    block_tables: int32 [max_num_seqs, max_num_blocks_per_seq], whose first rows are the tables of each step.
+
     A graph keeps the memory of what passes between the layers. When this gets too much, graphs are given up, first of
     all the graph whose number of sequences has not come for longest.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[KVCache], max_num_blocks_per_seq: int) -> None:
+    def __init__(self, model: CausalLM, kv_caches: Sequence[KVCache], block_tables: Tensor) -> None:
         self._model = model
         self._kv_caches = kv_caches
+        self._block_tables = block_tables
         self._token_ids, self._positions, self._slot_mapping, self._sampling_rows = (
             torch.zeros(MAX_SEQUENCES, dtype=torch.int64) for _ in range(4)
         )
-        self._block_tables = torch.zeros(MAX_SEQUENCES, max_num_blocks_per_seq, dtype=torch.int32)
         self._seq_lens = torch.zeros(MAX_SEQUENCES, dtype=torch.int32)
         self._graphs: dict[int, tuple[CPUGraph, Tensor]] = {}  # those that ran last at the end
 
@@ -47,7 +49,6 @@ class DecodeGraphs:
             (self._seq_lens, metadata.seq_lens),
         ):
             buffer[:num_seqs] = values
-        self._block_tables[:num_seqs, : metadata.block_tables.shape[1]] = metadata.block_tables
         if num_seqs not in self._graphs:
             self._graphs[num_seqs] = self._capture(num_seqs)
         graph, logits = self._graphs[num_seqs] = self._graphs.pop(num_seqs)  # to the end

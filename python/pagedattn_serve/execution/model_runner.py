@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.execution.block_tables import BlockTables, TableChanges
+from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
-from pagedattn_serve.execution.step_inputs import Int32s, Int64s, StepInputs
-from pagedattn_serve.execution.step_runner import StepRunner, max_num_blocks_per_seq
+from pagedattn_serve.execution.step_runner import Int64s, StepInputs, StepRunner
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.table_array import TableArray
 
 
 class BatchRunner(Protocol):
@@ -33,9 +32,6 @@ class BatchRunner(Protocol):
         were right. For a sequence with prompt_logprobs, the result has those of the tokens after the prompt's rows.
         """
 
-    def reset(self) -> None:
-        """Forget the sequences of earlier batches: the engine begins anew."""
-
     def check_health(self) -> None:
         """Raise ExecutorDeadError if there are other processes to run batches with, and one has ended."""
 
@@ -52,15 +48,14 @@ class ModelRunner(StepRunner):
     def __init__(
         self,
         model: CausalLM,
-        scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
+        table_array: TableArray,
         device: str,
         seed: int,
         enforce_eager: bool = False,
     ) -> None:
-        super().__init__(model, scheduler_config, cache_config, device, enforce_eager)
-        max_num_blocks = max_num_blocks_per_seq(scheduler_config, cache_config)
-        self.block_tables = BlockTables(scheduler_config.max_num_seqs, max_num_blocks)
+        super().__init__(model, cache_config, table_array, device, enforce_eager)
+        self._tables = self.block_tables.numpy()
         self.sampler = Sampler(seed, device)
 
     @property
@@ -81,20 +76,15 @@ class ModelRunner(StepRunner):
         self.copy_blocks(batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         if not batch.sequences:
             return SamplerOutput()
-        inputs, _ = self.prepare_inputs(batch)
-        return self.sample(batch, self.run_model(inputs))
+        return self.sample(batch, self.run_model(self.prepare_inputs(batch)))
 
-    def reset(self) -> None:
-        self.block_tables.clear()
-
-    def prepare_inputs(self, batch: ScheduledBatch) -> tuple[StepInputs, TableChanges]:
-        """What the model reads, and what of the block tables has changed since the batch before."""
+    def prepare_inputs(self, batch: ScheduledBatch) -> StepInputs:
+        """What the model reads, beside the block tables."""
         plain, others = batch.sequences[: batch.num_plain], batch.sequences[batch.num_plain :]
-        block_tables, changes = self.block_tables.update(batch.sequences)
         begins = _integers([scheduled.sequence.num_computed_tokens for scheduled in batch.sequences])
         token_ids = [scheduled.sequence.output_token_ids[-1] for scheduled in plain]
         if not others:
-            return self._plain_inputs(_integers(token_ids), begins, block_tables, changes.lengths), changes
+            return self._plain_inputs(_integers(token_ids), begins)
         for scheduled in others:
             sequence, begin = scheduled.sequence, scheduled.sequence.num_computed_tokens
             token_ids += sequence.tokens(begin, begin + scheduled.num_new_tokens)
@@ -115,30 +105,26 @@ class ModelRunner(StepRunner):
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
-        blocks = block_tables[seq_of_token, positions // self.block_size].astype(np.int64)
+        blocks = self._tables[seq_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = begins + counts
-        inputs = StepInputs(
+        return StepInputs(
             token_ids=_integers(token_ids),
             positions=positions,
             slot_mapping=blocks * self.block_size + positions % self.block_size,
-            block_tables=block_tables,
             seq_lens=seq_lens.astype(np.int32),
             query_start_loc=None if (counts == 1).all() else query_start_loc,
             sampling_rows=np.concatenate([rows, *prompt_rows]),
             max_seq_len=int(seq_lens.max()),
         )
-        return inputs, changes
 
-    def _plain_inputs(self, token_ids: Int64s, positions: Int64s, block_tables: Int32s, lengths: Int64s) -> StepInputs:
-        """Of a step of plain decodes: what `prepare_inputs` makes, in fewer operations. lengths: of the tables. The
-        token of a sequence is in its last block."""
-        rows, columns = np.arange(len(token_ids)), lengths - 1
+    def _plain_inputs(self, token_ids: Int64s, positions: Int64s) -> StepInputs:
+        """Of a step of plain decodes: what `prepare_inputs` makes, in fewer operations."""
+        rows, columns = np.arange(len(token_ids)), positions // self.block_size
         seq_lens = (positions + 1).astype(np.int32)
         return StepInputs(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=positions + (block_tables[rows, columns] - columns) * self.block_size,
-            block_tables=block_tables,
+            slot_mapping=positions + (self._tables[rows, columns] - columns) * self.block_size,
             seq_lens=seq_lens,
             query_start_loc=None,
             sampling_rows=rows,

@@ -17,20 +17,24 @@ from struct import Struct
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.table_array import TableArray, TableRows
 
 
 class BlockManager:
     """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing.
 
-    tables: to be read only, as `block_table` says.
+    tables: to be read only.
+    table_array: the block tables of the batch that was placed last, which the ops read. What changes in a table that
+        has a row is written there at once.
 
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
     room, nothing was changed.
     """
 
-    def __init__(self, cache_config: CacheConfig) -> None:
+    def __init__(self, cache_config: CacheConfig, table_array: TableArray) -> None:
         self.block_size = cache_config.block_size
         self.prefix_caching = cache_config.enable_prefix_caching
         self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
@@ -39,6 +43,8 @@ class BlockManager:
         self.tables: dict[Sequence, list[int]] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
         self._host_tables: dict[Sequence, list[int]] = {}
+        self.table_array = table_array
+        self._rows = TableRows(table_array)
 
     @property
     def num_blocks(self) -> int:
@@ -73,8 +79,7 @@ class BlockManager:
     def block_table(self, sequence: Sequence) -> list[int]:
         """Physical block of each logical block, [num_blocks_of_sequence]. ValueError if the sequence holds none.
 
-        The manager's own list, to be read only. It grows with the sequence, and its last entry may change. If an
-        earlier entry changes, the list becomes another object.
+        The manager's own list, to be read only.
         """
         table = self.tables.get(sequence)
         if table is None:
@@ -165,9 +170,11 @@ class BlockManager:
         block = self._allocator.allocate()
         if num_missing == 1:
             table.append(block)
+            self._rows.write(sequence, len(table) - 1, [block])
             return None
         shared = table[-1]
         table[-1] = block
+        self._rows.write(sequence, len(table) - 1, [block])
         self._allocator.free(shared)
         return shared, block
 
@@ -176,9 +183,9 @@ class BlockManager:
         `num_tokens` have room. When the step is over, `trim` takes back what is not used."""
         table = self.block_table(sequence)
         num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
-        num_new = min(num_missing, self._allocator.num_free_blocks)
-        if num_new > 0:  # and `append` may have changed what was the end before
-            table = self.tables[sequence] = table + [self._allocator.allocate() for _ in range(num_new)]
+        blocks = [self._allocator.allocate() for _ in range(min(num_missing, self._allocator.num_free_blocks))]
+        self._rows.write(sequence, len(table), blocks)
+        table += blocks
         return min(num_tokens, len(table) * self.block_size - sequence.num_tokens)
 
     def trim(self, sequence: Sequence) -> None:
@@ -212,6 +219,7 @@ class BlockManager:
         for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it builds on
             self._allocator.free(block)
         del self.tables[sequence]
+        self._rows.take_back(sequence)
 
     def clear(self) -> None:
         """Take the blocks of all sequences away, whatever state the tables are in, and forget what the blocks hold.
@@ -222,6 +230,13 @@ class BlockManager:
         self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
         self._host_tables = {}
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
+        self._rows.clear()
+
+    # ---- the array of a batch ---------------------------------------------------------------------------------------
+
+    def place(self, batch: ScheduledBatch) -> None:
+        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order."""
+        batch.table_writes = self._rows.place(batch.sequences, batch.num_plain, self.tables)
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +301,6 @@ class BlockManager:
     def merge(self, sequence: Sequence, first: int, last: int) -> None:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
         table = self.block_table(sequence)
-        shared: dict[int, int] = {}  # by logical block
         for i in range(first, last):
             block_hash = sequence.block_hashes[i]
             published = self._allocator.find(block_hash)
@@ -295,9 +309,8 @@ class BlockManager:
             elif published != table[i]:
                 self._allocator.fork(published)
                 self._allocator.free(table[i])
-                shared[i] = published
-        if shared:
-            self.tables[sequence] = [shared.get(i, block) for i, block in enumerate(table)]
+                table[i] = published
+                self._rows.write(sequence, i, [published])
 
     def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
         """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them.
@@ -318,7 +331,9 @@ class BlockManager:
         return len(hashes) * self.block_size
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block's reference count is the number of tables that hold it."""
+        """Raise AssertionError unless each block's reference count is the number of tables that hold it, and
+        `table_array` has the tables of the sequences that have rows."""
+        self._rows.check_integrity(self.tables)
         assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
         for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
             allocator.check_integrity()

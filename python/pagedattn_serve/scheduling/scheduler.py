@@ -31,13 +31,14 @@ from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.prompt_pace import PromptPace
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.table_array import TableArray
 
 # A group of priority p stands where a group of priority 0 would stand that came p times this many requests later. So of
 # the requests with a better priority, only those among the next p times this many pass it.
@@ -65,10 +66,14 @@ class Scheduler:
     max_model_len tokens. A sequence with drafts gets the drafts that were right and one token more; then call
     `mark_verified`. Not thread-safe.
 
+    table_array: where the block tables of each step are written (`BlockManager`); None makes one.
+
     Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end.
     """
 
-    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, table_array: TableArray | None = None
+    ) -> None:
         num_slots = cache_config.num_blocks * cache_config.block_size
         if scheduler_config.max_model_len > num_slots:
             raise ArgumentError(
@@ -77,7 +82,7 @@ class Scheduler:
                 scheduler_config.max_model_len,
             )
         self.config = scheduler_config
-        self.block_manager = BlockManager(cache_config)
+        self.block_manager = BlockManager(cache_config, table_array or TableArray(scheduler_config, cache_config))
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -87,7 +92,6 @@ class Scheduler:
         self.num_found_tokens = 0  # of these, how many were in the cache
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
-        self._decodes: dict[SequenceGroup, ScheduledSequence] = {}  # plain decodes, until their tables change
         self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
         self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
@@ -142,6 +146,7 @@ class Scheduler:
         self._run_long_prompts(batch, long)
         if self._proposer is not None:
             self._add_drafts(batch, self._proposer)
+        self._place(batch)
         return batch
 
     def mark_computed(self, batch: ScheduledBatch, seconds: float | None = None) -> None:
@@ -178,7 +183,7 @@ class Scheduler:
     def fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
         """A new sequence of a running group, with the tokens and the blocks of `parent`, at the end of the group."""
         child = parent.fork(index)
-        self._decodes.pop(group, None)
+        group.decode = None  # it is no single sequence any more
         self.block_manager.fork(parent, child)
         group.sequences.append(child)
         return child
@@ -191,7 +196,6 @@ class Scheduler:
         if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
-        self._decodes.pop(group, None)
         if self._proposer is not None:
             self._proposer.forget(sequence)
         if sequence.status is not SequenceStatus.WAITING:
@@ -216,7 +220,6 @@ class Scheduler:
                 sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
         self.block_manager.clear()
-        self._decodes.clear()
         if self._proposer is not None:
             self._proposer.clear()
         self._pace = PromptPace(self.config.max_num_batched_tokens)
@@ -233,6 +236,9 @@ class Scheduler:
 
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
+    def _place(self, batch: ScheduledBatch) -> None:
+        self.block_manager.place(batch)
+
     def _make_way(self, batch: ScheduledBatch) -> None:
         """Preempt the last running group while a group that comes before it waits for its place or its blocks."""
         while self.running and (group := self._next_waiting()) and group.order < self.running[-1].order:
@@ -247,14 +253,17 @@ class Scheduler:
         prefilling = []
         is_left_out = False
         num_plain = -1
-        decodes, block_size, add = self._decodes, self.block_manager.block_size, batch.sequences.append
+        block_size, add = self.block_manager.block_size, batch.sequences.append
         for group in self.running:  # victims of preemption leave the list at its end
-            # The common case first: a decode that neither needs a block nor fills one is the same in each step.
-            decode = decodes.get(group)
-            if decode and decode.sequence.num_computed_tokens + 1 < len(decode.block_table) * block_size and budget:
-                add(decode)
-                budget -= 1
-                continue
+            # The common case first: a decode that neither begins a block nor fills one.
+            decode = group.decode
+            if decode is not None and budget:
+                sequence = decode.sequence
+                end = sequence.num_computed_tokens + 1
+                if end % block_size > 1 and end == len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
+                    add(decode)
+                    budget -= 1
+                    continue
             num_before = len(batch.sequences)
             if group.in_prefill:
                 prefilling.append(group)
@@ -262,7 +271,7 @@ class Scheduler:
                 is_left_out = True
             elif self._add_or_preempt(batch, group):
                 budget -= len(group.sequences)
-                if num_plain < 0 and group not in decodes:
+                if num_plain < 0 and group.decode is None:
                     num_plain = num_before
         batch.num_decodes += len(batch.sequences)
         batch.num_plain = len(batch.sequences) if num_plain < 0 else num_plain
@@ -400,12 +409,9 @@ class Scheduler:
             if not sequence.output_token_ids or group.rules.uses_beams:
                 self._add_to_batch(batch, sequence, 1)
                 return True
-            # A decode is the same object until it has a new block. Then the block manager may have another table, too.
-            decode = self._decodes.get(group)
-            if decode is None or begin % block_size == 0:
-                table = manager.tables[sequence]
-                decode = self._decodes[group] = ScheduledSequence(sequence, 1, table, num_samples=1)
-            batch.sequences.append(decode)
+            if group.decode is None:
+                group.decode = ScheduledSequence(sequence, 1, num_samples=1)
+            batch.sequences.append(group.decode)
             if (begin + 1) % block_size == 0 and manager.prefix_caching:
                 manager.publish(sequence, begin // block_size, begin // block_size + 1)
             return True
@@ -451,8 +457,7 @@ class Scheduler:
         num_samples = 1 if end == num_tokens else 0
         if num_samples and not sequence.output_token_ids and not sequence.rules.uses_beams:
             num_samples = sequence.rules.num_sequences
-        table = manager.block_table(sequence)
-        batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, table, num_samples))
+        batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, num_samples))
         if end % manager.block_size < num_new_tokens and manager.prefix_caching:  # it fills a block
             manager.publish(sequence, begin // manager.block_size, end // manager.block_size)
 
@@ -465,11 +470,9 @@ class Scheduler:
             drafts = proposer.propose(sequence, num_tokens) if num_tokens > 0 else []
             if drafts:
                 num_tokens = self.block_manager.append_drafts(sequence, len(drafts))
-                table = self.block_manager.block_table(sequence)
                 given = tuple(drafts[:num_tokens])
-                batch.sequences[i] = ScheduledSequence(sequence, scheduled.num_new_tokens, table, 1, given)
+                batch.sequences[i] = ScheduledSequence(sequence, scheduled.num_new_tokens, 1, given)
                 batch.num_plain = min(batch.num_plain, i)
-                self._decodes.pop(self._unfinished[sequence.request_id], None)  # the table may be another
                 self.num_proposed_tokens += num_tokens
                 budget -= num_tokens
 
@@ -505,7 +508,6 @@ class Scheduler:
         else:
             batch.blocks_to_swap_out += pairs
             self.num_swaps += 1
-        self._decodes.pop(group, None)
         self._move(group, SequenceStatus.WAITING if pairs is None else SequenceStatus.SWAPPED)
         group.num_preemptions += 1
         batch.preempted.append(group)

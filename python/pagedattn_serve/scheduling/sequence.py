@@ -95,3 +95,19 @@ class Sequence:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]
+
+
+@dataclass(slots=True, eq=False)  # compared and hashed by identity
+class ScheduledSequence:
+    """The next `num_new_tokens` uncomputed tokens of a sequence.
+
+    num_samples: how many tokens to draw from its last row: 0 amid a prompt, more than 1 if a group of several sequences
+        is about to fork. The number is fixed when the sequence is scheduled, because the sequence moves on afterwards.
+    draft_token_ids: guesses at the tokens after its last one. They run behind it, and a token is drawn from the row of
+        each guess, too.
+    """
+
+    sequence: Sequence
+    num_new_tokens: int
+    num_samples: int
+    draft_token_ids: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceRules
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity, as sequences are
@@ -17,6 +17,8 @@ class SequenceGroup:
     priority: lower is served earlier, if the scheduling policy looks at it.
     order: the group's place among all groups, lower is earlier; set by the scheduler.
     num_preemptions: how often the group lost its blocks.
+    decode: how its only sequence runs as a plain decode (`ScheduledBatch.num_plain`), which is the same in each step.
+        None until the first such step.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class SequenceGroup:
     sequences: list[Sequence] = field(default_factory=list)
     order: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
+    decode: ScheduledSequence | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:

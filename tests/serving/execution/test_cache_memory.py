@@ -22,6 +22,7 @@ from pagedattn_serve.execution.cache_memory import (
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.scheduling.table_array import TableArray
 
 # llama-gqa, a slot: keys and values of 2 layers, 2 KV heads, 20 numbers a head (24 in 16 bits, for 16 bytes).
 SLOT_BYTES = {"float32": 2 * 2 * 2 * 20 * 4, "float16": 2 * 2 * 2 * 24 * 2, "bfloat16": 2 * 2 * 2 * 24 * 2}
@@ -100,14 +101,15 @@ def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: Schedul
     batch = largest_batch(config, block_size)
     assert len(batch.sequences) == min(config.max_num_seqs, config.max_num_batched_tokens)
     assert batch.num_tokens <= config.max_num_batched_tokens
-    tables = [scheduled.block_table for scheduled in batch.sequences]
+    tables = [blocks for _, _, blocks in batch.table_writes]
+    assert [(row, column) for row, column, _ in batch.table_writes] == [(i, 0) for i in range(len(batch.sequences))]
     blocks = [block for table in tables for block in table]
     assert sorted(blocks) == list(range(len(blocks)))  # no block twice, none between them without use
     lengths = {scheduled.num_new_tokens for scheduled in batch.sequences}
-    for scheduled in batch.sequences:
+    for scheduled, table in zip(batch.sequences, tables, strict=True):
         sequence = scheduled.sequence
         assert scheduled.num_samples == 1 and 0 < sequence.num_tokens == scheduled.num_new_tokens < config.max_model_len
-        assert len(scheduled.block_table) == -(-sequence.num_tokens // block_size)
+        assert len(table) == -(-sequence.num_tokens // block_size)
         assert not sequence.sampling.sampling_params.greedy
     # One token more for each would be too many.
     is_longest = lengths == {config.max_model_len - 1}
@@ -128,9 +130,12 @@ def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: Schedul
 def test_the_largest_batch_runs(model: CausalLM, limits: dict[str, int], block_size: int) -> None:
     config = SchedulerConfig(**limits)
     batch = largest_batch(config, block_size)
-    num_blocks = sum(len(scheduled.block_table) for scheduled in batch.sequences)
+    num_blocks = sum(len(blocks) for _, _, blocks in batch.table_writes)
     cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
-    output = ModelRunner(model, config, cache_config, "cpu", seed=0).execute(batch)
+    tables = TableArray(config, cache_config)
+    for write in batch.table_writes:
+        tables.write(*write)
+    output = ModelRunner(model, cache_config, tables, "cpu", seed=0).execute(batch)
     assert len(output.token_ids) == len(batch.sequences)
     assert all(map(torch.isfinite, torch.tensor(output.logprobs)))
 

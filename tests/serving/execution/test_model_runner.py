@@ -16,11 +16,12 @@ from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.table_array import TableArray
 
 GREEDY = SamplingParams(temperature=0)
 MAX_LEN = 40
@@ -37,7 +38,7 @@ def make_configs(num_blocks: int = 20, block_size: int = 8, **limits: int) -> tu
     )
 
 
-def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[int]]:
+def expected_inputs(batch: ScheduledBatch, manager: BlockManager) -> dict[str, list[int]]:
     """Token by token."""
     expected: dict[str, list[int]] = {
         "token_ids": [],
@@ -54,8 +55,8 @@ def expected_inputs(batch: ScheduledBatch, block_size: int) -> dict[str, list[in
         for position in range(sequence.num_computed_tokens, end):
             expected["token_ids"].append(tokens[position])
             expected["positions"].append(position)
-            block = scheduled.block_table[position // block_size]
-            expected["slot_mapping"].append(block * block_size + position % block_size)
+            block = manager.block_table(sequence)[position // manager.block_size]
+            expected["slot_mapping"].append(block * manager.block_size + position % manager.block_size)
         expected["seq_lens"].append(end)
         expected["query_start_loc"].append(len(expected["token_ids"]))
         if end == len(tokens):
@@ -67,12 +68,12 @@ def given_to_the_model(runner: ModelRunner, batch: ScheduledBatch) -> tuple[torc
     """The token ids, positions and metadata of a batch, without a run of the model."""
     given: list[Any] = []
     with mock.patch.multiple(runner, _graphs=None, model=lambda *arguments: given.extend(arguments)):
-        runner.run_model(runner.prepare_inputs(batch)[0])
+        runner.run_model(runner.prepare_inputs(batch))
     token_ids, positions, _, metadata = given
     return token_ids, positions, metadata
 
 
-def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
+def check_inputs(runner: ModelRunner, manager: BlockManager, batch: ScheduledBatch) -> None:
     token_ids, positions, metadata = given_to_the_model(runner, batch)
     one_token_each = torch.arange(len(batch.sequences) + 1, dtype=torch.int32)
     starts = one_token_each if metadata.query_start_loc is None else metadata.query_start_loc
@@ -85,16 +86,16 @@ def check_inputs(runner: ModelRunner, batch: ScheduledBatch) -> None:
         "query_start_loc": starts,
         "sampling_rows": metadata.sampling_rows,
     }
-    assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, runner.block_size)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected_inputs(batch, manager)
     for name, tensor in tensors.items():
         assert tensor.dtype == (torch.int32 if name in ("seq_lens", "query_start_loc") else torch.int64)
     assert metadata.max_seq_len == max(tensors["seq_lens"].tolist())
     assert metadata.block_tables.dtype == torch.int32
-    lengths = [len(scheduled.block_table) for scheduled in batch.sequences]
-    assert metadata.block_tables.shape == (len(lengths), max(lengths))
-    for row, scheduled in zip(metadata.block_tables.tolist(), batch.sequences, strict=True):
-        assert row[: len(scheduled.block_table)] == scheduled.block_table
-    assert all(tensor.is_contiguous() for tensor in (*tensors.values(), metadata.block_tables))
+    assert metadata.block_tables.shape == (len(batch.sequences), -(-metadata.max_seq_len // manager.block_size))
+    lengths = [-(-length // manager.block_size) for length in tensors["seq_lens"].tolist()]
+    for row, scheduled, length in zip(metadata.block_tables.tolist(), batch.sequences, lengths, strict=True):
+        assert row[:length] == manager.block_table(scheduled.sequence)[:length]
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
 
 
 @given(
@@ -119,7 +120,8 @@ def test_inputs_of_chunks_and_decodes(
         num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     scheduler = Scheduler(scheduler_config, cache_config)
-    runner = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0)
+    manager = scheduler.block_manager
+    runner = ModelRunner(model, cache_config, manager.table_array, "cpu", seed=0)
     groups: dict[Sequence, SequenceGroup] = {}
     ends: dict[Sequence, int] = {}
     for i, length in enumerate(lengths):
@@ -131,7 +133,7 @@ def test_inputs_of_chunks_and_decodes(
         ends[sequence] = random.randint(length + 1, MAX_LEN)
     while scheduler.has_unfinished:
         batch = scheduler.schedule()
-        check_inputs(runner, batch)
+        check_inputs(runner, manager, batch)
         scheduler.mark_computed(batch)
         for scheduled in batch.sequences:
             if scheduled.num_samples:
@@ -146,6 +148,12 @@ def running(name: str, prompt: list[int]) -> Sequence:
     return sequence
 
 
+def make_runner(model: CausalLM) -> tuple[BlockManager, ModelRunner]:
+    scheduler_config, cache_config = make_configs()
+    manager = BlockManager(cache_config, TableArray(scheduler_config, cache_config))
+    return manager, ModelRunner(model, cache_config, manager.table_array, "cpu", seed=0)
+
+
 def start(manager: BlockManager, prompt: list[int]) -> Sequence:
     sequence = running("a", prompt)
     manager.allocate([sequence], keep_watermark=False)
@@ -153,14 +161,12 @@ def start(manager: BlockManager, prompt: list[int]) -> Sequence:
 
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing(model: CausalLM, llama: Checkpoint) -> None:
-    scheduler_config, cache_config = make_configs()
-    runner, manager = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0), BlockManager(cache_config)
+    manager, runner = make_runner(model)
     long, short = start(manager, llama.prompts[5]), start(manager, llama.prompts[2])  # 33 and 7 tokens
 
     def execute(*chunks: tuple[Sequence, int]) -> SamplerOutput:
-        batch = ScheduledBatch(
-            [ScheduledSequence(s, n, manager.block_table(s), int(n == s.num_uncomputed_tokens)) for s, n in chunks]
-        )
+        batch = ScheduledBatch([ScheduledSequence(s, n, int(n == s.num_uncomputed_tokens)) for s, n in chunks])
+        manager.place(batch)
         output = runner.execute(batch)
         for sequence, num_tokens in chunks:
             sequence.num_computed_tokens += num_tokens
@@ -173,11 +179,12 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing(model: CausalLM, ll
 
 def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpoint) -> None:
     """Two that share the blocks of a prompt go on with a different token each."""
-    scheduler_config, cache_config = make_configs()
-    runner, manager = ModelRunner(model, scheduler_config, cache_config, "cpu", seed=0), BlockManager(cache_config)
+    manager, runner = make_runner(model)
     prompt = llama.prompts[4][:12]  # the second block half full
     parent = start(manager, prompt)
-    runner.execute(ScheduledBatch([ScheduledSequence(parent, len(prompt), manager.block_table(parent), num_samples=1)]))
+    batch = ScheduledBatch([ScheduledSequence(parent, len(prompt), num_samples=1)])
+    manager.place(batch)
+    runner.execute(batch)
     child = running("child", prompt)
     manager.fork(parent, child)
     batch = ScheduledBatch()
@@ -187,7 +194,8 @@ def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpo
         pair = manager.append(sequence)
         if pair is not None:
             batch.blocks_to_copy.append(pair)
-        batch.sequences.append(ScheduledSequence(sequence, 1, manager.block_table(sequence), num_samples=1))
+        batch.sequences.append(ScheduledSequence(sequence, 1, num_samples=1))
+    manager.place(batch)
     assert len(batch.blocks_to_copy) == 1
     assert runner.execute(batch).token_ids == [
         greedy_reference(llama.model, [*prompt, token_id], 1)[0] for token_id in (5, 77)

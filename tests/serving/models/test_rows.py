@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.execution.step_inputs import StepInputs
-from pagedattn_serve.execution.step_runner import StepRunner
+from pagedattn_serve.execution.step_runner import StepInputs, StepRunner
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models import layers
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.partition import Partition
+from pagedattn_serve.scheduling.table_array import TableArray
 
 LAST_OF_MLP = {
     "llama-gqa": "mlp.down_proj",
@@ -43,7 +43,6 @@ def step_inputs(chunks: list[tuple[int, int]], rows: list[int]) -> StepInputs:
         token_ids=np.concatenate(tokens),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
-        block_tables=BLOCK_TABLES[: len(chunks)],
         seq_lens=np.array([end for _, end in chunks], dtype=np.int32),
         query_start_loc=np.cumsum([0, *counts], dtype=np.int32),
         sampling_rows=np.array(rows, dtype=np.int64),
@@ -54,7 +53,10 @@ def step_inputs(chunks: list[tuple[int, int]], rows: list[int]) -> StepInputs:
 @torch.inference_mode()
 def logits_of(model: CausalLM, rows: list[int]) -> Tensor:
     cache_config = CacheConfig(num_blocks=4, block_size=BLOCK_SIZE)
-    runner = StepRunner(model, SchedulerConfig(max_model_len=32), cache_config, "cpu")
+    tables = TableArray(SchedulerConfig(max_model_len=32), cache_config)
+    for row, blocks in enumerate(BLOCK_TABLES.tolist()):
+        tables.write(row, 0, blocks)
+    runner = StepRunner(model, cache_config, tables, "cpu")
     assert len(runner.run_model(step_inputs([(0, CACHED)], []))) == 0
     return runner.run_model(step_inputs([(CACHED, 19), (0, 7)], rows))
 
@@ -129,7 +131,7 @@ def test_rows_of_the_last_layer_are_found(counts: list[int], samples: list[int])
     unused: Any = None
     inputs = StepInputs(
         np.arange(num_tokens),
-        *[unused] * 4,
+        *[unused] * 3,
         np.cumsum([0, *counts], dtype=np.int32),
         np.array(sampling, dtype=np.int64),
         unused,

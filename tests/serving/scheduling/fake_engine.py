@@ -22,7 +22,7 @@ from pagedattn_serve.requests.prompts import RequestArgs
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
@@ -33,10 +33,17 @@ TRACED = tuple(os.path.join(PACKAGE, name) for name in ("engine.py", "requests/"
 
 
 class EngineWithoutModel(LLMEngine):
-    """The engine itself, of parts that are made already."""
+    """The engine itself, of parts that are made already. on_restart: is called when the engine makes all anew."""
 
-    def __init__(self, model_runner: Any, scheduler: Scheduler, inputs: InputProcessor) -> None:
+    def __init__(
+        self, model_runner: Any, scheduler: Scheduler, inputs: InputProcessor, on_restart: Callable[[], None]
+    ) -> None:
+        self._on_restart = on_restart
         self._join(model_runner, model_runner, scheduler, inputs)
+
+    def _restart(self, requests: dict[str, Request]) -> None:
+        super()._restart(requests)
+        self._on_restart()
 
 
 class FakeEngine:
@@ -57,14 +64,14 @@ class FakeEngine:
         seed: int = 0,
     ) -> None:
         self.model = FakeModel(vocab_size, stop_rate, error_rate, seed)
-        self.runner = FakeRunner(self.model, scheduler_config, cache_config, self._take_batch, self._begin_anew)
         self.scheduler = Scheduler(scheduler_config, cache_config)
+        self.manager = self.scheduler.block_manager
+        self.runner = FakeRunner(self.model, scheduler_config, cache_config, self.manager, self._take_batch)
         end_token_id = self.model.eos_token_id
         defaults = GenerationDefaults(SamplingParams())
         max_model_len = scheduler_config.max_model_len
         inputs = InputProcessor(None, end_token_id + 1, max_model_len, frozenset({end_token_id}), defaults)
-        self.engine = EngineWithoutModel(self.runner, self.scheduler, inputs)
-        self.manager = self.scheduler.block_manager
+        self.engine = EngineWithoutModel(self.runner, self.scheduler, inputs, self._begin_anew)
         self.cache = self.runner.cache
         self.groups: list[SequenceGroup] = []  # all that were ever added, in the order of their arrival
         self.requests: list[Request] = []  # the same
@@ -79,7 +86,7 @@ class FakeEngine:
         self._ran_before: set[SequenceGroup] = set()
         self._taken: ScheduledBatch | None = None  # what the runner was given last
         self._batch = ScheduledBatch()  # the same as it was then, copies and all
-        self._tables: dict[ScheduledSequence, list[int]] = {}  # as they were then
+        self._tables: dict[Sequence, list[int]] = {}  # as they were then
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
@@ -163,7 +170,7 @@ class FakeEngine:
 
     def restart(self, groups: list[SequenceGroup]) -> None:
         self.scheduler.restart(groups)
-        self.runner.block_tables.clear()
+        self._begin_anew()
 
     def drain(self) -> None:
         """Step until all is finished.
@@ -220,8 +227,10 @@ class FakeEngine:
         self._taken = batch
         copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         self._batch = ScheduledBatch(batch.sequences, *map(list, copies), batch.preempted, batch.outgrown)
+        plain = [scheduled.sequence for scheduled in batch.sequences[: batch.num_plain]]
+        self.num_times["plain decodes that go on"] += sum(sequence in self._tables for sequence in plain)
+        self._tables = {each.sequence: list(self.manager.tables[each.sequence]) for each in batch.sequences}
         self.check_batch(batch)
-        self._tables = {each: list(each.block_table) for each in batch.sequences}
         self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
     def _begin_anew(self) -> None:
@@ -234,8 +243,8 @@ class FakeEngine:
 
     def _count_what_happened(self) -> None:
         for scheduled in self._batch.sequences:
-            table = self.manager.tables.get(scheduled.sequence, scheduled.block_table)
-            self.num_times["merged"] += table is not scheduled.block_table
+            before, now = self._tables[scheduled.sequence], self.manager.tables.get(scheduled.sequence, [])
+            self.num_times["merged"] += any(block != other for block, other in zip(before, now, strict=False))
             self.num_times["prompt logprobs"] += scheduled.sequence.sampling.sampling_params.prompt_logprobs is not None
         ran = [scheduled.sequence for scheduled in self._batch.sequences]
         for group in self.scheduler.running:
@@ -335,8 +344,7 @@ class FakeEngine:
         sequences = [scheduled.sequence for scheduled in batch.sequences]
         assert len(set(sequences)) == len(sequences) <= config.max_num_seqs
         for scheduled in batch.sequences:
-            assert scheduled.block_table is self.manager.block_table(scheduled.sequence)
-            num_slots = len(scheduled.block_table) * self.manager.block_size
+            num_slots = len(self._tables[scheduled.sequence]) * self.manager.block_size
             num_tokens = scheduled.sequence.num_tokens + len(scheduled.draft_token_ids)
             assert num_tokens <= num_slots < num_tokens + self.manager.block_size
             assert not scheduled.draft_token_ids or (
@@ -360,16 +368,13 @@ class FakeEngine:
             assert group.sequences == [scheduled.sequence] and not group.rules.uses_beams
             assert scheduled.sequence.output_token_ids and not scheduled.draft_token_ids
             assert scheduled.num_new_tokens == scheduled.num_samples == 1 == scheduled.sequence.num_uncomputed_tokens
-        for scheduled in batch.sequences:
-            table = self._tables.get(scheduled, scheduled.block_table)
-            assert scheduled.block_table == table, "the same object, but the table has changed"
-        self.num_times["plain decodes that go on"] += sum(each in self._tables for each in batch.sequences)
         self._check_order_of_service(batch)
         self._check_copies(batch)
         for scheduled in batch.sequences:
             begin = scheduled.sequence.num_computed_tokens
             end = begin + scheduled.num_new_tokens + len(scheduled.draft_token_ids)
-            for block in scheduled.block_table[begin // self.cache.block_size : -(-end // self.cache.block_size)]:
+            table = self._tables[scheduled.sequence]
+            for block in table[begin // self.cache.block_size : -(-end // self.cache.block_size)]:
                 key = self.manager._allocator._key_of.get(block)
                 assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
         for group in batch.preempted:

@@ -7,19 +7,21 @@ hash, so a request gets the same ones whoever runs beside it.
 """
 
 import itertools
+import pickle
 from collections.abc import Callable
 from random import Random
 
 from fake_cache import FakeCache
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.execution.block_tables import BlockTables
 from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
+from pagedattn_serve.scheduling.table_array import TableArray
 
 ROW_ERROR = "logits_processors: as it happens"
 
@@ -68,27 +70,16 @@ class FakeModel:
         return sorted(scored, key=lambda each: -each[1])[: row.num_candidates]
 
 
-class FakeTables(BlockTables):
-    """The runner's own, which the engine clears when it makes all anew."""
-
-    def __init__(self, scheduler_config: SchedulerConfig, block_size: int, on_restart: Callable[[], None]) -> None:
-        super().__init__(scheduler_config.max_num_seqs, -(-scheduler_config.max_model_len // block_size))
-        self._on_restart = on_restart
-
-    def clear(self) -> None:
-        super().clear()
-        self._on_restart()
-
-
 def prompt_logprob(value: int) -> Logprob:
     """What a row with this hash says of the prompt's next token: a number that fp32 holds."""
     return Logprob(float(value % 2**24), 1)
 
 
 class FakeRunner:
-    """Runs exactly the batch that it is given.
+    """Runs exactly the batch that it is given. The blocks of its sequences are looked up in the manager's array.
 
-    on_batch: is shown each batch before anything is done to it. on_restart: is called when the engine makes all anew.
+    on_batch: is shown each batch before anything is done to it.
+    other_rank: an array that gets nothing but what batches say was written, as that of another rank.
     fail_at: if set, `execute` raises RuntimeError at this one of the places where it can be cut off.
     """
 
@@ -99,12 +90,13 @@ class FakeRunner:
         model: FakeModel,
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
+        manager: BlockManager,
         on_batch: Callable[[ScheduledBatch], None],
-        on_restart: Callable[[], None],
     ) -> None:
         self.model = model
         self.cache = FakeCache(cache_config)
-        self.block_tables = FakeTables(scheduler_config, cache_config.block_size, on_restart)
+        self.manager = manager
+        self.other_rank = TableArray(scheduler_config, cache_config)
         self.fail_at: int | None = None
         self.values_of: dict[Sequence, list[int]] = {}
         self._on_batch = on_batch
@@ -118,9 +110,6 @@ class FakeRunner:
                 before = values[-1] if values else int.from_bytes(sequence.cache_salt.encode())
                 values.append(hash((before, token)))
         return values
-
-    def reset(self) -> None:
-        self.block_tables.clear()
 
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         self._on_batch(batch)
@@ -137,19 +126,26 @@ class FakeRunner:
                 blocks.clear()
         if not batch.sequences:
             return SamplerOutput()
-        tables = self.block_tables.update(batch.sequences)[0].tolist()
+        tables = self._tables(batch)
         histories = [self._history(scheduled) for scheduled in batch.sequences]
         for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
             start = scheduled.sequence.num_computed_tokens
             self.cache.write(table, start, history[start:])
             self._may_fail()
-        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
-            # After all writes, as in each layer.
-            assert table[: len(scheduled.block_table)] == scheduled.block_table
+        for table, history in zip(tables, histories, strict=True):  # after all writes, as in each layer
             assert self.cache.read(table, len(history)) == history
         output = self._sample(batch, histories)
         self._report_prompts(batch, output)
         return output
+
+    def _tables(self, batch: ScheduledBatch) -> list[list[int]]:
+        """The first rows of the array, each of which is to be the table of its sequence, here and on another rank."""
+        for write in pickle.loads(pickle.dumps(batch.table_writes)):
+            self.other_rank.write(*write)
+        tables = [list(self.manager.block_table(scheduled.sequence)) for scheduled in batch.sequences]
+        for array in (self.manager.table_array, self.other_rank):
+            assert [array.row(row, len(table)) for row, table in enumerate(tables)] == tables
+        return tables
 
     def _may_fail(self) -> None:
         if self._num_places == self.fail_at:

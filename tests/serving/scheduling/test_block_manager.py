@@ -10,23 +10,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.table_array import TableArray
 
 
 def make_manager(
     num_blocks: int, watermark: float = 0.0, num_host_blocks: int = 0, enable_prefix_caching: bool = True
 ) -> BlockManager:
-    config = CacheConfig(
+    cache_config = CacheConfig(
         num_blocks=num_blocks,
         block_size=8,
         watermark=watermark,
         num_host_blocks=num_host_blocks,
         enable_prefix_caching=enable_prefix_caching,
     )
-    return BlockManager(config)
+    return BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=64), cache_config))
 
 
 def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
@@ -120,22 +121,6 @@ def test_append_needs_a_block_only_at_times() -> None:
     parent.output_token_ids.append(8)
     with pytest.raises(OutOfBlocksError):
         manager.append(parent)  # a new block is needed
-
-
-def test_a_block_table_is_one_object_as_long_as_it_is_held() -> None:
-    """What readers of the tables may rely on: it grows in place, and another one comes after `free`."""
-    manager = make_manager(3)
-    sequence, child = make_sequence(8), make_sequence(8)
-    allocate(manager, sequence)
-    table = manager.block_table(sequence)
-    manager.fork(sequence, child)
-    sequence.output_token_ids.append(8)
-    manager.append(sequence)
-    assert manager.block_table(sequence) is table and len(table) == 2
-    assert manager.block_table(child) is not table and len(manager.block_table(child)) == 1
-    manager.free(sequence)
-    allocate(manager, sequence)
-    assert manager.block_table(sequence) is not table
 
 
 def test_errors_change_nothing() -> None:
@@ -478,7 +463,7 @@ def test_a_hit_on_the_whole_prompt_leaves_its_last_token_to_compute(num_tokens: 
 def test_a_block_computed_twice_ends_as_one_and_nothing_is_freed_twice() -> None:
     manager = make_manager(6)
     first, second = make_sequence(17), make_sequence(17)
-    one, two = allocate(manager, first) + allocate(manager, second)
+    one, two = map(list, allocate(manager, first) + allocate(manager, second))
     assert not set(one) & set(two)
     for sequence in (first, second):  # one step: both are scheduled before either is computed
         manager.publish(sequence, 0, 2)
@@ -494,17 +479,6 @@ def test_a_block_computed_twice_ends_as_one_and_nothing_is_freed_twice() -> None
     manager.free(second)
     manager.check_integrity()
     assert manager.num_free_blocks == 6
-
-
-def test_merge_makes_another_list_of_a_table_that_it_changes() -> None:
-    manager = make_manager(6)
-    first, second = make_sequence(9), make_sequence(9)
-    one, two = allocate(manager, first) + allocate(manager, second)
-    for sequence in (first, second):
-        manager.publish(sequence, 0, 1)
-    manager.merge(first, 0, 1)
-    manager.merge(second, 0, 1)
-    assert manager.block_table(first) is one and manager.block_table(second) is not two
 
 
 def test_a_block_that_was_evicted_between_publish_and_merge_is_published_then() -> None:
@@ -638,7 +612,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         config = CacheConfig(num_blocks=8, block_size=8, watermark=0.0)
-        self.manager = BlockManager(config)
+        self.manager = BlockManager(config, TableArray(SchedulerConfig(max_model_len=64), config))
         self.cache = FakeCache(config)
         self.sequences: list[Sequence] = []
         self.new_token = itertools.count()

@@ -40,8 +40,8 @@ def test_a_group_forks_when_its_prompt_is_computed() -> None:
     assert ran(batch) == [(sequence, 1) for sequence in group.sequences]
     assert [scheduled.num_samples for scheduled in batch.sequences] == [1, 1, 1]
     # Two copies of the block that is not full; who comes last to it keeps it.
-    shared = batch.sequences[2].block_table[1]
-    assert batch.blocks_to_copy == [(shared, scheduled.block_table[1]) for scheduled in batch.sequences[:2]]
+    *copies, shared = (engine.manager.block_table(sequence)[1] for sequence in group.sequences)
+    assert batch.blocks_to_copy == [(shared, copy) for copy in copies]
     assert engine.manager.num_used_blocks == 4
     assert not engine.step().blocks_to_copy
 
@@ -134,7 +134,7 @@ def test_forks_with_different_parents_in_one_step() -> None:
             # c, its fork of now, and those of a and c before: a's child has a's block for itself.
             batch = engine.schedule_and_run()
             [pair] = batch.blocks_to_copy
-            tables = {scheduled.sequence: scheduled.block_table for scheduled in batch.sequences}
+            tables = {each.sequence: engine.manager.block_table(each.sequence) for each in batch.sequences}
             assert pair == (tables[children[0]][0], tables[c][0])
             assert len({table[0] for table in tables.values()}) == len(tables) == 4
             append_tokens(engine, group)

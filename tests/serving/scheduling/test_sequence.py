@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
-from pagedattn_serve.scheduling.batch import ScheduledBatch, ScheduledSequence
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
+from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
 
 
@@ -113,7 +113,7 @@ def test_beams_may_become_as_many_as_the_width_again() -> None:
 def test_batch() -> None:
     assert not ScheduledBatch().has_copies and ScheduledBatch().num_tokens == 0
     sequence = make_sequence([1, 2, 3], [])
-    batch = ScheduledBatch([ScheduledSequence(sequence, 2, [0], 0), ScheduledSequence(sequence, 3, [1], 1)])
+    batch = ScheduledBatch([ScheduledSequence(sequence, 2, 0), ScheduledSequence(sequence, 3, 1)])
     assert not batch.has_copies and batch.num_tokens == 5
     for name in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
         assert ScheduledBatch(**{name: [(0, 1)]}).has_copies

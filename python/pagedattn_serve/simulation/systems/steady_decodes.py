@@ -180,6 +180,9 @@ class SteadyScheduler(Scheduler):
         elif batch.num_decodes == len(batch.sequences) + len(self.steady):
             self._pace.observe_decodes(seconds)
 
+    def _place(self, batch: ScheduledBatch) -> None:
+        """Nobody reads block tables here. So the batch keeps its order, in which outputs end, as steady decodes do."""
+
     def _schedule_running(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
         num_steady = len(self.steady)
         if not num_steady:
