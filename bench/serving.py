@@ -57,7 +57,7 @@ from serve.run import FORMATS, engine_options, plot_run, print_summary, summariz
 from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
-from pagedattn_serve.cli.simulate import shape_of
+from pagedattn_simulate.command import shape_of
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -15,8 +15,8 @@ import pytest
 from warm_python import run_python
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
-from pagedattn_serve.cli.simulate import shape_of
-from pagedattn_serve.simulation.hardware import find_hardware
+from pagedattn_simulate.command import shape_of
+from pagedattn_simulate.cost_model import find_hardware
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 PROGRAM = BENCH / "serving.py"

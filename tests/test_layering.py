@@ -1,9 +1,12 @@
-"""Imports and includes go one way: the diagram of the two packages and of csrc/, held by a test.
+"""Imports and includes go one way: rules between the rooms of the Python packages and of csrc/, held by a test.
 
-ARROWS is the diagram. A module may import what its arrows lead to, in any number of steps; nothing else of ours.
+A room is a package or a family of modules; CONTRIBUTING.md says what each is for. KNOWS is the diagram of the Python
+packages: which rooms the modules of a room may import. Within a room, imports may do anything but go round in a circle.
 """
 
 import ast
+import functools
+import graphlib
 import posixpath
 import re
 import subprocess
@@ -15,252 +18,46 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = ROOT / "python" / "pagedattn_serve"
+SIMULATE = ROOT / "python" / "pagedattn_simulate"
 EXT = ROOT / "src" / "pagedattn_ext"
 CSRC = ROOT / "csrc"
 
-# Module of pagedattn_serve -> the next ones to the right. "__init__" is the package itself, its lazy exports.
-ARROWS: dict[str, set[str]] = {
-    # the doors
-    "__init__": {"llm", "calibration", "async_engine"},
-    "__main__": {"cli"},
-    "async_engine": {"async_engine.engine"},
-    "async_engine.engine": {"async_engine.replicas"},
-    "async_engine.replicas": {"async_engine.router", "async_engine.process_core", "distributed.cpus"},
-    "async_engine.router": {"requests.prompts"},
-    "async_engine.process_core": {"async_engine.core", "distributed.processes", "progress"},
-    "async_engine.core": {"engine", "distributed.activity"},
-    "calibration": {"engine"},
-    # the HTTP server, which would serve any app
-    "server": set(),
-    "server.http": set(),
-    "server.http.run": {"server.http.config", "server.http.connection", "server.http.sockets", "async_engine"},
-    "server.http.sockets": {"errors"},
-    "server.http.connection": set(),
-    "server.http.middleware": {"server.http.config", "server.http.errors", "server.http.logs"},
-    "server.http.status": {"async_engine", "server.http.errors"},
-    "server.http.live": {"async_engine", "server.http.errors"},
-    "server.http.metrics": {"server.http.logs", "server.http.errors", "outputs"},
-    "server.http.logs": set(),
-    "server.http.errors": {"server.http.logs"},
-    "server.http.config": {"config", "options"},
-    # the app: OpenAI's API
-    "server.openai": set(),
-    "server.openai.app": {"server.openai.completions", "server.openai.models"}
-    | {"server.http.status", "server.http.live", "server.http.middleware"},
-    "server.openai.completions": {"server.openai.service", "server.openai.logprobs"},
-    "server.openai.models": {"server.openai.service"},
-    "server.openai.service": {"server.openai.fields", "server.http.config", "server.http.metrics"}
-    | {"text.chat_template", "text.token_names"},
-    "server.openai.logprobs": {"outputs", "sampling_params", "text.token_names"},
-    "server.openai.fields": {"server.openai.errors", "structured_output"},
-    "server.openai.errors": {"server.http.errors", "async_engine"},
-    "cli": {"__init__", "cli.parser", "cli.prepare"},
-    # imports the commands when they run
-    "cli.prepare": {"cli.generate", "cli.info", "cli.quantize", "cli.serve", "cli.simulate", "cli.options"}
-    | {"distributed.torchrun", "text.tokenizer"},
-    "cli.generate": {"engine"},
-    "cli.serve": {"server.http.run", "server.http.logs", "server.openai.app", "loading.directory"},
-    "cli.quantize": {"loading.quantize"},
-    "cli.info": {"execution.cache_memory"},
-    "cli.simulate": {"simulation.deployment", "simulation.files", "simulation.plot", "simulation.sweep"}
-    | {"async_engine.router", "progress"}
-    | {"execution.cache_memory", "text.tokenizer"},
-    "ray_serve": {"cli.prepare"},
-    "cli.parser": {"cli.options"},
-    "cli.options": {"engine_args", "server.http.config"},
-    "llm": {"engine", "text.chat_template", "progress"},
-    "engine": {"engine_args", "engine_setup", "requests.inputs", "distributed.executor"},
-    "engine_setup": {"execution.cache_memory"},
-    "environment": set(),
-    # a deployment on a simulated clock
-    "simulation": set(),
-    "simulation.deployment": {"simulation.simulator", "simulation.systems.paged", "simulation.systems.orca"}
-    | {"simulation.systems.faster_transformer"},
-    "simulation.plot": {"simulation.metrics"},
-    "simulation.sweep": {"simulation.metrics"},
-    "simulation.simulator": {"simulation.metrics"},
-    "simulation.metrics": {"simulation.systems.system"},
-    "simulation.systems": set(),
-    "simulation.systems.paged": {"simulation.systems.system", "simulation.systems.steady_decodes"},
-    "simulation.systems.steady_decodes": {"simulation.workload", "scheduling.scheduler"},
-    "simulation.systems.orca": {"simulation.systems.system", "simulation.systems.buddy_allocator"},
-    "simulation.systems.faster_transformer": {"simulation.systems.system"},
-    "simulation.systems.buddy_allocator": set(),
-    "simulation.systems.system": {"simulation.cost_model", "simulation.workload"},
-    "simulation.files": {"simulation.workload"},
-    "simulation.cost_model": {"simulation.hardware"},
-    "simulation.hardware": {"config"},
-    "simulation.workload": {"simulation.lengths", "simulation.beams", "config"},
-    "simulation.beams": {"scheduling.beam_search"},
-    "simulation.lengths": {"errors"},
-    # a request from what a caller says to what it is told
-    "requests": set(),
-    "requests.inputs": {
-        "requests.request",
-        "requests.prompts",
-        "loading.generation_config",
-        "sampling.state",
-        "text.tokenizer",
-    },
-    "requests.request": {
-        "scheduling.beam_search",
-        "scheduling.scheduler",
-        "text.stop_strings",
-        "text.token_names",
-        "sampling_params",
-        "outputs",
-    },
-    "requests.prompts": {"sampling_params"},
-    # which sequences run, on which blocks
-    "scheduling": set(),
-    "scheduling.scheduler": {
-        "scheduling.block_manager",
-        "scheduling.prompt_lookup",
-        "scheduling.prompt_pace",
-        "scheduling.batch",
-    },
-    "scheduling.block_manager": {"scheduling.block_allocator", "scheduling.batch"},
-    "scheduling.table_array": {"scheduling.sequence", "config"},
-    "scheduling.block_allocator": set(),
-    "scheduling.beam_search": {"errors"},
-    "scheduling.batch": {"scheduling.sequence_group", "scheduling.table_array"},  # the runner reads it, too
-    "scheduling.sequence_group": {"scheduling.sequence"},
-    "scheduling.prompt_lookup": {"scheduling.sequence"},
-    "scheduling.prompt_pace": set(),
-    "scheduling.sequence": set(),
-    # what decides a token: made for a request, read by the sampler
-    "sampling": set(),
-    "sampling.state": {"sampling.grammar", "sampling_params"},
-    "sampling.grammar": {"sampling.json_schema", "structured_output"},
-    "sampling.json_schema": set(),
-    # the processes of a model's ranks
-    "distributed": set(),
-    "distributed.executor": {"distributed.workers", "execution.model_runner"},
-    "distributed.workers": {"distributed.remote", "distributed.messages", "distributed.torchrun", "distributed.cpus"}
-    | {"distributed.ray_placement", "distributed.processes", "distributed.activity"},  # it starts worker
-    "distributed.worker": {"distributed.messages", "distributed.channel", "distributed.cpus", "distributed.activity"}
-    | {"engine_setup"},
-    "distributed.activity": set(),
-    "distributed.remote": {"distributed.messages", "distributed.channel"},
-    "distributed.ray_placement": {"distributed.worker"},
-    "distributed.messages": {"distributed.hosts", "distributed.network", "scheduling.table_array"}
-    | {"execution.step_runner", "config"},
-    "distributed.hosts": {"distributed.process_group"},
-    "distributed.process_group": {"distributed.communicator", "distributed.network", "environment", "errors"},
-    "distributed.communicator": {"pagedattn_ext"},
-    "distributed.torchrun": {"distributed.worker", "distributed.channel"},
-    "distributed.channel": set(),
-    "distributed.network": set(),
-    "distributed.cpus": set(),
-    "distributed.processes": set(),
-    # a batch through the model
-    "execution": set(),
-    "execution.cache_memory": {"execution.model_runner"},
-    "execution.model_runner": {"loading", "execution.sampler", "execution.step_runner", "scheduling.batch"},
-    "execution.step_runner": {"execution.cache_engine", "execution.decode_graphs", "scheduling.table_array"},
-    "execution.decode_graphs": {"models.causal_lm", "pagedattn_ext"},
-    "execution.sampler": {"execution.logits_processors", "execution.token_masks", "outputs"},
-    "execution.token_masks": {"sampling.state", "pagedattn_ext"},
-    "execution.logits_processors": {"sampling.state"},
-    "execution.cache_engine": {"config", "models.metadata", "pagedattn_ext"},
-    # from a directory to a model
-    "loading": {"loading.loader"},
-    "loading.quantize": {"loading.loader", "progress"},
-    "loading.loader": {"models.bloom", "models.gpt2", "models.llama", "models.opt", "models.transformers_model"}
-    | {"loading.weights", "loading.plain_config", "config"},
-    "loading.weights": {"loading.checkpoint_files", "loading.quantized_checkpoint", "loading.kv_scales"}
-    | {"models.causal_lm", "models.linear", "progress"},
-    "loading.checkpoint_files": {"loading.directory"},
-    "loading.quantized_checkpoint": {"loading.directory", "models.partition"},
-    "loading.kv_scales": {"config"},
-    "loading.generation_config": {"loading.directory", "sampling_params"},
-    "loading.plain_config": set(),
-    "loading.directory": {"errors"},
-    # the families and what they share
-    "models": set(),
-    "models.bloom": {"models.causal_lm", "models.layers"},
-    "models.gpt2": {"models.causal_lm", "models.layers"},
-    "models.llama": {"models.causal_lm", "models.layers"},
-    "models.opt": {"models.causal_lm", "models.layers"},
-    "models.transformers_model": {"models.causal_lm", "models.layers", "models.transformers_slices", "progress"},
-    "models.transformers_slices": {"models.partition", "models.transformers_trial", "environment"},
-    "models.transformers_trial": {"pagedattn_ext"},
-    "models.causal_lm": {"models.metadata", "models.partition"},
-    "models.linear": {"models.partition", "pagedattn_ext"},
-    "models.partition": {"models.quantization", "errors"},
-    "models.quantization": {"pagedattn_ext"},
-    "models.layers": {"models.metadata", "models.partition", "models.rope", "pagedattn_ext"},
-    "models.rope": set(),
-    "models.metadata": set(),
-    # between text and token ids
-    "text": set(),
-    "text.chat_template": {"config", "text.messages"},
-    "text.detokenizer": set(),
-    "text.messages": {"errors"},
-    "text.stop_strings": set(),
-    "text.token_names": {"text.detokenizer"},
-    "text.tokenizer": {"loading.directory", "loading.plain_config"},
-    # plain data that users hold and any room may read
-    "engine_args": {"config", "options"},
-    "options": set(),
-    "progress": set(),
-    "outputs": {"errors"},
-    "sampling_params": {"structured_output"},
-    "structured_output": {"config"},
-    "config": {"errors"},
-    "errors": set(),
-    # the op package: nothing of ours to its right
-    "pagedattn_ext": set(),
+# From the bottom to the top.
+KNOWS: dict[str, set[str]] = {
+    "data": set(),  # what users give and get, with its checks
+    "scheduling": {"data"},
+    "sampling": {"data"},
+    "models": {"data", "pagedattn_ext"},
+    "loading": {"data", "models"},
+    "text": {"data", "loading"},
+    "requests": {"data", "scheduling", "sampling", "text", "loading"},
+    "execution": {"data", "scheduling", "sampling", "loading", "models", "pagedattn_ext"},
+    "distributed": {"data", "scheduling", "execution", "loading", "models", "pagedattn_ext"},
+    "engine": {"data", "scheduling", "text", "requests", "execution", "distributed", "loading", "models"}
+    | {"pagedattn_ext"},
+    "async_engine": {"data", "text", "requests", "distributed", "engine"},
+    "server.http": {"data", "async_engine"},
+    "server.openai": {"data", "text", "async_engine", "server.http"},
+    "simulate": {"data", "scheduling"},
+    "doors": {"data", "text", "loading", "execution", "distributed", "engine", "async_engine", "server.http"}
+    | {"server.openai", "simulate"},
 }
-
-
-def room(name: str) -> set[str]:
-    """The modules of a room of pagedattn_serve, its __init__ among them."""
-    return {module for module in ARROWS if f"{module}.".startswith(f"{name}.")}
-
-
-# What a room never knows, in any number of steps: modules of ours, and torch for those in TORCH_FREE.
-PLAIN_DATA = {"errors", "config", "options", "sampling_params", "structured_output", "outputs"}
-DOORS = room("cli") | room("server")
-DOORS |= room("async_engine") | {"__init__", "llm", "calibration", "engine"}
+# Of modules that lie in no package of a room's name. All others of pagedattn_serve are "engine".
+ROOM_OF = {
+    **dict.fromkeys(("errors", "config", "options", "engine_args", "sampling_params"), "data"),
+    **dict.fromkeys(("structured_output", "outputs", "progress", "environment"), "data"),
+    "engine_setup": "execution",
+    **dict.fromkeys(("", "__main__", "cli", "ray_serve"), "doors"),
+}
+# What a room's modules reach in no number of steps: other rooms, or modules. Nor does one in TORCH_FREE reach torch.
 WALLS: dict[str, set[str]] = {
-    "engine": room("simulation"),
-    "requests": DOORS | room("execution") | room("models") | {"pagedattn_ext"},
-    "scheduling": DOORS
-    | room("requests")
-    | room("sampling")
-    | room("execution")
-    | room("models")
-    | room("text")
-    | {"sampling_params", "structured_output", "outputs", "pagedattn_ext"},
-    "sampling": DOORS | room("requests") | room("scheduling") | room("execution") | room("models") | room("text"),
-    "distributed": DOORS | room("requests") | room("text") | {"scheduling.scheduler", "scheduling.block_manager"},
-    "execution": DOORS
-    | room("requests")
-    | room("text")
-    | room("distributed")
-    | {"scheduling.scheduler", "scheduling.block_manager"},
-    "loading": DOORS | room("requests") | room("execution") | room("scheduling") | room("text"),
-    "models": DOORS | room("requests") | room("execution") | room("scheduling") | room("text") | room("loading"),
-    "server.http": room("server.openai"),
-    "simulation": DOORS
-    | room("requests")
-    | room("sampling")
-    | room("distributed")
-    | room("execution")
-    | room("loading")
-    | room("models")
-    | room("text")
-    | {"pagedattn_ext"},
-    "text": DOORS
-    | room("requests")
-    | room("execution")
-    | room("models")
-    | {"loading.loader"}
-    | room("scheduling")
-    | {"pagedattn_ext"},
+    "requests": {"models", "pagedattn_ext"},
+    "execution": {"pagedattn_serve.scheduling.scheduler", "pagedattn_serve.scheduling.block_manager"},
+    "distributed": {"pagedattn_serve.scheduling.scheduler", "pagedattn_serve.scheduling.block_manager"},
 }
-TORCH_FREE = room("scheduling") | room("simulation") | room("text") | room("sampling") | PLAIN_DATA
+OUTSIDE = {"torch", "pagedattn_ext"}  # below all; the second imports the first
+TORCH_FREE = {"data", "scheduling", "sampling", "text", "simulate"}
+LOADS_WITHOUT_TORCH = {"pagedattn_serve.cli", "pagedattn_serve.cli.parser", "pagedattn_simulate.cli"}  # for --help
 
 # A family of ops is a room of csrc/ and a file of Python functions.
 ROOMS = {path.stem for path in (EXT / "ops").glob("[!_]*.py")}
@@ -278,59 +75,98 @@ SHARED_BY_KERNELS = {
 }
 
 
-def reachable(module: str) -> set[str]:
-    """All modules that the arrows of `module` lead to."""
-    found: set[str] = set()
-    ahead = list(ARROWS[module])
-    while ahead:
-        target = ahead.pop()
-        if target not in found:
-            found.add(target)
-            ahead.extend(ARROWS[target])
-    return found
+def python_files() -> dict[str, str]:
+    """The text of each module, by path. A planted file is one more."""
+    paths = [*SERVE.rglob("*.py"), *SIMULATE.rglob("*.py")]
+    return {path.relative_to(SERVE.parent).as_posix(): path.read_text() for path in sorted(paths)}
 
 
-def imported_names(source: str, package: str) -> Iterator[str]:
-    """Absolute dotted name of each import in a module of `package`, wherever it stands (TYPE_CHECKING counts)."""
-    for node in ast.walk(ast.parse(source)):
+def room_of(module: str) -> str:
+    """The room of a module of ours. A package that KNOWS has not is a room without a place."""
+    top, *parts = module.split(".")
+    if top in OUTSIDE:
+        return top
+    if top == "pagedattn_simulate":
+        return "doors" if parts[:1] in (["cli"], ["command"]) else "simulate"
+    first = parts[0] if parts else ""
+    if first == "server" and len(parts) > 1:
+        return f"server.{parts[1]}"
+    return ROOM_OF.get(first) or (first if first in KNOWS or len(parts) > 1 else "engine")
+
+
+@functools.cache
+def imported_names(source: str, package: str) -> list[tuple[str, bool]]:
+    """Absolute dotted name of each import in a module of `package`, wherever it stands, and whether it is one for type
+    checkers alone."""
+    tree = ast.parse(source)
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {id(inner) for guard in guards for node in guard.body for inner in ast.walk(node)}
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        found += [(name, id(node) in for_types) for name in names]
+    return found
 
 
-def module_of(name: str) -> str | None:
-    """The key of ARROWS that an imported name belongs to: its longest listed prefix. None if it is not ours."""
-    top, *parts = name.split(".")
-    if top == "pagedattn_ext":
-        return top
-    if top != "pagedattn_serve":
-        return None
-    for length in range(len(parts), 0, -1):
-        if (module := ".".join(parts[:length])) in ARROWS:
-            return module
-    return "__init__"
+def import_graphs(files: dict[str, str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """What each module imports of ours, and of OUTSIDE. The first graph is what is written; the second is what
+    runs: without imports for type checkers, but with the packages around each module."""
+    names = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
+    modules = set(names.values())
+    written: dict[str, set[str]] = {}
+    running: dict[str, set[str]] = {}
+    for path, module in names.items():
+        around = module if path.endswith("/__init__.py") else module.rpartition(".")[0]
+        written[module], running[module] = set(), {module.rpartition(".")[0]} & modules
+        for name, for_types in imported_names(files[path], around):
+            parts = name.split(".")
+            prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+            target = next((each for each in prefixes if each in modules | OUTSIDE), None)
+            if target is not None and target != module:
+                written[module].add(target)
+                running[module] |= set() if for_types else {target}
+    return written, running
 
 
-def serve_errors(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """Wrong imports of one module of pagedattn_serve."""
-    if module not in ARROWS:
-        return [
-            f"{module} is not in ARROWS of tests/test_layering.py: give it a place in the diagram, then a line there"
-        ]
-    path = "pagedattn_serve" if module == "__init__" else f"pagedattn_serve.{module}"
-    allowed = reachable(module) | {module}
+def reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = [module]
+    while ahead:
+        new = graph.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def python_errors(files: dict[str, str]) -> list[str]:
+    """What is wrong between rooms."""
+    written, running = import_graphs(files)
     errors = []
-    for name in imported_names(source, path if is_package else path.rpartition(".")[0]):
-        target = module_of(name)
-        if target is not None and target not in allowed:
-            errors.append(f"{module} imports {name}, but its arrows lead only to {sorted(allowed - {module})}")
-        if module in TORCH_FREE and name.split(".")[0] == "torch":
-            errors.append(f"{module} imports {name}, but must stay free of torch")
+    for module, targets in written.items():
+        room = room_of(module)
+        if room not in KNOWS:
+            errors.append(f"{module} is in no room of KNOWS in tests/test_layering.py: give it a place there")
+            continue
+        for target in sorted(targets - {"torch"}):
+            if room_of(target) not in KNOWS[room] | {room}:
+                errors.append(f"{module} imports {target}, but {room} knows only {sorted(KNOWS[room])}")
+        if room in WALLS:
+            far = sorted(reachable(module, written))
+            errors += [f"{module} reaches {target}" for target in far if WALLS[room] & {target, room_of(target)}]
+        if room in TORCH_FREE and OUTSIDE & reachable(module, running):
+            errors.append(f"{module} imports torch, or a module that does")
+    try:
+        graphlib.TopologicalSorter(written).prepare()
+    except graphlib.CycleError as error:
+        errors.append(f"imports go round: {' -> '.join(error.args[1])}")
     return errors
 
 
@@ -340,7 +176,7 @@ def ext_errors(module: str, source: str) -> list[str]:
     closed = ["pagedattn_serve", *(f"pagedattn_ext.ops.{other}" for other in others)]
     return [
         f"{module} imports {name}"
-        for name in imported_names(source, module.rpartition(".")[0])
+        for name, _ in imported_names(source, module.rpartition(".")[0])
         if any(f"{name}.".startswith(f"{prefix}.") for prefix in closed)
     ]
 
@@ -405,15 +241,18 @@ def csrc_errors(files: dict[str, str]) -> list[str]:
     return errors
 
 
-def test_imports_of_pagedattn_serve() -> None:
-    errors = []
-    for path in sorted(SERVE.rglob("*.py")):
-        is_package = path.name == "__init__.py"
-        parts = path.relative_to(SERVE).with_suffix("").parts
-        module = ".".join(parts[:-1] if is_package and len(parts) > 1 else parts)
-        errors += serve_errors(module, path.read_text(), is_package=is_package)
+def test_imports_of_the_packages() -> None:
+    files = python_files()
+    errors = python_errors(files)
     assert not errors, "\n".join(errors)
-    assert (SERVE / "scheduling" / "scheduler.py").exists()
+    assert "pagedattn_serve/scheduling/scheduler.py" in files
+    assert "torch" in reachable("pagedattn_serve.engine", import_graphs(files)[1])
+
+
+def test_rooms_never_know_each_other() -> None:
+    graphlib.TopologicalSorter(KNOWS).prepare()
+    modules = set(import_graphs(python_files())[0])
+    assert set().union(*KNOWS.values(), *WALLS.values(), WALLS, TORCH_FREE) <= {*KNOWS, *OUTSIDE, *modules}
 
 
 def test_imports_of_pagedattn_ext() -> None:
@@ -432,75 +271,71 @@ def test_includes_of_csrc() -> None:
     assert not errors, "\n".join(errors)
 
 
-def test_scheduling_loads_without_torch() -> None:
-    modules = sorted(room("scheduling") | room("simulation") | PLAIN_DATA | {"engine_args", "cli.parser"})
+def test_what_is_free_of_torch_loads_without_it() -> None:
+    modules = {module for module in import_graphs(python_files())[0] if room_of(module) in TORCH_FREE}
     program = (
         f"import importlib, sys; sys.path.insert(0, {str(SERVE.parent)!r}); sys.modules['torch'] = None\n"
-        f"for module in {modules}: importlib.import_module('pagedattn_serve.' + module)\n"
+        f"for module in {sorted(modules | LOADS_WITHOUT_TORCH)}: importlib.import_module(module)\n"
         "assert 'pagedattn_ext' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_arrows_never_go_back() -> None:
-    for module in ARROWS:
-        assert module not in reachable(module), f"{module} can reach itself"
-
-
-@pytest.mark.parametrize("name", WALLS)
-def test_a_room_knows_nothing_behind_its_walls(name: str) -> None:
-    assert room(name)
-    for module in room(name):
-        assert not reachable(module) & WALLS[name], module
+PLANTED = "pagedattn_serve/{}/planted.py".format
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    ("planted", "error"),
     [
-        ("scheduling.scheduler", "import torch"),
-        ("scheduling.batch", "from torch.nn import Module"),
-        ("scheduling.scheduler", "from pagedattn_serve.execution.model_runner import ModelRunner"),
-        ("scheduling.scheduler", "from pagedattn_serve.execution import model_runner"),
-        ("scheduling.scheduler", "from pagedattn_serve import execution"),
-        ("scheduling.scheduler", "from ..execution import sampler"),
-        ("scheduling.scheduler", "from ..execution.sampler import sample"),
-        ("scheduling.scheduler", "import pagedattn_serve.engine"),
-        ("scheduling.scheduler", "from pagedattn_serve import LLM"),
-        ("scheduling.scheduler", "def f():\n    from pagedattn_serve.execution.cache_engine import CacheEngine"),
-        ("scheduling.block_manager", "import pagedattn_ext"),
-        ("scheduling.block_allocator", "from pagedattn_serve.scheduling.block_manager import BlockManager"),
-        ("execution.model_runner", "if TYPE_CHECKING:\n    from pagedattn_serve.scheduling.scheduler import Scheduler"),
-        ("execution.cache_engine", "from pagedattn_serve.scheduling.block_manager import BlockManager"),
-        ("execution.sampler", "from pagedattn_serve.text.tokenizer import load_tokenizer"),
-        ("models.layers", "from pagedattn_serve.models.llama import Llama"),
-        ("models.llama", "from ..execution.model_runner import ModelRunner"),
-        ("models.llama", "from .gpt2 import Block"),
-        ("text.detokenizer", "import torch"),
-        ("text.detokenizer", "from pagedattn_serve.scheduling.sequence import Sequence"),
-        ("planted", ""),
-        ("text.planted", ""),
-    ],
-)
-def test_a_wrong_import_is_found(module: str, source: str) -> None:
-    assert len(serve_errors(module, source)) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
+        # up, between rooms
+        ({PLANTED("scheduling"): "from pagedattn_serve.execution.model_runner import ModelRunner"}, "scheduling knows"),
+        ({PLANTED("scheduling"): "from pagedattn_serve.execution import model_runner"}, "scheduling knows"),
+        ({PLANTED("scheduling"): "from ..execution.sampler import sample"}, "scheduling knows"),
+        ({PLANTED("scheduling"): "import pagedattn_serve.engine"}, "scheduling knows"),
+        ({PLANTED("scheduling"): "from pagedattn_serve import LLM"}, "scheduling knows"),
+        ({PLANTED("scheduling"): "def f():\n    from ..sampling.state import SamplingState"}, "scheduling knows"),
+        ({PLANTED("models"): "from pagedattn_serve.loading.loader import load_model"}, "models knows"),
+        ({PLANTED("execution"): "from pagedattn_serve.text.tokenizer import load_tokenizer"}, "execution knows"),
+        ({PLANTED("server/http"): "from pagedattn_serve.server.openai.app import make_app"}, "server.http knows"),
+        ({"pagedattn_serve/planted.py": "import pagedattn_simulate.workload"}, "engine knows"),
+        ({"pagedattn_simulate/planted.py": "from pagedattn_serve.cli.options import integer"}, "simulate knows"),
+        ({PLANTED("new_room"): ""}, "is in no room"),
+        # round in a circle, within a room
+        ({PLANTED("models"): "from . import b", "pagedattn_serve/models/b.py": "from . import planted"}, "go round"),
         (
-            "engine",
-            "import torch\nfrom pagedattn_serve.scheduling.scheduler import Scheduler\n"
-            "from .scheduling.sequence import Sequence",
+            {
+                PLANTED("models"): "if TYPE_CHECKING:\n    from .b import B",
+                "pagedattn_serve/models/b.py": "from .planted import A",
+            },
+            "go round",
         ),
-        ("models.llama", "from .layers import Linear\nfrom pagedattn_ext import ops"),
-        ("execution.model_runner", "from pagedattn_serve.loading.loader import load_model"),
-        ("scheduling.scheduler", "from collections import deque\nfrom pagedattn_serve.scheduling import batch"),
+        # over walls
+        ({PLANTED("execution"): "from pagedattn_serve.scheduling.scheduler import Scheduler"}, "reaches"),
+        ({PLANTED("execution"): "if TYPE_CHECKING:\n    from ..scheduling.block_manager import X"}, "reaches"),
+        ({PLANTED("requests"): "from pagedattn_serve.loading.loader import load_model"}, "reaches"),
+        # to torch, in any number of steps
+        ({PLANTED("scheduling"): "import torch"}, "imports torch"),
+        ({PLANTED("scheduling"): "def f():\n    from torch.nn import Module"}, "imports torch"),
+        ({PLANTED("text"): "from ..loading import planted", PLANTED("loading"): "import torch"}, "imports torch"),
+        ({PLANTED("text"): "from pagedattn_serve.loading.loader import load_model"}, "imports torch"),
+        ({"pagedattn_serve/sampling/__init__.py": "import torch"}, "imports torch"),
+        ({"pagedattn_simulate/planted.py": "import torch"}, "imports torch"),
     ],
 )
-def test_a_right_import_passes(module: str, source: str) -> None:
-    assert serve_errors(module, source) == []
+def test_a_wrong_import_is_found(planted: dict[str, str], error: str) -> None:
+    assert any(error in each for each in python_errors(python_files() | planted))
+
+
+def test_right_imports_pass() -> None:
+    planted = {
+        "pagedattn_serve/planted.py": "import torch\nfrom .scheduling.scheduler import Scheduler",
+        PLANTED("models"): "from .layers import Linear\nfrom pagedattn_ext import ops",
+        PLANTED("execution"): "from ..loading.loader import load_model\nfrom ..scheduling.batch import ScheduledBatch",
+        PLANTED("scheduling"): "from collections import deque\nfrom . import scheduler",
+        PLANTED("text"): "if TYPE_CHECKING:\n    import torch",
+    }
+    assert python_errors(python_files() | planted) == []
 
 
 @pytest.mark.parametrize(

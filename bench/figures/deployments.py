@@ -8,15 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
-from pagedattn_serve.cli.simulate import routing_of, shape_of
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig
-from pagedattn_serve.simulation.cost_model import ModelShape
-from pagedattn_serve.simulation.deployment import Deployment
-from pagedattn_serve.simulation.hardware import find_hardware
-from pagedattn_serve.simulation.lengths import WorkloadPairs
-from pagedattn_serve.simulation.metrics import Summary
-from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.workload import ONE_OUTPUT, RequestForm, poisson_trace
+from pagedattn_simulate.command import routing_of, shape_of
+from pagedattn_simulate.cost_model import ModelShape, find_hardware
+from pagedattn_simulate.deployment import Deployment, sustainable_rate
+from pagedattn_simulate.metrics import Summary
+from pagedattn_simulate.workload import ONE_OUTPUT, RequestForm, WorkloadPairs, poisson_trace
 
 T = TypeVar("T")
 SEED = 0

@@ -9,9 +9,8 @@ from serve.experiments import NUM_SEQUENCES
 
 from figures.deployments import DATA_SETS, OPTS, SEED, SYSTEMS, Effort, Load, deploy, run_at
 from figures.report import Figure, Range, Row
-from pagedattn_serve.simulation.lengths import MAX_PAIR, QUANTILE_RANKS, WORKLOADS, FromQuantiles, WorkloadPairs
-from pagedattn_serve.simulation.metrics import Summary
-from pagedattn_serve.simulation.workload import RequestForm
+from pagedattn_simulate.metrics import Summary
+from pagedattn_simulate.workload import MAX_PAIR, QUANTILE_RANKS, WORKLOADS, FromQuantiles, RequestForm, WorkloadPairs
 
 CACHE_IN_PAPER = {"OPT-13B": (12, 15.7), "OPT-66B": (21, 9.7), "OPT-175B": (264, 60.1)}  # GB, thousands of slots
 TOKEN_IN_PAPER = 800  # KB of OPT-13B

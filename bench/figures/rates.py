@@ -24,16 +24,15 @@ from figures.deployments import (
     times,
 )
 from figures.report import Figure, Range, Row
-from pagedattn_serve.cli.simulate import routing_of
-from pagedattn_serve.simulation.cost_model import CostModel
-from pagedattn_serve.simulation.deployment import Deployment
-from pagedattn_serve.simulation.lengths import WorkloadPairs
-from pagedattn_serve.simulation.metrics import Summary
-from pagedattn_serve.simulation.simulator import Simulator
-from pagedattn_serve.simulation.systems.orca import OrcaSystem
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, TraceEntry, poisson_trace
+from pagedattn_simulate.command import routing_of
+from pagedattn_simulate.cost_model import CostModel
+from pagedattn_simulate.deployment import Deployment
+from pagedattn_simulate.metrics import Summary
+from pagedattn_simulate.simulator import Simulator
+from pagedattn_simulate.systems.orca import OrcaSystem
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import RequestForm, SimulatedRequest, TraceEntry, WorkloadPairs, poisson_trace
 
 GAIN_IN_PAPER = {  # figure 12, on ShareGPT
     "orca-oracle": Range(1.7, 2.7),

@@ -1,4 +1,4 @@
-"""Orca and FasterTransformer for real: the schedules of pagedattn_serve.simulation.systems on the engine's own runner.
+"""Orca and FasterTransformer for real: the schedules of pagedattn_simulate.systems on the engine's own runner.
 
 A range of adjacent slots is blocks that happen to be adjacent, so model, ops and sampler are those of the engine, and
 each request gets the same tokens. Rows of FasterTransformer that are done run on until their batch is done, as they do
@@ -14,10 +14,10 @@ from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
-from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
-from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
-from pagedattn_serve.simulation.systems.system import ReservingSystem
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_simulate.systems.orca import RESERVATIONS, OrcaSystem
+from pagedattn_simulate.systems.system import ReservingSystem
+from pagedattn_simulate.workload import SimulatedRequest
 from serve.run import Run
 from serve.workloads import Request
 

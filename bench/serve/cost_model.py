@@ -23,8 +23,7 @@ import numpy
 from harness import draw_bars, print_table, write_files
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from pagedattn_serve.simulation.cost_model import CostModel, ModelShape, StepWork
-from pagedattn_serve.simulation.hardware import Hardware
+from pagedattn_simulate.cost_model import CostModel, Hardware, ModelShape, StepWork
 from serve.profile import BLOCK_SIZE, NUM_WARM_UP_STEPS, start_requests
 
 MAX_CACHED = 1 << 19  # tokens of all sequences together, 6 GB in the cache of shape small in 16 bits

@@ -17,7 +17,7 @@ import numpy
 from harness import draw_bars, print_table
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from pagedattn_serve.simulation.systems.system import ReservingSystem
+from pagedattn_simulate.systems.system import ReservingSystem
 from serve.baselines import BaselineRun, make_systems, serve_baseline
 from serve.run import Run, ServedRun, Server, percentiles, warm_server
 from serve.workloads import WORKLOADS, Request, make_requests

@@ -1,4 +1,4 @@
-"""Requests with the lengths of ShareGPT or Alpaca (pagedattn_serve.simulation.lengths), and models to send them to."""
+"""Requests with the lengths of ShareGPT or Alpaca (pagedattn_simulate.workload), and models to send them to."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy
 import torch
 import transformers
 
-from pagedattn_serve.simulation.lengths import WORKLOADS, Lengths
+from pagedattn_simulate.workload import WORKLOADS, Lengths
 
 
 class Shape(NamedTuple):

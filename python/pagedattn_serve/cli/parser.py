@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
 from pagedattn_serve.cli.options import (
@@ -14,10 +13,9 @@ from pagedattn_serve.cli.options import (
     add_server,
     integer,
     number,
-    numbers,
-    parts,
 )
 from pagedattn_serve.config import QUANTIZATIONS
+from pagedattn_simulate.cli import add_simulate
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,87 +118,3 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         help="int4: groups of 32 weights with a scale and a zero each; int8: a scale for each output feature; both as "
         "compressed-tensors has them, the last layer as it is",
     )
-
-
-def add_simulate(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, ("dtype",))
-    add_deployment(parser.add_argument_group("deployment"))
-    add_load(parser.add_argument_group("load"))
-    limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode")
-    add_options(parser.add_argument_group("scheduler"), limits)
-    cache = ("num_blocks", "block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching")
-    add_options(parser.add_argument_group("cache"), (*cache, "kv_cache_dtype"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw latencies, throughput and memory (needs matplotlib)"
-    )
-
-
-def add_deployment(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--hardware",
-        required=True,
-        metavar="NAME",
-        help="A100-40, A100-80, H100, H200, cpu, or a JSON file (docs/simulate.md)",
-    )
-    group.add_argument(
-        "--tensor-parallel-size", type=integer, default=1, metavar="N", help="GPUs that share the model (default: 1)"
-    )
-    group.add_argument("--data-parallel-size", type=integer, default=1, metavar="N", help="replicas of it (default: 1)")
-    group.add_argument(
-        "--system",
-        type=parts,
-        default=("paged",),
-        metavar="NAME,...",
-        help="any of paged (this engine), orca-oracle, orca-pow2, orca-max, fastertransformer (default: paged)",
-    )
-    group.add_argument(
-        "--price", type=number, metavar="P", help="of a GPU for an hour; shows what a million output tokens cost"
-    )
-
-
-def add_load(group: argparse._ArgumentGroup) -> None:
-    when = group.add_mutually_exclusive_group(required=True)
-    when.add_argument(
-        "--rate", type=numbers, metavar="R,...", help="requests a second, with Poisson arrivals; a run for each rate"
-    )
-    when.add_argument(
-        "--max-latency",
-        type=number,
-        metavar="SECONDS",
-        help="look for the highest rate at which the normalised latency (from arrival to end, over output tokens; the "
-        "mean of all requests) is no higher",
-    )
-    when.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="CSV with the columns arrival (in seconds), prompt and output (in tokens), and priority if wanted",
-    )
-    group.add_argument(
-        "--duration",
-        type=number,
-        default=600.0,
-        metavar="SECONDS",
-        help="in which requests arrive; then the last ones are served (default: 600)",
-    )
-    group.add_argument(
-        "--lengths",
-        default="sharegpt",
-        metavar="NAME",
-        help="of prompts and outputs: sharegpt, alpaca, or a JSON file in the form of either (default: sharegpt)",
-    )
-    add_options(group, ("tokenizer",))
-    group.add_argument(
-        "--shared-prefix", type=integer, default=0, metavar="N", help="tokens that all prompts begin with (default: 0)"
-    )
-    group.add_argument(
-        "--n", type=integer, default=1, metavar="N", help="outputs of a request, one as long as the other (default: 1)"
-    )
-    group.add_argument(
-        "--beam-width",
-        type=integer,
-        default=0,
-        metavar="N",
-        help="beams of a request; its output counts once (default: none)",
-    )
-    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of arrivals and lengths (default: 0)")

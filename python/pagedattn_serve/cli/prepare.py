@@ -11,16 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagedattn_serve.cli.options import SERVER_OPTIONS, engine_args
-from pagedattn_serve.config import (
-    UNBOUNDED,
-    CacheConfig,
-    SchedulerConfig,
-    check_dtype,
-    check_float,
-    check_int,
-    read_file,
-    read_text,
-)
+from pagedattn_serve.config import read_file, read_text
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, BadArgument
@@ -30,6 +21,7 @@ from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.sockets import bind
 from pagedattn_serve.text.tokenizer import tokenizer_directory
+from pagedattn_simulate.cli import prepare_simulate
 
 Command = Callable[[], int]  # returns the exit status
 
@@ -165,83 +157,3 @@ def prepare_info(args: argparse.Namespace) -> Command:
         return info(args)
 
     return run
-
-
-# ---- simulate -------------------------------------------------------------------------------------------------------
-
-
-def prepare_simulate(args: argparse.Namespace) -> Command:
-    from pagedattn_serve.simulation.deployment import MAX_GPUS
-    from pagedattn_serve.simulation.files import read_trace
-    from pagedattn_serve.simulation.hardware import find_hardware
-    from pagedattn_serve.simulation.workload import RequestForm
-
-    check_dtype(args.dtype)
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        check_int(name, getattr(args, name), 1, MAX_GPUS)
-    check_load(args)
-    check_results(args)
-    form = RequestForm(args.n, args.beam_width, args.shared_prefix, args.seed)
-    try:
-        hardware = find_hardware(args.hardware)
-    except BadArgument as error:
-        raise (error if error.argument == "hardware" else error.at(f"--hardware {args.hardware}")) from None
-    scheduler_config = SchedulerConfig(
-        max_model_len=UNBOUNDED if args.max_model_len is None else args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        policy=args.scheduling_policy,
-        preemption_mode=args.preemption_mode,
-    )
-    cache_config = CacheConfig(
-        num_blocks=UNBOUNDED if args.num_blocks is None else args.num_blocks,
-        block_size=args.block_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        swap_space=args.swap_space,
-        enable_prefix_caching=args.enable_prefix_caching,
-        kv_cache_dtype=args.kv_cache_dtype,
-    )
-    model_directory(args.model)
-    trace = None if args.trace is None else read_trace(args.trace)
-
-    def run() -> int:
-        from pagedattn_serve.cli.simulate import simulate
-
-        return simulate(args, form, hardware, scheduler_config, cache_config, trace)
-
-    return run
-
-
-def check_load(args: argparse.Namespace) -> None:
-    from pagedattn_serve.simulation.deployment import SYSTEMS
-    from pagedattn_serve.simulation.lengths import WORKLOADS
-    from pagedattn_serve.simulation.workload import MAX_REQUESTS
-
-    for system in args.system:
-        if system not in SYSTEMS:
-            raise ArgumentError("system", f"any of {', '.join(SYSTEMS)}", repr(system))
-    check_float("duration", args.duration, 0, but=0)
-    for rate in args.rate or ():
-        check_float("rate", rate, 0, but=0)
-        if (num_requests := rate * args.duration) > MAX_REQUESTS:
-            expected = f"at most {MAX_REQUESTS} requests in {args.duration:g} seconds"
-            raise ArgumentError("rate", expected, f"{rate:g} a second, {num_requests:.0f} requests")
-    if args.max_latency is not None:
-        check_float("max_latency", args.max_latency, 0, but=0)
-    if args.price is not None:
-        check_float("price", args.price, 0)
-    if args.lengths not in WORKLOADS and not Path(args.lengths).is_file():
-        raise ArgumentError("lengths", f"{', '.join(WORKLOADS)}, or a JSON file", args.lengths or "an empty text")
-    if args.tokenizer is not None:
-        tokenizer_directory(args.model, args.tokenizer)
-
-
-def check_results(args: argparse.Namespace) -> None:
-    from pagedattn_serve.simulation.plot import check_plot
-
-    if args.plot is not None:
-        check_plot(args.plot)
-        if args.trace is not None:
-            raise ArgumentError("plot", "--rate or --max-latency, to draw over the rate", "--trace")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ArgumentError("json", "a file in a directory that exists", args.json)

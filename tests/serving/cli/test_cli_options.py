@@ -12,7 +12,7 @@ from socket import create_server
 from test_cli import DTYPES, run_without
 
 from pagedattn_serve import DEMO_MODEL
-from pagedattn_serve.simulation.hardware import PRESETS
+from pagedattn_simulate.cost_model import PRESETS
 
 # Of each subcommand: every option whose value can be judged without the model, and what the line says of it.
 WRONG = {

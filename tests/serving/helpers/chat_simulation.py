@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.simulator import Routing, Simulator
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.simulator import Routing, Simulator
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.workload import SimulatedRequest
 
 NUM_REPLICAS = 4
 NUM_BLOCKS = 1200  # of a replica, for 38 of the conversations below with all that is said in them

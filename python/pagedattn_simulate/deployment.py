@@ -7,18 +7,18 @@ from functools import partial
 
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_int
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.cost_model import CostModel, ModelShape
-from pagedattn_serve.simulation.hardware import Hardware
-from pagedattn_serve.simulation.metrics import Summary
-from pagedattn_serve.simulation.simulator import Routing, Simulator
-from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
-from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import ONE_OUTPUT, RequestForm, SimulatedRequest, TraceEntry, requests_of
+from pagedattn_simulate.cost_model import CostModel, Hardware, ModelShape
+from pagedattn_simulate.metrics import Summary
+from pagedattn_simulate.simulator import Routing, Simulator
+from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_simulate.systems.orca import RESERVATIONS, OrcaSystem
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import ONE_OUTPUT, RequestForm, SimulatedRequest, TraceEntry, requests_of
 
 SYSTEMS = ("paged", *(f"orca-{reservation}" for reservation in RESERVATIONS), "fastertransformer")
 MAX_GPUS = 4096
+NUM_HALVINGS = 6  # of the last factor of two between rates: to 1.1%
 
 
 class Deployment:
@@ -120,3 +120,33 @@ class Deployment:
         if name in SYSTEMS:
             return partial(OrcaSystem, self.scheduler_config, self.num_slots, name.removeprefix("orca-"))
         raise ArgumentError("system", ", ".join(SYSTEMS), repr(name))
+
+
+def sustainable_rate(
+    run: Callable[[float], Summary], max_latency: float, min_rate: float, max_rate: float
+) -> tuple[float, Summary] | None:
+    """The highest rate, to about 1%, at which the mean normalised latency is at most `max_latency`, and what happens at
+    this rate. None if the latency is higher at min_rate. run: of a rate in requests per second."""
+
+    def try_at(rate: float) -> Summary | None:
+        summary = run(rate)
+        latency = summary.normalized_latency
+        return summary if latency is not None and latency.mean <= max_latency else None
+
+    best = try_at(min_rate)
+    if best is None:
+        return None
+    low = min_rate
+    while low < max_rate and (summary := try_at(min(2 * low, max_rate))) is not None:
+        low, best = min(2 * low, max_rate), summary
+    high = min(2 * low, max_rate)
+    for _ in range(NUM_HALVINGS):
+        if high <= low:
+            break
+        middle = (low * high) ** 0.5
+        summary = try_at(middle)
+        if summary is None:
+            high = middle
+        else:
+            low, best = middle, summary
+    return low, best

@@ -18,16 +18,23 @@ from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.progress import Progress
-from pagedattn_serve.simulation.cost_model import ModelShape
-from pagedattn_serve.simulation.deployment import Deployment
-from pagedattn_serve.simulation.files import read_pairs
-from pagedattn_serve.simulation.hardware import Hardware
-from pagedattn_serve.simulation.lengths import WORKLOADS, GivenPairs, LengthPairs, WorkloadPairs
-from pagedattn_serve.simulation.metrics import Distribution, Summary
-from pagedattn_serve.simulation.plot import draw_runs
-from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.workload import MAX_REQUESTS, RequestForm, SimulatedRequest, TraceEntry, poisson_trace
 from pagedattn_serve.text.tokenizer import load_tokenizer
+from pagedattn_simulate.cost_model import Hardware, ModelShape
+from pagedattn_simulate.deployment import Deployment, sustainable_rate
+from pagedattn_simulate.files import read_pairs
+from pagedattn_simulate.metrics import Distribution, Summary
+from pagedattn_simulate.plot import draw_runs
+from pagedattn_simulate.workload import (
+    MAX_REQUESTS,
+    WORKLOADS,
+    GivenPairs,
+    LengthPairs,
+    RequestForm,
+    SimulatedRequest,
+    TraceEntry,
+    WorkloadPairs,
+    poisson_trace,
+)
 
 MIN_REQUESTS = 10  # between which and MAX_REQUESTS the sustainable rate is looked for
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from simulated import HARDWARE, SHAPE
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
-from pagedattn_serve.simulation.cost_model import CostModel, StepWork
-from pagedattn_serve.simulation.hardware import PRESETS, Hardware, find_hardware
+from pagedattn_simulate.cost_model import PRESETS, CostModel, Hardware, StepWork, find_hardware
 
 FIELDS = [field.name for field in dataclasses.fields(StepWork)]
 RATES = [field.name for field in dataclasses.fields(Hardware) if field.name.endswith(("_bytes", "_flops"))]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.workload import SimulatedRequest
 
 
 class Memory(NamedTuple):

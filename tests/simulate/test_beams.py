@@ -7,12 +7,11 @@ from simulated import request, scheduler_config
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.beams import SimulatedBeams
-from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
-from pagedattn_serve.simulation.systems.orca import OrcaSystem
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, TraceEntry, requests_of
+from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_simulate.systems.orca import OrcaSystem
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import RequestForm, SimulatedBeams, SimulatedRequest, TraceEntry, requests_of
 
 
 class ScriptedBeams(SimulatedBeams):

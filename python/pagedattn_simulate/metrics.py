@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from pagedattn_serve.simulation.systems.system import Memory, StepResult, System
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.systems.system import Memory, StepResult, System
+from pagedattn_simulate.workload import SimulatedRequest
 
 PERCENTILES = (50, 90, 99)
 MEMORY_EVERY = 16  # steps of a replica; looking at all blocks takes longer than a step

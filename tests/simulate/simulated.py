@@ -5,11 +5,10 @@ from typing import Any
 
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig
-from pagedattn_serve.simulation.cost_model import ModelShape
-from pagedattn_serve.simulation.deployment import Deployment
-from pagedattn_serve.simulation.hardware import Hardware
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import SimulatedRequest, TraceEntry
+from pagedattn_simulate.cost_model import Hardware, ModelShape
+from pagedattn_simulate.deployment import Deployment
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import SimulatedRequest, TraceEntry
 
 SHAPE = ModelShape(
     num_layers=2,

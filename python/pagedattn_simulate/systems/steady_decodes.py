@@ -15,7 +15,7 @@ from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler, _LongPrompts
 from pagedattn_serve.scheduling.sequence import Sequence
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.workload import SimulatedRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedattn_serve.config import read_text
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.workload import TraceEntry
+from pagedattn_simulate.workload import TraceEntry
 
 COLUMNS = ("arrival", "prompt", "output")
 

@@ -9,8 +9,8 @@ import pytest
 
 from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
-from pagedattn_serve.simulation.deployment import SYSTEMS
-from pagedattn_serve.simulation.hardware import find_hardware
+from pagedattn_simulate.cost_model import find_hardware
+from pagedattn_simulate.deployment import SYSTEMS
 
 OPT_13B = {
     "architectures": ["OPTForCausalLM"],

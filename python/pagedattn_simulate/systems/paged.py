@@ -2,7 +2,7 @@
 
 Where steps are sure to be alike, the scheduler decides the first of them alone, and their sequences become steady
 decodes (`steady_decodes.py`), with the block manager's own methods. That the results are the same is tested
-(`tests/serving/simulation/test_steps_alike.py`).
+(`tests/simulate/test_steps_alike.py`).
 """
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
@@ -10,11 +10,10 @@ from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.prompt_pace import NUM_MEASURED
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
 from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.simulation.beams import SimulatedBeams
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.systems.steady_decodes import SteadyScheduler
-from pagedattn_serve.simulation.systems.system import Memory, StepResult
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.systems.steady_decodes import SteadyScheduler
+from pagedattn_simulate.systems.system import Memory, StepResult
+from pagedattn_simulate.workload import SimulatedBeams, SimulatedRequest
 
 
 class PagedSystem:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.metrics import Distribution, Summary
+from pagedattn_simulate.metrics import Distribution, Summary
 
 Run = tuple[str, str, Summary]  # a system, its rate as it is shown, what happened
 FORMATS = (".png", ".pdf", ".svg")

@@ -7,13 +7,18 @@ from simulated import HARDWARE, SHAPE, deployment, request, routing, scheduler_c
 
 from pagedattn_serve.config import UNBOUNDED, CacheConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.deployment import SYSTEMS
-from pagedattn_serve.simulation.lengths import GivenPairs, WorkloadPairs
-from pagedattn_serve.simulation.metrics import Distribution, Summary, distribution
-from pagedattn_serve.simulation.simulator import Simulator
-from pagedattn_serve.simulation.sweep import sustainable_rate
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.workload import RequestForm, SimulatedRequest, poisson_trace, requests_of
+from pagedattn_simulate.deployment import SYSTEMS, sustainable_rate
+from pagedattn_simulate.metrics import Distribution, Summary, distribution
+from pagedattn_simulate.simulator import Simulator
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.workload import (
+    GivenPairs,
+    RequestForm,
+    SimulatedRequest,
+    WorkloadPairs,
+    poisson_trace,
+    requests_of,
+)
 
 MANY = [(5 + 3 * i % 17, 4 + 7 * i % 29) for i in range(40)]
 CACHE = CacheConfig(num_blocks=20, block_size=8)

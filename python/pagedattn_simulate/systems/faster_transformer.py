@@ -9,9 +9,9 @@ from collections import deque
 
 from pagedattn_serve.config import SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.systems.system import Memory, Row, StepResult
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.systems.system import Memory, Row, StepResult
+from pagedattn_simulate.workload import SimulatedRequest
 
 
 class FasterTransformerSystem:

@@ -10,15 +10,14 @@ import pytest
 from simulated import HARDWARE, SHAPE, routing, scheduler_config
 
 from pagedattn_serve.config import CacheConfig
-from pagedattn_serve.simulation.beams import SimulatedBeams
-from pagedattn_serve.simulation.cost_model import CostModel, StepWork
-from pagedattn_serve.simulation.metrics import Summary
-from pagedattn_serve.simulation.simulator import Simulator
-from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
-from pagedattn_serve.simulation.systems.orca import RESERVATIONS, OrcaSystem
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import CostModel, StepWork
+from pagedattn_simulate.metrics import Summary
+from pagedattn_simulate.simulator import Simulator
+from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_simulate.systems.orca import RESERVATIONS, OrcaSystem
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import SimulatedBeams, SimulatedRequest
 
 NUM_REQUESTS = 60
 NUM_SLOTS = 256

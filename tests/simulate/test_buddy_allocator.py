@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn_serve.simulation.systems.buddy_allocator import BuddyAllocator
+from pagedattn_simulate.systems.orca import BuddyAllocator
 
 
 @given(

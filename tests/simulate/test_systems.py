@@ -5,11 +5,11 @@ from simulated import request, run, scheduler_config
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.systems.faster_transformer import FasterTransformerSystem
-from pagedattn_serve.simulation.systems.orca import OrcaSystem
-from pagedattn_serve.simulation.systems.paged import PagedSystem
-from pagedattn_serve.simulation.systems.system import Memory, System
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
+from pagedattn_simulate.systems.orca import OrcaSystem
+from pagedattn_simulate.systems.paged import PagedSystem
+from pagedattn_simulate.systems.system import Memory, System
 
 
 @pytest.mark.parametrize(

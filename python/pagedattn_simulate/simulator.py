@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from pagedattn_serve.simulation.cost_model import StepWork
-from pagedattn_serve.simulation.metrics import MEMORY_EVERY, Metrics, Steps, Summary
-from pagedattn_serve.simulation.systems.system import System
-from pagedattn_serve.simulation.workload import SimulatedRequest
+from pagedattn_simulate.cost_model import StepWork
+from pagedattn_simulate.metrics import MEMORY_EVERY, Metrics, Steps, Summary
+from pagedattn_simulate.systems.system import System
+from pagedattn_simulate.workload import SimulatedRequest
 
 
 class Routing(Protocol):

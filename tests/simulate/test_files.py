@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.simulation.files import read_pairs, read_trace
-from pagedattn_serve.simulation.workload import TraceEntry
+from pagedattn_simulate.files import read_pairs, read_trace
+from pagedattn_simulate.workload import TraceEntry
 
 
 def write(tmp_path: Path, content: str) -> str:
