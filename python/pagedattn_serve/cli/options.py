@@ -42,7 +42,7 @@ MODEL = ("dtype", "quantization")
 PLACE = ("tokenizer", "device", "tensor_parallel_size", "distributed_executor_backend")
 SCHEDULING = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode"),
-    *("speculation", "max_beam_width"),
+    *("speculation", "num_speculative_tokens", "max_beam_width", "enforce_eager"),
 )
 CACHE_SIZE = ("kv_cache_memory", "num_blocks")
 CACHE = ("block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching", "kv_cache_dtype", "kv_scales")
@@ -59,7 +59,8 @@ SERVER_OPTIONS = (*SERVER, *REPLICAS, *LIMITS, *LOG)
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
     """args: with the options of `add_model`, `add_place` and `add_engine`. Raises ValueError or TypeError."""
-    return EngineArgs(**{name: getattr(args, name) for name in ENGINE_OPTIONS})
+    names = [*ENGINE_OPTIONS, *(("seed",) if args.command == "serve" else ())]
+    return EngineArgs(**{name: getattr(args, name) for name in names})
 
 
 def flag_of(name: str) -> str:

@@ -101,6 +101,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_place(parser)
     add_server(parser)
     add_engine(parser)
+    add_options(parser, ("seed",))  # of the engine; `generate --seed` is that of its prompts
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ WRONG = {
         ("--scheduling-policy lifo", "--scheduling-policy: expected one of fcfs, priority, got 'lifo'"),
         ("--preemption-mode none", "--preemption-mode: expected one of auto, recompute, swap, got 'none'"),
         ("--speculation eagle", "--speculation: expected None or \"ngram\", got 'eagle'"),
+        ("--num-speculative-tokens 0", "--num-speculative-tokens: expected an int >= 1, got 0"),
         ("--max-beam-width 0", "--max-beam-width: expected an int >= 1, got 0"),
         ("--kv-cache-memory -5", "--kv-cache-memory: expected an int >= 1, got -5"),
         ("--kv-cache-memory 1GB", "--kv-cache-memory: expected bytes, or a number of KiB, MiB, GiB or TiB, got '1GB'"),
@@ -70,6 +71,7 @@ WRONG = {
     "serve --port 0": [
         ("no/such/model", "MODEL: expected a directory with a config.json, got no/such/model"),
         ("--dtype bf16", f"--dtype: expected auto, {DTYPES}, got bf16"),
+        ("--seed -1", f"--seed: expected an int in [0, {2**64 - 1}], got -1"),
         ("--no-prefix-caching=1", "--no-prefix-caching: ignored explicit argument '1'"),
         ("--host nowhere.invalid", "--host: expected a name or an address of this machine, got nowhere.invalid ("),
         ("--host=", "--host: expected a text, got an empty one"),

@@ -121,7 +121,7 @@ def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
     args = vars(make_parser().parse_args(command))
     parameters = inspect.signature(LLMEngine).parameters
     shared = {name: value for name, value in args.items() if name in parameters and name != "seed"}
-    assert len(shared) == 22
+    assert len(shared) == 24
     for name, value in shared.items():
         assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
 
@@ -132,10 +132,14 @@ def test_every_option_of_the_engine_reaches_it() -> None:
     arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
     arguments += ["--no-prefix-caching", "--scheduling-policy", "priority", "--kv-cache-dtype", "fp8"]
     arguments += ["--kv-scales", "s", "--speculation", "ngram", "--quantization", "int4"]
-    arguments += ["--max-beam-width", "7", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
+    arguments += ["--max-beam-width", "7", "--num-speculative-tokens", "2", "--enforce-eager"]
+    arguments += ["--seed", "5", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
     args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
     given = vars(engine_args(args))
-    assert {name: given[name] for name in ENGINE_OPTIONS} == {
+    assert {name: given[name] for name in (*ENGINE_OPTIONS, "seed")} == {
+        "num_speculative_tokens": 2,
+        "enforce_eager": True,
+        "seed": 5,
         "model": "m",
         "tokenizer": "t",
         "dtype": "float16",
