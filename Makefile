@@ -8,13 +8,14 @@ JOBS ?= $(shell nproc)
 # that, `import torch` takes twice as long, 2.0 s instead of 0.9 s of CPU time, in each of the hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help build native simt demo serve test test-parts test-serving test-rest test-ops test-simt test-server \
-  test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long test-cuda gpu-wheel \
+.PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops test-simt \
+  test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long test-cuda gpu-wheel \
   gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt mutants bench paper lint \
   format clean
 help:
-	@echo "make build | native | demo | serve | test | test-clients | test-ray | test-adopters | test-long | test-cuda |" \
-	  "gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper | lint | format | clean"
+	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-ray | test-adopters |" \
+	  "test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
+	  "clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -65,6 +66,18 @@ TEST_PARTS := test-serving test-rest test-ops test-simt test-server
 test:
 	$(MAKE) --jobs=$(JOBS) --output-sync=target test-parts
 test-parts: $(TEST_PARTS)
+
+# Something of every part, in less than a minute of one core.
+QUICK_TESTS := tests/ops/test_smoke.py tests/test_docs.py tests/test_flash_attn.py tests/test_layering.py \
+  tests/test_mutants.py $(addprefix tests/serving/,scheduling sampling text engine/test_llm.py \
+  async_engine/test_async_engine.py server/http/test_status.py server/openai/test_completions.py)
+test-quick: simt
+	$(PYTEST) $(QUICK_TESTS)
+	$(PYTEST) tests/ops/test_smoke.py --device simt
+
+# make tests-of FILE=python/pagedattn_serve/engine.py
+tests-of: build
+	$(BIN)/python tests/guards.py $(FILE)
 
 # On each instruction set that this machine has.
 test-ops: build
