@@ -8,10 +8,10 @@ JOBS ?= $(shell nproc)
 # that, `import torch` takes twice as long, 2.0 s instead of 0.9 s of CPU time, in each of the hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops test-simt \
-  test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long test-cuda \
-  gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt mutants bench paper lint \
-  format clean
+.PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops \
+  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long \
+  test-cuda gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt \
+  mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-ray | test-adopters |" \
 	  "test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
