@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mutants.run import ROOT, all_mutants
 
-SERVING = ("python", "pagedattn_serve")
+TESTS_OF = {"pagedattn_serve": "serving", "pagedattn_simulate": "simulate"}
 OPS = ("src", "pagedattn_ext", "ops")
 
 
@@ -18,8 +18,8 @@ def tests_by_layout(file: str) -> list[str]:
     path = Path(file).with_suffix("")
     if path.parts[0] == "tests":
         return [file]
-    if path.parts[:2] == SERVING:
-        room = ROOT / "tests" / "serving"
+    if path.parts[0] == "python" and path.parts[1] in TESTS_OF:
+        room = ROOT / "tests" / TESTS_OF[path.parts[1]]
         for part in path.parts[2:]:
             if not (room / part).is_dir():
                 break

@@ -15,6 +15,7 @@ from mutants.run import ROOT
         ("python/pagedattn_serve/server/http/metrics.py", "tests/serving/server/http"),
         ("python/pagedattn_serve/engine.py", "tests/serving/engine"),
         ("python/pagedattn_serve/progress.py", "tests/serving/test_progress.py"),
+        ("python/pagedattn_simulate/systems/orca.py", "tests/simulate"),
         ("csrc/layernorm/layernorm_cpu.cpp", "tests/ops/test_layernorm.py"),
         ("src/pagedattn_ext/ops/activation.py", "tests/ops/test_activation.py"),
         ("src/pagedattn_ext/flash_attn.py", "tests/test_flash_attn.py"),
