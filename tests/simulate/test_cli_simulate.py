@@ -74,7 +74,7 @@ def test_what_is_said_of_the_numbers_of_a_gpu() -> None:
             "data sheet; of it kernels are assumed to reach 91% of the bandwidth (a plain read of memory on one H200 "
             "did, not this project's kernels) and 60% of the operations; the times of a step and of a sum are assumed"
         )
-    page = Path(__file__).resolve().parents[3] / "docs" / "simulate.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "simulate.md"
     assert f"\nnumbers   {find_hardware('A100-40').source}\n" in page.read_text()
 
 
