@@ -16,14 +16,24 @@ template <typename Params>
 concept KeptByValue = std::is_aggregate_v<Params> && std::is_copy_assignable_v<Params>;
 
 // The check of what an op's index tensors hold, which may be other values at each replay. It throws if a value is not
-// as the op's kernel takes for granted.
+// as the op's kernel takes for granted. Its `values` say whether there are values to check (Door::values).
 template <typename Check>
-concept ValueCheck = KeptByValue<Check> && std::invocable<const Check&>;
+concept ValueCheck = KeptByValue<Check> && std::invocable<const Check&> && requires(const Check& check) {
+  { check.values.are_given } -> std::convertible_to<bool>;
+};
 
 // Of an op that takes no value for granted.
 struct AnyValues {
+  struct {
+    bool are_given = false;
+  } values;
   void operator()() const {}
 };
+
+template <ValueCheck Check>
+void check_values(const Check& check) {
+  if (check.values.are_given) check();
+}
 
 class CpuGraph {
  public:
@@ -49,18 +59,18 @@ class CpuGraph {
     for (const auto& node : nodes_) node();
   }
 
-  // Calls check(), then function(params). If this thread captures, function(params) is not called. The graph then keeps
-  // a copy of `check` and `params`, and makes both calls when it is replayed. A plain function has nothing but its
-  // parameters.
+  // Calls check_values(check), then function(params). If this thread captures, function(params) is not called. The
+  // graph then keeps a copy of `check` and `params`, and makes both calls when it is replayed. A plain function has
+  // nothing but its parameters.
   template <ValueCheck Check, KeptByValue Params>
   static void run_or_capture(const Check& check, std::type_identity_t<void (*)(const Params& params)> function,
                              const Params& params) {
-    check();
+    check_values(check);
     if (capturing_ == nullptr) {
       function(params);
     } else {
       capturing_->nodes_.emplace_back([check, function, params] {
-        check();
+        check_values(check);
         function(params);
       });
     }

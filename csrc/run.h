@@ -14,19 +14,19 @@
 
 namespace pagedattn {
 
-// On the CPU: calls check(), then ON_CPU(params), now and again whenever a CPU graph is replayed. On a GPU: calls
-// check(), then on_cuda(stream), with the door's device as the current device. ON_CPU is void (*)(const Params&
-// params), because a plain function has nothing but its parameters.
+// On the CPU: calls check_values(check), then ON_CPU(params), now and again whenever a CPU graph is replayed. On a GPU:
+// calls check_values(check), then on_cuda(stream), with the door's device as the current device. ON_CPU is
+// void (*)(const Params& params), because a plain function has nothing but its parameters.
 template <auto ON_CPU, ValueCheck Check, KeptByValue Params, typename OnCuda>
 void run_on([[maybe_unused]] const Door& door, const Check& check, [[maybe_unused]] const Params& params,
             [[maybe_unused]] const OnCuda& on_cuda) {
 #if defined(PAGEDATTN_SIMT)
-  check();
+  check_values(check);
   on_cuda(nullptr);
 #else
 #if defined(PAGEDATTN_WITH_CUDA)
   if (door.runs_on_cuda()) {
-    check();
+    check_values(check);
     const torch::stable::accelerator::DeviceGuard guard(door.device().index());
     on_cuda(current_cuda_stream(door.device().index()));
     return;

@@ -548,7 +548,9 @@ constexpr bool IS_TAKEN = requires(Check check, Function function, Params params
 struct Values { const float* x; int n; };
 struct Reference { const int& n; };
 template <typename T> struct Struct { T member; };
-template <typename T> struct Check { T member; void operator()() const {} };
+struct Given { bool are_given; };
+template <typename T> struct Check { Given values; T member; void operator()() const {} };
+struct CheckWithoutValues { void operator()() const {} };
 using pagedattn::AnyValues;
 
 void op(int n) {
@@ -562,6 +564,7 @@ void op(int n) {
   static_assert(!IS_TAKEN<AnyValues, decltype(function), decltype(closure)>);
   static_assert(IS_TAKEN<Check<Values>, decltype(function), Values>);
   static_assert(!IS_TAKEN<Check<Reference>, decltype(function), Values>);
+  static_assert(!IS_TAKEN<CheckWithoutValues, decltype(function), Values>);
   static_assert(!IS_TAKEN<decltype(closure), decltype(function), Values>);
   static_assert(!IS_TAKEN<Values, decltype(function), Values>);
 }
@@ -570,7 +573,7 @@ void op(int n) {
 
 def test_an_op_leaves_nothing_of_its_own_to_a_graph() -> None:
     """What is gone when the op has returned does not compile, neither as parameters nor as a check of values. A call
-    without a check does not compile."""
+    without a check does not compile, nor does one whose check does not say whether there are values."""
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", str(CSRC), "-"]
     result = subprocess.run(command, input=KEPT_BY_VALUE, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr

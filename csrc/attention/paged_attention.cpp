@@ -93,7 +93,7 @@ struct PagedCheck {
   Door door;
   ScaleCheck scales;
   HostValues block_tables;
-  HostValues seq_lens;
+  HostValues values;  // of seq_lens; with these, all others are given
   HostValues query_start_loc;
   PagedAttentionParams params;  // its index tensors are those above
   int64_t num_blocks;           // of the cache
@@ -102,7 +102,6 @@ struct PagedCheck {
 
   void operator()() const {
     scales();
-    if (!seq_lens.are_given) return;
     if (query_start_loc.are_given) {
       check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
                       "query rows");
@@ -116,13 +115,12 @@ struct PagedCheck {
 struct VarlenCheck {
   Door door;
   HostValues query_start_loc;
-  HostValues key_start_loc;
+  HostValues values;            // of key_start_loc; with these, the others are given
   PagedAttentionParams params;  // its index tensors are those above
   int64_t num_keys;
   int64_t max_seq_len;
 
   void operator()() const {
-    if (!key_start_loc.are_given) return;
     check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens, "query rows");
     check_start_loc(door, "key_start_loc", params.key_start_loc, params.num_seqs, num_keys, "keys");
     check_max_seq_len(door, params, max_seq_len);
@@ -218,7 +216,7 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
                    max_seq_len};
   check.params.block_tables.data = check.block_tables.data;
   if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
-  check.params.seq_lens.data = check.seq_lens.data;
+  check.params.seq_lens.data = check.values.data;
   check.params.query_start_loc.data = check.query_start_loc.data;
   return {params, std::move(check)};
 }
@@ -470,7 +468,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
 
   VarlenCheck check{door, door.values(query_start_loc), door.values(key_start_loc), params, key.size(0), bound};
   check.params.query_start_loc.data = check.query_start_loc.data;
-  check.params.key_start_loc.data = check.key_start_loc.data;
+  check.params.key_start_loc.data = check.values.data;
   return run_into_new(door, query, Checked<VarlenCheck>{params, std::move(check)});
 }
 

@@ -22,15 +22,14 @@ void check_mapping(const Door& door, const Tensor& mapping) {
 // wherever that takes no wait for a GPU.
 struct PairCheck {
   Door door;
-  HostValues mapping;
+  HostValues values;  // of the mapping
   int64_t num_pairs;
   int64_t num_src_blocks;
   int64_t num_dst_blocks;
   bool is_one_pool;
 
   void operator()() const {
-    if (!mapping.are_given) return;
-    const auto* pairs = static_cast<const int64_t*>(mapping.data);
+    const auto* pairs = static_cast<const int64_t*>(values.data);
     std::unordered_set<int64_t> targets;
     for (int64_t i = 0; i < num_pairs; ++i) {
       const int64_t src = pairs[2 * i];

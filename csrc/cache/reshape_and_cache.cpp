@@ -18,15 +18,14 @@ Indices check_slots(const Door& door, const Tensor& slot_mapping) {
 struct SlotCheck {
   Door door;
   ScaleCheck scales;
-  HostValues slot_mapping;
+  HostValues values;  // of slot_mapping; with these, those of the scales are given
   bool are_int64;
   int64_t num_tokens;
   int64_t num_slots;  // of the cache
 
   void operator()() const {
     scales();
-    if (!slot_mapping.are_given) return;
-    const Indices slots{slot_mapping.data, are_int64};
+    const Indices slots{values.data, are_int64};
     for (int64_t token = 0; token < num_tokens; ++token) {
       door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
                  " at token ", token);

@@ -39,16 +39,15 @@ Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, 
 
 struct PositionCheck {
   Door door;
-  HostValues positions;
+  HostValues values;  // of positions
   int64_t num_tokens;
   int64_t max_position;
 
   void operator()() const {
-    if (!positions.are_given) return;
-    const auto* values = static_cast<const int64_t*>(positions.data);
+    const auto* positions = static_cast<const int64_t*>(values.data);
     for (int64_t token = 0; token < num_tokens; ++token) {
-      door.check(values[token] >= 0 && values[token] < max_position, "positions", "expected 0 to ", max_position - 1,
-                 " (the rows of cos_sin_cache), got ", values[token], " at token ", token);
+      door.check(positions[token] >= 0 && positions[token] < max_position, "positions", "expected 0 to ",
+                 max_position - 1, " (the rows of cos_sin_cache), got ", positions[token], " at token ", token);
     }
   }
 };

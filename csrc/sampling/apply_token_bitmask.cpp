@@ -11,13 +11,12 @@ namespace {
 // Checks that every index is a row of logits, and that no row is named twice, as two threads would write to it.
 struct RowCheck {
   Door door;
-  HostValues indices;
+  HostValues values;  // of indices
   int64_t num_masks;
   int64_t num_rows;
 
   void operator()() const {
-    if (!indices.are_given) return;
-    const auto* rows = static_cast<const int64_t*>(indices.data);
+    const auto* rows = static_cast<const int64_t*>(values.data);
     std::vector<bool> has_mask(num_rows);
     for (int64_t i = 0; i < num_masks; ++i) {
       door.check(rows[i] >= 0 && rows[i] < num_rows, "indices", "expected rows of logits, 0 to ", num_rows - 1,
@@ -57,8 +56,8 @@ void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optio
   params.logits_stride = logits.stride(0);
   params.bitmask = bitmask.const_data_ptr<int32_t>();
   params.bitmask_stride = bitmask.stride(0);
-  const HostValues rows = indices.has_value() ? door.values(*indices) : HostValues{};
-  run_rows(door, RowCheck{door, rows, params.num_masks, logits.size(0)}, PAGEDATTN_ROW_KERNELS(apply_token_bitmask),
+  const HostValues values = indices.has_value() ? door.values(*indices) : HostValues{};
+  run_rows(door, RowCheck{door, values, params.num_masks, logits.size(0)}, PAGEDATTN_ROW_KERNELS(apply_token_bitmask),
            params, params.num_masks, params.vocab_size);
 }
 
