@@ -1,5 +1,5 @@
 // What op files share, on LibTorch's stable ABI: the checks at an op's door. A failed check throws before any memory
-// is touched; the text is always "<op>: <argument>: expected ..., got ...", and the error's type (argument_errors.h).
+// is touched; the text is always "<op>: <argument>: expected ..., got ...", and the error's type (marked_errors.h).
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "argument_errors.h"
+#include "marked_errors.h"
 #include "types.h"
 
 namespace pagedattn {

@@ -29,7 +29,7 @@ void in_group(const char* op, int64_t handle, Call&& call) {
     group->throw_if_broken();
     call(*group);
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error(std::string(op) + ": " + error.what());
+    throw RuntimeError(std::string(op) + ": " + error.what());
   }
 }
 

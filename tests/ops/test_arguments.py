@@ -1,6 +1,10 @@
 """Every argument of every op in turn: of a wrong type, without dimensions, on another device, a negated view."""
 
 import inspect
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -55,43 +59,65 @@ def test_wrapper_of_a_wrong_type_or_rank(name):
                 assert name in str(error.value) and argument in str(error.value), (argument, wrong)
 
 
-def wrong_tensors(valid: object) -> Iterator[tuple[object, type[Exception] | None]]:
-    """What an op refuses in the place of a tensor or of a list of tensors; and the type of the error, if it is the same
-    for all ops."""
-    first = valid[0] if isinstance(valid, list) else valid
-    for wrong, error in (
-        (first.to(torch.complex64), TypeError),
-        (first.to(torch.float64), TypeError),
-        (torch.zeros((), dtype=first.dtype), None),
-        (torch.zeros([3] * (first.dim() + 4), dtype=first.dtype), None),
-    ):
-        yield ([wrong, *valid[1:]] if isinstance(valid, list) else wrong), error
+def wrong_tensors(valid: torch.Tensor) -> Iterator[tuple[str, type[Exception], torch.Tensor]]:
+    """What an op may refuse in the place of a tensor: the kind of the error, its type, a tensor."""
+    for dtype in (torch.complex64, torch.float64):
+        yield "dtype", TypeError, valid.to(dtype)
+    for shape in ([], [3] * (valid.dim() + 4), [size + 1 for size in valid.shape]):
+        yield "shape", ValueError, torch.zeros(shape, dtype=valid.dtype)
+    yield "strides", ValueError, valid.as_strided(valid.shape, [0] * valid.dim())
+    if not valid.is_floating_point():
+        yield "value", ValueError, torch.full_like(valid, torch.iinfo(valid.dtype).max)
+
+
+def wrong_arguments(valid: object) -> Iterator[tuple[str, type[Exception], object]]:
+    """The same in the place of any argument."""
+    yield "type", TypeError, object()
+    if isinstance(valid, torch.Tensor):
+        yield from wrong_tensors(valid)
+    elif isinstance(valid, list):
+        yield from ((kind, error, [wrong, *valid[1:]]) for kind, error, wrong in wrong_tensors(valid[0]))
+    elif isinstance(valid, (int, float, str)) and not isinstance(valid, bool):
+        yield "value", ValueError, {int: -1, float: math.inf, str: "x"}[type(valid)]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_type_of_an_error_is_marked(call):
-    """Each tensor in turn: the raw op's error ends with a type, and what wrappers call raises it without the mark."""
-    name = op_of(call)
-    num_refused = 0
-    for argument, valid in make_arguments(call).items():
-        if not torch.is_tensor(valid[0] if isinstance(valid, list) else valid):
-            continue
-        for wrong, error in wrong_tensors(valid):
+    """Each argument in turn, in every way: the raw op's error ends with its type, and what wrappers call raises this
+    type without the mark. For an argument of another type the error is torch's own, without a mark."""
+    name, kinds, arguments = op_of(call), set(), make_arguments(call)
+    for argument, valid in arguments.items():
+        for kind, error, wrong in wrong_arguments(valid):
             try:
                 raw_op(name)(**make_arguments(call) | {argument: wrong})
             except RuntimeError as raised:
                 of_the_op = str(raised)
             else:
                 continue  # this op takes it: rows of any number of dimensions, a scale without dimensions
-            num_refused += 1
-            text, _, mark = of_the_op.rpartition(" ")
-            assert mark in ("(TypeError)", "(ValueError)"), of_the_op
-            assert error is None or mark == f"({error.__name__})", of_the_op
+            kinds.add(kind)
             with pytest.raises((TypeError, ValueError)) as of_the_wrapper:
                 call_op(name, **make_arguments(call) | {argument: wrong})
-            assert str(of_the_wrapper.value) == text
-            assert f"({type(of_the_wrapper.value).__name__})" == mark
-    assert num_refused >= 3
+            assert type(of_the_wrapper.value) is error, (argument, wrong)
+            mark = "" if kind == "type" else f" ({error.__name__})"
+            assert f"{of_the_wrapper.value}{mark}" == of_the_op
+            assert "(TypeError)" not in str(of_the_wrapper.value) and "(ValueError)" not in str(of_the_wrapper.value)
+    has_values = any(isinstance(valid, (int, float, str)) for valid in arguments.values())
+    assert kinds >= {"type", "dtype", "shape", "strides"} | ({"value"} if has_values else set())
+
+
+def test_the_mark_is_last_where_torch_shows_stacks():
+    program = (
+        "import torch; from pagedattn_ext import ops\n"
+        "for weight in (torch.ones(3), torch.ones(5).half(), 'x'):\n"
+        "    try: ops.rms_norm(torch.ones(2, 5), weight)\n"
+        "    except (TypeError, ValueError) as error: print(repr(error))\n"
+    )
+    environment = os.environ | {"TORCH_SHOW_CPP_STACKTRACES": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    shape, dtype, no_tensor = done.stdout.splitlines()
+    assert shape == "ValueError('rms_norm: weight: expected shape [5], got [3]')"
+    assert dtype == "TypeError('rms_norm: weight: expected dtype float32, got float16')"
+    assert no_tensor.startswith('TypeError("pagedattn_ext::rms_norm() Expected a value of type')
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -130,7 +156,7 @@ def test_a_tensor_on_another_device(call):
             raw_op(call)(**arguments)
         if argument in inspect.signature(getattr(ops, name)).parameters:
             with pytest.raises(
-                ValueError, match=f"^{name}: .*: expected a tensor on (cpu|meta), got one on (cpu|meta)"
+                ValueError, match=f"^{name}: .*: expected a tensor on (cpu|meta), got one on (cpu|meta)$"
             ):
                 call_wrapper_with_out(name, arguments)
 
@@ -201,7 +227,7 @@ def test_negated_output_is_an_error(name):
             message = f"^{name}: {argument.name}: expected memory to write to, got a negated view"
             assert_raises_and_writes_nothing(getattr(OPS, name), arguments, RuntimeError, message)
             if argument.name in inspect.signature(getattr(ops, name)).parameters:
-                with pytest.raises(ValueError, match=message):
+                with pytest.raises(ValueError, match=rf"{message}: call resolve_neg\(\) on it$"):
                     call_wrapper_with_out(name, arguments)
             refused += 1
     assert refused > 0

@@ -30,10 +30,10 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def raise_as_marked(error: RuntimeError) -> None:
-    """Raise a raw op's error as the type that its mark names, without the mark (csrc/argument_errors.h). Torch's own
+    """Raise a raw op's error as the type that its mark names, without the mark (csrc/marked_errors.h). Torch's own
     error for an argument that a schema does not take is a TypeError. Any other error is left to the caller."""
     message = str(error)
-    for marked in (TypeError, ValueError):
+    for marked in (TypeError, ValueError, RuntimeError):
         mark = f" ({marked.__name__})"
         if message.endswith(mark):
             raise marked(message.removesuffix(mark)) from None
