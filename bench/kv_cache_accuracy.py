@@ -14,8 +14,7 @@ import accuracy
 import torch
 
 from pagedattn_serve import LLM, calibrate_kv_scales
-from pagedattn_serve.engine_setup import choose_device
-from pagedattn_serve.execution.cache_memory import block_bytes_of
+from pagedattn_serve.execution.engine_setup import block_bytes_of, choose_device
 
 ROWS = [
     ("auto", "-"),

@@ -12,8 +12,7 @@ from statistics import mean
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.batch import ScheduledBatch
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence
 from pagedattn_simulate.systems.faster_transformer import FasterTransformerSystem
 from pagedattn_simulate.systems.orca import RESERVATIONS, OrcaSystem
 from pagedattn_simulate.systems.system import ReservingSystem

@@ -12,9 +12,8 @@ from pagedattn_serve.config import FP8_DTYPES
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError, nth, with_place
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
-from pagedattn_serve.execution.model_runner import ModelRunner
-from pagedattn_serve.execution.step_runner import StepInputs
-from pagedattn_serve.requests.prompts import Prompt, split_prompts
+from pagedattn_serve.execution.model_runner import ModelRunner, StepInputs
+from pagedattn_serve.requests.inputs import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
 
 CHUNK_SIZE = 512  # tokens of a step

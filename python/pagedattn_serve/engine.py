@@ -14,15 +14,15 @@ from pagedattn_serve.distributed.executor import Executor
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.engine_args import EngineArgs, takes_options
-from pagedattn_serve.engine_setup import (
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
+from pagedattn_serve.execution.cache_engine import HostMemoryError
+from pagedattn_serve.execution.engine_setup import (
     choose_device,
     limit_to_cache,
     limit_to_memory,
     limit_to_model,
     too_large,
 )
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
-from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
@@ -31,14 +31,11 @@ from pagedattn_serve.loading.loader import choose_kv_scales, load_model
 from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.progress import Report
-from pagedattn_serve.requests.inputs import InputProcessor
-from pagedattn_serve.requests.prompts import Prompt, RequestArgs
+from pagedattn_serve.requests.inputs import InputProcessor, Prompt, RequestArgs
 from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import ScheduledSequence
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceGroup
 from pagedattn_serve.scheduling.table_array import TableArray
 from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
 

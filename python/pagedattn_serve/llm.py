@@ -8,10 +8,9 @@ from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth, with_place
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.progress import Progress
-from pagedattn_serve.requests.prompts import Prompt, RequestArgs, split_prompts, without_array
+from pagedattn_serve.requests.inputs import Prompt, RequestArgs, split_prompts, without_array
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
-from pagedattn_serve.text.chat_template import load_chat_template, render_chat
-from pagedattn_serve.text.messages import Message
+from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
 
 
 class LLM:

@@ -13,7 +13,7 @@ from torch import nn
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.cache_memory import block_bytes_of
+from pagedattn_serve.execution.engine_setup import block_bytes_of
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format

@@ -48,8 +48,7 @@ FILES = {
         "scheduling/prompt_pace.py",
         "execution/cache_engine.py",
         "execution/model_runner.py",
-        "execution/step_runner.py",
-        "execution/token_masks.py",
+        "execution/logits_processors.py",
         "text/detokenizer.py",
     )
 }

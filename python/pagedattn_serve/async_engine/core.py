@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, Activity
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import RequestArgs
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
 from pagedattn_serve.outputs import CacheMap, CompletionOutput, EngineStats, ReplicaStatus, RequestOutput
-from pagedattn_serve.requests.prompts import Prompt, RequestArgs, Texts
+from pagedattn_serve.requests.inputs import Prompt, RequestArgs, Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.tokenizer import load_tokenizer
 

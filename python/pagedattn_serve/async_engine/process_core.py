@@ -33,7 +33,7 @@ from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 from pagedattn_serve.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from pagedattn_serve.progress import percent
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import RequestArgs
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine

@@ -15,12 +15,12 @@ from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News
 from pagedattn_serve.async_engine.process_core import ProcessCore, numbers_of
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import check_int
-from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
+from pagedattn_serve.distributed.processes import cpus_of_rank, numa_nodes
 from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, describe
 from pagedattn_serve.outputs import EngineStats, ReplicaStatus
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import RequestArgs
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
-from pagedattn_serve.requests.prompts import Prompt, without_array
+from pagedattn_serve.requests.inputs import Prompt, without_array
 
 PIECE_TOKENS = 64  # a prompt is compared with earlier prompts in pieces of so many tokens
 CHARACTERS_A_TOKEN = 4  # of a text, about

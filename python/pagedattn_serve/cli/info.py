@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from pagedattn_serve.execution.cache_memory import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
+from pagedattn_serve.execution.engine_setup import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format

@@ -1,18 +1,33 @@
 """What passes between rank 0 and another rank: messages, over a pair of Unix sockets or between machines.
 
 A message that is interrupted was sent or was not, and was received or was not.
+
+Between machines the connections are TCP. What passes are pickles, so both sides show first that they know the key of
+the engine. The key itself comes by a way that is trusted already. Nothing is encrypted.
 """
 
+import os
 import pickle
 import select
 import socket
 import struct
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 16  # of a message
 MAX_DESCRIPTORS = 2
 SIZE = struct.Struct("!I")
+POLL_SECONDS = 0.1
+HANDSHAKE_SECONDS = 5  # for the other side to answer, once it has begun
+TIMEVAL = struct.Struct("ll")
+# An idle connection to a machine that has vanished without a word breaks after 5 seconds.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
+
+Address = tuple[str, int]
 
 
 class ChannelClosed(Exception):  # an end, not always an error
@@ -115,3 +130,102 @@ def _is_readable(connection: socket.socket, timeout: float) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
+
+
+class Hello(NamedTuple):
+    """What a connection is for ("messages", "pulse", "steps" or "sums"), and of which rank. generation: the number of
+    the group that the connection belongs to."""
+
+    purpose: str
+    generation: int
+    rank: int
+
+
+class Listener:
+    """Where connections of other machines arrive: a port of this address that was free."""
+
+    def __init__(self, ip: str, key: bytes) -> None:
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        self._socket = socket.create_server((ip, 0), family=family)
+        self._key = key
+        self.address: Address = self._socket.getsockname()[:2]
+
+    def gather(self, expected: set[Hello], deadline: float, check: Callable[[], None]) -> dict[Hello, socket.socket]:
+        """Wait for these connections. All others are closed, such as those of a group that was given up.
+
+        check: is called again and again. What it raises ends the waiting. Raises TimeoutError at `deadline`, a time of
+        `time.monotonic()`.
+        """
+        found: dict[Hello, socket.socket] = {}
+        try:
+            while missing := expected - found.keys():
+                wait_until_readable(self._socket, deadline, check, f"rank {min(hello.rank for hello in missing)}")
+                connection, _ = self._socket.accept()
+                hello = _receive_hello(connection, self._key)
+                if hello in missing:
+                    found[hello] = connection
+                else:
+                    connection.close()
+        except BaseException:
+            for connection in found.values():
+                connection.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: Address, key: bytes, hello: Hello, deadline: float, check: Callable[[], None]) -> socket.socket:
+    """A connection to a listener, which may be long in accepting it. `deadline` and `check` are as for `gather`."""
+    connection = socket.create_connection(address, timeout=max(deadline - time.monotonic(), POLL_SECONDS))
+    try:
+        wait_until_readable(connection, deadline, check, f"the rank at {address[0]}")
+        with _handshake(connection) as side:
+            answer_challenge(side, key)
+            deliver_challenge(side, key)
+            side.send(hello)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def wait_until_readable(connection: socket.socket, deadline: float, check: Callable[[], None], name: str) -> None:
+    while not wait([connection], POLL_SECONDS):
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} has not connected in time")
+
+
+def has_hung_up(connection: socket.socket, timeout: float | None = 0) -> bool:
+    """Whether the other side has closed the connection, or the connection breaks, within so many seconds. Messages may
+    be left to read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+def _receive_hello(connection: socket.socket, key: bytes) -> Any:
+    """None from somebody who does not know the key, or leaves."""
+    try:
+        with _handshake(connection) as side:
+            deliver_challenge(side, key)
+            answer_challenge(side, key)
+            return side.recv()
+    except (AuthenticationError, OSError, EOFError):
+        return None
+
+
+@contextmanager
+def _handshake(connection: socket.socket) -> "Iterator[Connection[Any, Any]]":
+    """The connection as the functions of multiprocessing take it, with a limit of time for each answer."""
+    connection.settimeout(None)  # the limit is the kernel's
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(HANDSHAKE_SECONDS, 0))
+    with Connection(os.dup(connection.fileno())) as side:
+        yield side
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(0, 0))

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagedattn_serve.distributed.channel import Address
 from pagedattn_serve.distributed.hosts import Hosts
-from pagedattn_serve.distributed.network import Address
-from pagedattn_serve.execution.step_runner import StepInputs
-from pagedattn_serve.scheduling.table_array import TableWrite
+from pagedattn_serve.execution.model_runner import StepInputs
+from pagedattn_serve.scheduling.sequence import TableWrite
 
 DIGEST_BYTES = 16
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from pagedattn_serve.distributed import communicator
-from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.distributed.channel import Address
 from pagedattn_serve.environment import environment_variable
 from pagedattn_serve.errors import describe
 

@@ -9,7 +9,7 @@ it has started and takes the CPUs back.
 import time
 from typing import Any
 
-from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.distributed.channel import Address
 from pagedattn_serve.errors import ArgumentError, ArgumentImportError, ExecutorDeadError, describe, how_to_install
 
 OPTION = "distributed_executor_backend"

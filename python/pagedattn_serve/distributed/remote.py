@@ -9,10 +9,9 @@ from pathlib import Path
 from socket import socket
 from typing import NamedTuple, Protocol
 
-from pagedattn_serve.distributed.channel import NetworkChannel
+from pagedattn_serve.distributed.channel import Address, Hello, Listener, NetworkChannel, has_hung_up
 from pagedattn_serve.distributed.hosts import Hosts
 from pagedattn_serve.distributed.messages import Arrived
-from pagedattn_serve.distributed.network import Address, Hello, Listener, has_hung_up
 
 START_SECONDS = 300.0  # for the processes on other hosts to start and to connect
 

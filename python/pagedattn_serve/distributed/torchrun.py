@@ -18,8 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from pagedattn_serve.distributed.channel import Channel
-from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.distributed.channel import Address, Channel
 from pagedattn_serve.errors import ArgumentError
 
 START_SECONDS = 300.0  # that ranks wait for each other at the start

@@ -19,8 +19,15 @@ from typing import NoReturn
 import torch
 
 from pagedattn_serve.distributed.activity import Pulse
-from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
-from pagedattn_serve.distributed.cpus import numa_nodes
+from pagedattn_serve.distributed.channel import (
+    Address,
+    Channel,
+    ChannelClosed,
+    Hello,
+    Listener,
+    NetworkChannel,
+    connect,
+)
 from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
 from pagedattn_serve.distributed.messages import (
     Arrived,
@@ -38,11 +45,11 @@ from pagedattn_serve.distributed.messages import (
     Step,
     digest,
 )
-from pagedattn_serve.distributed.network import Address, Hello, Listener, connect
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, find_store
-from pagedattn_serve.engine_setup import device_of_rank, limit_to_memory, limit_to_model
+from pagedattn_serve.distributed.processes import numa_nodes
 from pagedattn_serve.errors import describe, portable
-from pagedattn_serve.execution.step_runner import StepRunner
+from pagedattn_serve.execution.engine_setup import device_of_rank, limit_to_memory, limit_to_model
+from pagedattn_serve.execution.model_runner import StepRunner
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.scheduling.table_array import TableArray

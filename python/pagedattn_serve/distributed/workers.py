@@ -17,9 +17,8 @@ import torch
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
-from pagedattn_serve.distributed.channel import Channel, ChannelClosed, NetworkChannel
+from pagedattn_serve.distributed.channel import Address, Channel, ChannelClosed, NetworkChannel
 from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
-from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
 from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
 from pagedattn_serve.distributed.messages import (
     DIGEST_BYTES,
@@ -36,14 +35,20 @@ from pagedattn_serve.distributed.messages import (
     Ready,
     Step,
 )
-from pagedattn_serve.distributed.network import Address
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, serve_store
-from pagedattn_serve.distributed.processes import PeerProcess, RankProcess, how_it_ended, start_process
+from pagedattn_serve.distributed.processes import (
+    PeerProcess,
+    RankProcess,
+    cpus_of_rank,
+    how_it_ended,
+    numa_nodes,
+    start_process,
+)
 from pagedattn_serve.distributed.ray_placement import OPTION, RayPlacement
 from pagedattn_serve.distributed.remote import OtherHosts, Placement, RemoteRank, absolute
 from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
-from pagedattn_serve.engine_setup import device_of_rank
 from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
+from pagedattn_serve.execution.engine_setup import device_of_rank
 from pagedattn_serve.models.partition import Partition
 
 ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer

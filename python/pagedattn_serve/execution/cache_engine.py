@@ -10,7 +10,7 @@ from pagedattn_ext import allocate_kv_cache, ops, padded_head_size
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE, num_value_rows
 from pagedattn_serve.config import CACHE_DTYPES, check_kv_cache_dtype
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.models.metadata import KVCache
+from pagedattn_serve.models.causal_lm import KVCache
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in CACHE_DTYPES.items()}
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph
-from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
+from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache
 
 MAX_SEQUENCES = 64  # with more sequences, the time between kernels counts for little
 MAX_BYTES = 128 << 20  # of all graphs together, or of the last graph alone

@@ -1,9 +1,9 @@
 """From logits to token ids, for a whole batch at once.
 
 A row costs only what it asks for: random numbers if a token is drawn, a search for the most likely tokens if
-top_k or top_p leaves some out, ranks if logprobs are reported. logits_processors.py and token_masks.py change logits
-before that. No bit of a row's result depends on another row. The host waits for the device at the end; before the end
-only if top_k or top_p may keep more than _NUM_CANDIDATES tokens.
+top_k or top_p leaves some out, ranks if logprobs are reported. logits_processors.py changes logits before that. No bit
+of a row's result depends on another row. The host waits for the device at the end; before the end only if top_k or
+top_p may keep more than _NUM_CANDIDATES tokens.
 """
 
 import math
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.logits_processors import process_logits
-from pagedattn_serve.execution.token_masks import TokenMasks
+from pagedattn_serve.execution.logits_processors import TokenMasks, process_logits
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams

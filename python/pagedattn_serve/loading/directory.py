@@ -1,8 +1,15 @@
-"""Where a checkpoint lies, and its JSON files."""
+"""Where a checkpoint lies, its JSON files, and what its config.json says, read without transformers.
+
+The class of a config imports half of transformers, and with it torch's compiler: two seconds of CPU time. So what is
+plain is read here, into the values that `AutoConfig` gives. All else is left to `AutoConfig`, with its defaults, its
+checks and its messages: a field that is missing, that is of another type or stands there twice, and what few models
+have.
+"""
 
 import json
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace, UnionType
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentTypeError
@@ -61,3 +68,122 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+_ALL: dict[str, Any] = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int}
+_LLAMA = _ALL | {
+    "intermediate_size": int,
+    "max_position_embeddings": int,
+    "rms_norm_eps": float,
+    "hidden_act": str,
+    "tie_word_embeddings": False,
+}
+# What models read, by model_type. A type: the field must be there. True or False: if it is missing, this is its value.
+# None: an int or null or missing.
+FIELDS: dict[str, dict[str, type | UnionType | bool | None]] = {
+    "llama": _LLAMA | {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+    "mistral": _LLAMA | {"num_key_value_heads": int, "head_dim": None, "sliding_window": int | None},
+    "qwen2": _LLAMA | {"num_key_value_heads": int, "head_dim": None, "use_sliding_window": False},
+    "qwen3": _LLAMA
+    | {"num_key_value_heads": int, "head_dim": int, "attention_bias": False, "use_sliding_window": False},
+    "gpt2": _ALL
+    | {
+        "max_position_embeddings": int,
+        "n_inner": None,
+        "activation_function": str,
+        "layer_norm_epsilon": float,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+    "opt": _ALL
+    | {
+        "max_position_embeddings": int,
+        "ffn_dim": int,
+        "word_embed_proj_dim": int,
+        "activation_function": str,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
+    },
+    "bloom": _ALL
+    | {
+        "seq_length": None,
+        "layer_norm_epsilon": float,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+    },
+}
+# Other names of fields in files.
+_OTHER_NAMES = {
+    "gpt2": {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    },
+    "bloom": {"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
+}
+# Another file, values for each layer, heads that turn in part.
+_NOT_PLAIN = {"configuration_files", "per_layer_config", "partial_rotary_factor"}
+_DTYPES = (None, "float32", "float16", "bfloat16")
+_MISSING = object()
+
+
+def read_plain_config(fields: dict[str, Any]) -> SimpleNamespace | None:
+    """What a model of FIELDS reads of a config.json, as attributes: the names and values are those that `AutoConfig`
+    gives, but the dtype is a name. None for a file that is left to `AutoConfig`."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FIELDS or fields.keys() & _NOT_PLAIN:
+        return None
+    other_names = _OTHER_NAMES.get(model_type, {})
+    named = {other_names.get(name, name): value for name, value in fields.items()}
+    dtype = fields.get("torch_dtype") if fields.get("dtype") is None else fields["dtype"]
+    if len(named) < len(fields) or dtype not in _DTYPES:
+        return None
+    config = SimpleNamespace(model_type=model_type, architectures=fields.get("architectures"), dtype=dtype)
+    for name, rule in FIELDS[model_type].items():
+        kind: type | UnionType
+        if isinstance(rule, bool):
+            value, kind = named.get(name, rule), bool
+        elif rule is None:
+            value, kind = named.get(name), int | None
+        else:
+            value, kind = named.get(name, _MISSING), rule
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            return None
+        setattr(config, name, value)
+    if model_type in ("qwen2", "qwen3"):
+        if not _has_no_windows(config, fields.get("layer_types")):
+            return None
+    elif "layer_types" in fields:  # which make another model of Mistral, for transformers
+        return None
+    if model_type in ("llama", "mistral", "qwen2", "qwen3") and not _complete(config, fields):
+        return None
+    return config
+
+
+def _has_no_windows(config: SimpleNamespace, layer_types: Any) -> bool:
+    if config.use_sliding_window or not isinstance(layer_types, list | None):
+        return False
+    return layer_types is None or layer_types.count("full_attention") == len(layer_types) == config.num_hidden_layers
+
+
+def _complete(config: SimpleNamespace, fields: dict[str, Any]) -> bool:
+    """Add what follows from other fields, for LLaMA and what differs from it by a switch; and what `models.rope` reads.
+    Returns whether these fields are plain."""
+    config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
+    config.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    config.rope_parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    config.rope_theta = fields.get("rope_theta", 10000.0)
+    config.original_max_position_embeddings = fields.get("original_max_position_embeddings")
+    return (
+        config.hidden_size % config.num_attention_heads == config.head_dim % 2 == 0  # else it may refuse them
+        and not (fields.get("rope_parameters") and fields.get("rope_scaling"))
+        and isinstance(config.rope_parameters, dict)
+        and not any(isinstance(value, dict) for value in config.rope_parameters.values())  # one for each type of layer
+        and isinstance(config.rope_theta, int | float)
+        and config.rope_theta > 0
+    )

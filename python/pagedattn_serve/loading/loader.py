@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
-from pagedattn_serve.loading.directory import model_directory, read_json
+from pagedattn_serve.loading.directory import model_directory, read_json, read_plain_config
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
-from pagedattn_serve.loading.plain_config import read_plain_config
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
 from pagedattn_serve.loading.weights import load_weights
 from pagedattn_serve.models.bloom import BloomForCausalLM

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache, LastRows
+from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.partition import Share, SlicedLinear, one_after_another
 from pagedattn_serve.models.rope import cos_sin_cache
 

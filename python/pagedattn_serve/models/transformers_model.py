@@ -23,9 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.models.causal_lm import CausalLM, misfit
+from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
 from pagedattn_serve.models.layers import attention
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import SINGLE, Partition
 from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, name_of
 from pagedattn_serve.models.transformers_trial import (

@@ -10,11 +10,9 @@ from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, R
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.beam_search import BeamSearch, Continuation
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceGroup, SequenceStatus
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenNames, names_in_prompt
 from pagedattn_serve.text.stop_strings import SpecialStops, StopSearch, StopStrings
-from pagedattn_serve.text.token_names import TokenNames, names_in_prompt
 
 # A module looks up a name faster than an enum looks up a member.
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

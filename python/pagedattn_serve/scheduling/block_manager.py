@@ -17,9 +17,8 @@ from struct import Struct
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.sequence import Sequence
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence
 from pagedattn_serve.scheduling.table_array import TableArray, TableRows
 
 

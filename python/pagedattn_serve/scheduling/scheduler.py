@@ -31,13 +31,17 @@ from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.prompt_pace import PromptPace
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import (
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+)
 from pagedattn_serve.scheduling.table_array import TableArray
 
 # A group of priority p stands where a group of priority 0 would stand that came p times this many requests later. So of

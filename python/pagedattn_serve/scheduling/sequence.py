@@ -1,4 +1,6 @@
-"""One sequence as the scheduler sees it: its tokens, its status, and how many of its tokens are in the cache."""
+"""What the scheduler schedules: sequences, and the groups of those that belong to one request. And what it makes of
+them for one step, a batch, which the runner reads; nothing else passes between the two.
+"""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -111,3 +113,105 @@ class ScheduledSequence:
     num_new_tokens: int
     num_samples: int
     draft_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)  # compared and hashed by identity, as sequences are
+class SequenceGroup:
+    """A request as the scheduler sees it.
+
+    A group begins with one sequence. When the prompt is computed, the other sequences are forked from it and share its
+    blocks.
+
+    sequences: the unfinished sequences, in the order in which they run.
+    arrival_time: as the request's metrics tell it.
+    priority: lower is served earlier, if the scheduling policy looks at it.
+    order: the group's place among all groups, lower is earlier; set by the scheduler.
+    num_preemptions: how often the group lost its blocks.
+    decode: how its only sequence runs as a plain decode (`ScheduledBatch.num_plain`), which is the same in each step.
+        None until the first such step.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    rules: SequenceRules
+    arrival_time: float
+    priority: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    order: tuple[int, int] = (0, 0)
+    num_preemptions: int = 0
+    decode: ScheduledSequence | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            self.sequences.append(Sequence(self.request_id, self.prompt_token_ids, self.rules))
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to run through the model, over all sequences."""
+        return sum(sequence.num_uncomputed_tokens for sequence in self.sequences)
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether a sequence has more to compute than its last token."""
+        for sequence in self.sequences:  # inline, because every step asks this of all groups
+            if len(sequence.prompt_token_ids) + len(sequence.output_token_ids) > sequence.num_computed_tokens + 1:
+                return True
+        return False
+
+    @property
+    def has_forked(self) -> bool:
+        """Whether the group has output. From then on all of its sequences are there."""
+        return len(self.sequences) > 1 or bool(self.sequences and self.sequences[0].output_token_ids)
+
+    @property
+    def max_num_sequences(self) -> int:
+        """The most sequences that the group will run at once from here on."""
+        if self.has_forked and not self.rules.uses_beams:
+            return len(self.sequences)
+        return self.rules.num_sequences
+
+
+TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step of the model. Copies of blocks are part of the step: whoever runs the batch makes the copies first,
+    even if there is nothing else to run. Pairs that are copied are taken out of their list, and
+    `Scheduler.mark_computed` refuses a batch with pairs left.
+
+    sequences: what to run; the sequences of a group follow each other, in the group's order. Row i of the block
+        manager's `table_array` is the block table of the i-th one.
+    blocks_to_swap_out: (device block, host block) pairs to copy first.
+    blocks_to_swap_in: (host block, device block) pairs to copy next.
+    blocks_to_copy: (src, dst) pairs within the cache to copy last, in the order of the list (copy-on-write).
+    preempted: groups that lost their blocks in this step, to make room.
+    outgrown: groups that cannot go on, because they alone need more blocks than the cache has.
+    num_decodes: how many of the sequences belong to groups that decode: each runs its last token, and its drafts.
+    num_plain: how many of the first sequences are plain decodes. Each is the only sequence of its group, which is no
+        group of beams, has output, runs its last token, and draws one token.
+    num_long_tokens: how many tokens belong to prompts that do not fit in a step.
+    table_writes: what was written to `table_array` since the batch before, as arguments of `TableArray.write`.
+    """
+
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    outgrown: list[SequenceGroup] = field(default_factory=list)
+    num_decodes: int = 0
+    num_plain: int = 0
+    num_long_tokens: int = 0
+    table_writes: list[TableWrite] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to run, over all sequences."""
+        return sum(scheduled.num_new_tokens + len(scheduled.draft_token_ids) for scheduled in self.sequences)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks are still to be copied. There may be some without any sequence to run: the blocks of a group
+        that made room for another group, which is `outgrown` nevertheless."""
+        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)

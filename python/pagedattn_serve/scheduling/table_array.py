@@ -3,9 +3,7 @@
 from array import array
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
-
-TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
+from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, TableWrite
 
 
 class TableArray:

@@ -1,12 +1,273 @@
-"""A conversation as the text of a prompt, by the chat template of the tokenizer, in transformers' sandbox."""
+"""The messages of a conversation: checked, in each form that chat templates are written for, and with marks that show
+what a template leaves out."""
 
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.config import check_bool
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
-from pagedattn_serve.text.messages import Fields, Message, first_left_out, readings
+
+# A dict with a role, a content (a text or a list of {"type": "text", "text": ...}), and whatever else the template
+# knows, such as the tool_calls of an assistant.
+Message = Any
+Fields = dict[str, Any]
+
+# Fields of a message that say something beside its content. What names and numbers things ("name", "tool_call_id"), and
+# what an assistant thought, a template may leave out.
+_SAYING = ("refusal", "function_call", "audio")
+
+
+def readings(messages: Any) -> Iterator[list[Fields]]:
+    """The messages as they are, then in the other forms that templates are written for.
+
+    In each form, fields that are None are left out, a refusal is the content of a message that has no other, and a list
+    without calls or parts is as if left out. The forms differ in these:
+
+    - arguments of calls are objects, or else JSON texts;
+    - the role developer is itself, or else system;
+    - contents are as they are, or texts (parts are lines of it), or parts.
+
+    Raises ValueError or TypeError, which name the message, for what is no message.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ArgumentTypeError("messages", "a list of messages", type(messages).__name__)
+    if not messages:
+        raise ArgumentError("messages", "one at least", "none")
+    names = [f"messages[{i}]" for i in range(len(messages))]
+    before: list[list[Fields]] = []
+    for as_object, developer, form in itertools.product(
+        (True, False), ("developer", "system"), (_as_it_is, _as_text, _as_parts)
+    ):
+        read = [_read(*each, as_object, developer, form) for each in zip(names, messages, strict=True)]
+        if read not in before:
+            before.append(read)
+            yield read
+
+
+def first_left_out(render: Callable[[list[Fields]], str], messages: list[Fields]) -> tuple[int, str] | None:
+    """The first thing that the messages say, but not the text that `render` makes of them: the place of the message and
+    the name of the thing. None if the text says all. Parts or arguments that stand in the text as Python writes them
+    count as left out, too.
+
+    Each thing gets a mark, at its end and then at its beginning, as a template may cut a content short.
+    """
+    left_out: list[tuple[int, str]] = []
+    for at_end in (True, False):
+        marks = _Marks(at_end)
+        marked = [marks.put(i, message) for i, message in enumerate(messages)]
+        try:
+            text = render(marked).lower()
+        except Exception:  # the template takes the messages without marks: so it looks at what the marks have changed
+            return None
+        missing = marks.missing(text)
+        left_out = missing if at_end else [thing for thing in left_out if thing in missing]
+        if not left_out:
+            return None
+    return left_out[0]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(name: str, message: Message, as_object: bool, developer: str, form: Callable[[Any], Any]) -> Fields:
+    if not isinstance(message, Mapping):
+        raise ArgumentTypeError(name, "a dict with role and content", type(message).__name__)
+    fields = _given(message)
+    role = fields.get("role")
+    if not isinstance(role, str):
+        raise ArgumentTypeError(f"{name}.role", "a string", type(role).__name__)
+    if not role:
+        raise ArgumentError(f"{name}.role", "a role", "''")
+    if role == "developer":
+        fields["role"] = developer
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _read_calls(f"{name}.tool_calls", fields["tool_calls"], as_object)
+        if not fields["tool_calls"]:
+            del fields["tool_calls"]
+    if isinstance(fields.get("function_call"), Mapping):
+        fields["function_call"] = _read_function(f"{name}.function_call", fields["function_call"], as_object)
+    if isinstance(fields.get("refusal"), str) and not fields.get("content"):
+        fields["content"] = fields.pop("refusal")
+    if "content" in fields:
+        fields["content"] = form(_read_content(f"{name}.content", fields["content"]))
+    elif not _says_something(fields):
+        raise ArgumentError(f"{name}.content", "a text", "none")
+    return fields
+
+
+def _given(fields: Mapping[str, Any]) -> Fields:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _read_content(name: str, content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ArgumentTypeError(name, "a string or a list of parts", type(content).__name__)
+    return [{"type": "text", "text": _part_text(f"{name}[{i}]", part)} for i, part in enumerate(content)] or ""
+
+
+def _part_text(name: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise ArgumentTypeError(name, "a dict with type and text", type(part).__name__)
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise ArgumentError(f"{name}.type", '"text", the only kind of content here', repr(kind))
+    if not isinstance(part.get(kind), str):
+        raise ArgumentTypeError(f"{name}.{kind}", "a string", type(part.get(kind)).__name__)
+    return part[kind]
+
+
+def _as_it_is(content: Any) -> Any:
+    return content
+
+
+def _as_text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _as_parts(content: Any) -> list[Fields]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _read_calls(name: str, calls: Any, as_object: bool) -> list[Fields]:
+    if not isinstance(calls, list | tuple):
+        raise ArgumentTypeError(name, "a list of calls", type(calls).__name__)
+    read = []
+    for i, call in enumerate(calls):
+        if not isinstance(call, Mapping):
+            raise ArgumentTypeError(f"{name}[{i}]", "a dict with function", type(call).__name__)
+        if "name" in call and "function" not in call:  # as some templates have it
+            read.append(_read_function(f"{name}[{i}]", call, as_object))
+        else:
+            function = _read_function(f"{name}[{i}].function", call.get("function"), as_object)
+            read.append({**_given(call), "function": function})
+    return read
+
+
+def _read_function(name: str, function: Any, as_object: bool) -> Fields:
+    if not isinstance(function, Mapping):
+        raise ArgumentTypeError(name, "a dict with name and arguments", type(function).__name__)
+    fields = _given(function)
+    if not isinstance(fields.get("name"), str):
+        raise ArgumentTypeError(f"{name}.name", "a string", type(fields.get("name")).__name__)
+    given = fields.get("arguments", "")
+    arguments = _read_arguments(f"{name}.arguments", given)
+    if as_object:
+        return {**fields, "arguments": arguments}
+    is_text = isinstance(given, str) and arguments
+    return {**fields, "arguments": given if is_text else json.dumps(arguments, ensure_ascii=False)}
+
+
+def _read_arguments(name: str, arguments: Any) -> Fields:
+    """The object that a call's arguments are, which come as JSON; "" has no members, as with vLLM."""
+    read = arguments
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(name, "an object as JSON", f"what is no JSON ({error})") from None
+        if not isinstance(read, dict):
+            raise ArgumentError(name, "an object as JSON", f"JSON of {type(read).__name__}")
+    if not isinstance(read, Mapping):
+        raise ArgumentTypeError(name, "an object, or its JSON", type(read).__name__)
+    return dict(read)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def _says_something(fields: Fields) -> bool:
+    """Of a message without content."""
+    return _Marks(at_end=True).put(0, fields) != fields
+
+
+# ---- marks -----------------------------------------------------------------------------------------------------------
+
+
+class _Marks:
+    """Words that no message has, one for each thing that messages say."""
+
+    def __init__(self, at_end: bool) -> None:
+        self._at_end = at_end
+        self._key = secrets.token_hex(8)
+        self._things: dict[str, tuple[int, str]] = {}  # the place of the message and the name, by the mark
+        self._spoilt: dict[str, str] = {}  # by the mark: what the text has if the thing is not written as such
+
+    def missing(self, text: str) -> list[tuple[int, str]]:
+        """All things that the text does not have. text: in small letters."""
+        found = set()
+        for match in re.finditer(rf"({self._key}x\d+x)(?:key)?", text):
+            found |= {match[1], match[0], text[max(match.start() - 1, 0) : match.end()]}
+        return [thing for mark, thing in self._things.items() if mark not in found or self._spoilt.get(mark) in found]
+
+    def put(self, place: int, message: Fields) -> Fields:
+        """The message with its marks."""
+        fields, name = dict(message), f"messages[{place}]"
+        for key in _SAYING:
+            if key in fields:
+                fields[key] = self._in_all(fields[key], self._new(place, f"{name}.{key}"))
+        if "tool_calls" in fields:
+            calls = enumerate(fields["tool_calls"])
+            fields["tool_calls"] = [self._in_call(place, f"{name}.tool_calls[{i}]", call) for i, call in calls]
+        has_more = fields != message
+        content = fields.get("content")
+        if isinstance(content, str) and (content.strip() or not has_more):
+            fields["content"] = self._in_text(content, self._new(place, f"{name}.content"))
+        elif isinstance(content, list):
+            has_more = has_more or any(part["text"].strip() for part in content)
+            fields["content"] = [
+                part if has_more and not part["text"].strip() else self._in_part(place, f"{name}.content[{i}]", part)
+                for i, part in enumerate(content)
+            ]
+        elif content is None and not has_more:  # such as {"role": "documents", "documents": [...]}
+            mark = self._new(place, name)
+            return {k: v if k == "role" else self._in_all(v, mark) for k, v in fields.items()}
+        return fields
+
+    def _new(self, place: int, name: str) -> str:
+        mark = f"{self._key}x{len(self._things)}x"
+        self._things[mark] = place, name
+        return mark
+
+    def _in_text(self, text: str, mark: str) -> str:
+        return text + mark if self._at_end else mark + text
+
+    def _in_part(self, place: int, name: str, part: Fields) -> Fields:
+        mark = self._new(place, name)
+        self._spoilt[mark] = f"{mark}key"  # the list as a whole, instead of the text of its parts
+        return {**part, "text": self._in_text(part["text"], mark), f"{mark}key": 0}
+
+    def _in_call(self, place: int, name: str, call: Fields) -> Fields:
+        is_wrapped = "function" in call
+        function = dict(call["function"] if is_wrapped else call)
+        function["name"] = self._in_text(function["name"], self._new(place, name))
+        arguments = function["arguments"]
+        if arguments not in ({}, "{}"):
+            mark = self._new(place, f"{name}.function.arguments" if is_wrapped else f"{name}.arguments")
+            if isinstance(arguments, str):
+                function["arguments"] = self._in_text(arguments, mark)
+            else:
+                self._spoilt[mark] = f"'{mark}key"  # Python's form of the object, which is no JSON
+                function["arguments"] = {**arguments, f"{mark}key": mark}
+        return {**call, "function": function} if is_wrapped else function
+
+    def _in_all(self, value: Any, mark: str) -> Any:
+        """The value with the mark in each of its texts."""
+        if isinstance(value, str):
+            return self._in_text(value, mark)
+        if isinstance(value, Mapping):
+            return {key: self._in_all(each, mark) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._in_all(each, mark) for each in value]
+        return value
 
 
 def render_chat(

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentFileError
-from pagedattn_serve.loading.directory import find_directory, read_json
-from pagedattn_serve.loading.plain_config import read_plain_config
+from pagedattn_serve.loading.directory import find_directory, read_json, read_plain_config
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 # Names of the class that is all in tokenizer.json; the second since transformers 5.

@@ -6,10 +6,8 @@ decodes (`steady_decodes.py`), with the block manager's own methods. That the re
 """
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.prompt_pace import NUM_MEASURED
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup, SequenceRules, SequenceStatus
 from pagedattn_simulate.cost_model import StepWork
 from pagedattn_simulate.systems.steady_decodes import SteadyScheduler
 from pagedattn_simulate.systems.system import Memory, StepResult

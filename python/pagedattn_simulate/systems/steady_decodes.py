@@ -10,11 +10,9 @@ import heapq
 from dataclasses import dataclass
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler, _LongPrompts
-from pagedattn_serve.scheduling.sequence import Sequence
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup
 from pagedattn_simulate.workload import SimulatedRequest
 
 

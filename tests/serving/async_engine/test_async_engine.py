@@ -23,7 +23,7 @@ from pagedattn_serve import (
     SamplingParams,
 )
 from pagedattn_serve.async_engine.core import EngineLoop, News
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import RequestArgs
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 

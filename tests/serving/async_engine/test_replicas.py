@@ -24,7 +24,7 @@ from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, EngineS
 from pagedattn_serve.async_engine import process_core, replicas
 from pagedattn_serve.async_engine.core import EngineFacts, News, ReplicaDeadError
 from pagedattn_serve.outputs import CompletionOutput, RequestMetrics
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import RequestArgs
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8, "num_steps": 5})  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine
 from pagedattn_serve.distributed import workers
-from pagedattn_serve.distributed.cpus import cpus_of_rank, numa_nodes
+from pagedattn_serve.distributed.processes import cpus_of_rank, numa_nodes
 
 
 @pytest.fixture

@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from pagedattn_serve.distributed import network
-from pagedattn_serve.distributed.channel import SIZE, ChannelClosed, NetworkChannel
-from pagedattn_serve.distributed.network import Hello, Listener, connect, has_hung_up
+from pagedattn_serve.distributed import channel
+from pagedattn_serve.distributed.channel import (
+    SIZE,
+    ChannelClosed,
+    Hello,
+    Listener,
+    NetworkChannel,
+    connect,
+    has_hung_up,
+)
 
 KEY = b"the key of an engine"
 OURS = Hello("steps", generation=3, rank=1)
@@ -37,7 +44,7 @@ def in_seconds(seconds: float) -> float:
 
 def test_who_is_expected_comes_in(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others do not, and keep nobody out: who has another key, says nothing, says anything, or is of another group."""
-    monkeypatch.setattr(network, "HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 1)
 
     def call(key: bytes, hello: Hello) -> socket.socket:
         return connect(listener.address, key, hello, in_seconds(30), goes_on)

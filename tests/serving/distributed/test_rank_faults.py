@@ -23,7 +23,7 @@ from pagedattn_serve.distributed import communicator, workers
 from pagedattn_serve.errors import ExecutorDeadError
 
 SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
-FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/step_runner.py")} | {
+FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/model_runner.py")} | {
     str(ROOT / f"distributed/{name}.py") for name in ("executor", "workers", "communicator", "channel")
 }
 

@@ -10,7 +10,7 @@ from checkpoints import Checkpoint, run, token_ids
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import ScheduledBatch
 
 PLENTY = 400  # blocks of 8 tokens
 

@@ -20,8 +20,8 @@ from checkpoints import (
 
 import pagedattn_ext
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.engine_setup import choose_device
 from pagedattn_serve.execution import cache_engine
+from pagedattn_serve.execution.engine_setup import choose_device
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

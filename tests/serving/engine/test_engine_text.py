@@ -36,9 +36,8 @@ from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.requests.request import Completion, OutputRules, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.text.detokenizer import REPLACEMENT
+from pagedattn_serve.text.detokenizer import REPLACEMENT, TokenNames
 from pagedattn_serve.text.stop_strings import StopStrings
-from pagedattn_serve.text.token_names import TokenNames
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

@@ -217,7 +217,7 @@ def test_nothing_left_to_choose(engine: LLMEngine, options: dict[str, Any]) -> N
 def test_a_form_too_complex_to_go_on(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What llguidance reports in the middle ends the request in an error, though its mask then allows the end."""
     reports = iter([None, None, ArgumentError("structured_output", "a form", "lexer too complex")])
-    monkeypatch.setattr("pagedattn_serve.execution.token_masks.error_of", lambda matcher: next(reports))
+    monkeypatch.setattr("pagedattn_serve.execution.logits_processors.error_of", lambda matcher: next(reports))
     [output] = run(engine, ["the cat"], params_of("json", temperature=0))
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("error", 2)
     assert output.error == "structured_output: expected a form, got lexer too complex"
@@ -498,7 +498,7 @@ def test_a_batch_without_structure_does_nothing(engine: LLMEngine, monkeypatch: 
     def fail(*args: object) -> None:
         raise AssertionError("masks for nobody")
 
-    monkeypatch.setattr("pagedattn_serve.execution.token_masks.TokenMasks.apply", fail)
+    monkeypatch.setattr("pagedattn_serve.execution.logits_processors.TokenMasks.apply", fail)
     kinds = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, min_tokens=2, logit_bias={3: 1.0})]
     assert all(output.error is None for output in run(engine, ["the cat"] * 2, kinds))
 

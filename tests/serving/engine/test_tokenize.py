@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
-from pagedattn_serve.requests.inputs import InputProcessor
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import InputProcessor, RequestArgs
 from pagedattn_serve.sampling_params import SamplingParams
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pagedattn_ext import allocate_kv_cache, ops
 from pagedattn_serve.execution import cache_engine
 from pagedattn_serve.execution.cache_engine import CacheEngine
-from pagedattn_serve.models.metadata import KVCache
+from pagedattn_serve.models.causal_lm import KVCache
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 6, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagedattn_serve.config import DEFAULT_WATERMARK, UNBOUNDED, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.execution.cache_memory import (
+from pagedattn_serve.execution.engine_setup import (
     choose_num_blocks,
     choose_num_host_blocks,
     cuda_memory,

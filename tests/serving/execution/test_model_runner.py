@@ -16,11 +16,16 @@ from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceRules, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import (
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceGroup,
+    SequenceRules,
+    SequenceStatus,
+)
 from pagedattn_serve.scheduling.table_array import TableArray
 
 GREEDY = SamplingParams(temperature=0)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pagedattn_serve import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.async_engine.core import ThreadCore
 from pagedattn_serve.execution.sampler import SamplerOutput
-from pagedattn_serve.scheduling.batch import ScheduledBatch
+from pagedattn_serve.scheduling.sequence import ScheduledBatch
 
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds, for what would hang otherwise

@@ -18,7 +18,7 @@ from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.distributed import process_group, worker
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
-from pagedattn_serve.execution.step_runner import StepInputs, StepRunner
+from pagedattn_serve.execution.model_runner import StepInputs, StepRunner
 
 RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS = 90, 91, 92, 93, 94
 

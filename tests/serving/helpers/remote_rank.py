@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from warm_ranks import StartedRanks
 
-from pagedattn_serve.distributed.network import Address
+from pagedattn_serve.distributed.channel import Address
 from pagedattn_serve.errors import ExecutorDeadError
 
 MAX_BYTES = 1 << 10

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from pagedattn_serve.loading.directory import FIELDS, read_plain_config
 from pagedattn_serve.loading.loader import NATIVE, TORCH_DTYPES
-from pagedattn_serve.loading.plain_config import FIELDS, read_plain_config
 from pagedattn_serve.models.llama import sliding_window_of_layer
 from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.models.rope import rope_parameters

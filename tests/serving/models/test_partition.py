@@ -25,9 +25,8 @@ from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.loading.weights import checkpoint_shapes
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, NativeCausalLM
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
-from pagedattn_serve.models.metadata import AttentionMetadata, KVCache
 from pagedattn_serve.models.partition import Partition, Share, one_after_another, split
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.execution.step_runner import StepInputs, StepRunner
+from pagedattn_serve.execution.model_runner import StepInputs, StepRunner
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models import layers
 from pagedattn_serve.models.causal_lm import CausalLM

@@ -17,15 +17,12 @@ import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
-from pagedattn_serve.requests.inputs import InputProcessor
-from pagedattn_serve.requests.prompts import RequestArgs
+from pagedattn_serve.requests.inputs import InputProcessor, RequestArgs
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup, SequenceStatus
 
 PACKAGE = os.path.dirname(pagedattn_serve.__file__)
 # Where an interrupt may come: in all that the engine consists of above the runner.

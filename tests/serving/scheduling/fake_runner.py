@@ -18,9 +18,8 @@ from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence
 from pagedattn_serve.scheduling.table_array import TableArray
 
 ROW_ERROR = "logits_processors: as it happens"

@@ -13,11 +13,9 @@ from fake_engine import FakeEngine
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import Sequence
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup
 from pagedattn_serve.scheduling.table_array import TableArray
 
 

@@ -6,8 +6,7 @@ The fake engine checks each step: among others that gangs are whole, and that ea
 import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
-from pagedattn_serve.scheduling.sequence import SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import SequenceGroup, SequenceStatus
 
 
 def append_tokens(engine: FakeEngine, group: SequenceGroup) -> None:

@@ -10,9 +10,8 @@ from statistics import median
 import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.prompt_pace import MEASURE_EVERY, MIN_LONE_TOKENS, PromptPace
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, SequenceGroup
 
 DECODE_SECONDS = 0.01
 BUDGET = 64  # tokens of a step

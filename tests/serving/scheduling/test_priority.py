@@ -4,7 +4,7 @@ import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
 from pagedattn_serve.scheduling import scheduler as scheduler_module
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import SequenceGroup
 
 
 def running(engine: FakeEngine) -> list[SequenceGroup]:

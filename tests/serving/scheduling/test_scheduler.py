@@ -8,8 +8,7 @@ from fake_engine import FakeEngine, make_engine, ran
 
 from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.sequence import Sequence, SequenceRules, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import Sequence, SequenceGroup, SequenceRules, SequenceStatus
 
 
 def add(engine: FakeEngine, prompt_len: int, max_tokens: int = 1000) -> Sequence:

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
-from pagedattn_serve.scheduling.batch import ScheduledBatch
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, SequenceStatus
-from pagedattn_serve.scheduling.sequence_group import SequenceGroup
+from pagedattn_serve.scheduling.sequence import (
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+)
 
 
 def make_sequence(prompt: list[int], output: list[int]) -> Sequence:

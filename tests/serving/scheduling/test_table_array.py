@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.scheduling.batch import ScheduledBatch
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
-from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence
 from pagedattn_serve.scheduling.table_array import TableArray
 
 BLOCK_SIZE = 8

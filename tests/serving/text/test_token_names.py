@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer
-from pagedattn_serve.text.token_names import TokenNames, names_in_prompt
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenNames, names_in_prompt
 
 TEXT = st.text(max_size=12) | st.text(alphabet="the cat, 🙂é日\u200d👩", max_size=12)
 WORDS = ["the", "cat", " sat", "##s", "mat</w>", "on</w>"]

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import Checkpoint, change_config
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pagedattn_serve.loading.plain_config import FIELDS, read_plain_config
+from pagedattn_serve.loading.directory import FIELDS, read_plain_config
 from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
 
 TEXT = "the cat sat 🙂 é"

@@ -42,7 +42,7 @@ from pagedattn_serve.server.openai.service import (
     service_of,
     while_connected,
 )
-from pagedattn_serve.text.token_names import TokenNames
+from pagedattn_serve.text.detokenizer import TokenNames
 
 router = APIRouter()
 

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 
 from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.text.token_names import TokenNames, is_in_text, names_in_prompt
+from pagedattn_serve.text.detokenizer import TokenNames, is_in_text, names_in_prompt
 
 LOWEST = -9999.0  # for minus infinity, which JSON does not have
 

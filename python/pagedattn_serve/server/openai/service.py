@@ -27,7 +27,7 @@ from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.errors import engine_error
 from pagedattn_serve.server.openai.fields import SamplingBody, form_field
 from pagedattn_serve.text.chat_template import render_chat
-from pagedattn_serve.text.token_names import TokenNames
+from pagedattn_serve.text.detokenizer import TokenNames
 
 logger = logging.getLogger(__name__)
 
