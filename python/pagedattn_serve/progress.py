@@ -91,7 +91,7 @@ class Progress:
         return text
 
 
-def told(items: Collection[T], name: str, report: Report | None) -> Iterator[T]:
+def reported(items: Collection[T], name: str, report: Report | None) -> Iterator[T]:
     """The items. As they are done, `report(done, total)` is called: at the start, then for every quarter. Without
     `report` a terminal shows the progress."""
     if report is None:

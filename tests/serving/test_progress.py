@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pagedattn_serve import progress
-from pagedattn_serve.progress import Progress, clock, told
+from pagedattn_serve.progress import Progress, clock, reported
 
 
 class Terminal(io.StringIO):
@@ -63,7 +63,7 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_elsewhere_lines_stay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A file or a pipe gets the last line, and one now and then on the way; what is for a terminal alone shows
     nothing."""
-    for _ in told("ab", "Loading", report=None):
+    for _ in reported("ab", "Loading", report=None):
         pass
     with Progress(2, "Requests", shown=False) as shown:
         shown.update(2)
@@ -90,11 +90,11 @@ def test_what_is_over_before_its_delay_shows_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("total", [0, 1, 3, 4, 7, 100])
 def test_quarters_are_told(total: int) -> None:
-    told_of: list[tuple[int, int]] = []
-    assert list(told(range(total), "Loading", lambda done, of: told_of.append((done, of)))) == list(range(total))
-    assert told_of[0] == (0, total) and told_of[-1] == (total, total)
-    assert len(told_of) == 1 + min(total, 4)
-    assert all(4 * done >= i * total for i, (done, _) in enumerate(told_of) if total >= 4)
+    reports: list[tuple[int, int]] = []
+    assert list(reported(range(total), "Loading", lambda done, of: reports.append((done, of)))) == list(range(total))
+    assert reports[0] == (0, total) and reports[-1] == (total, total)
+    assert len(reports) == 1 + min(total, 4)
+    assert all(4 * done >= i * total for i, (done, _) in enumerate(reports) if total >= 4)
 
 
 def test_nothing_fails_for_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,11 @@ class RemoteWatch:
         self._last = WORKS
 
     def look(self) -> str | None:
-        told = b""
+        received = b""
         with suppress(OSError):  # nothing has come; or the rank has ended, which others see
-            told = self._connection.recv(1 << 10, socket.MSG_DONTWAIT)
-        if told:
-            self._num_silent, self._last = 0, told[-1:]
+            received = self._connection.recv(1 << 10, socket.MSG_DONTWAIT)
+        if received:
+            self._num_silent, self._last = 0, received[-1:]
         else:
             self._num_silent += 1
         return f"has not answered for {HANG_SECONDS:g} seconds" if self._num_silent >= MAX_LOOKS else None

@@ -33,7 +33,7 @@ from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantizable, quantize_int4, quantize_int8
-from pagedattn_serve.progress import told
+from pagedattn_serve.progress import reported
 
 SHARD_BYTES = 4 << 30  # of tensors in a file; so many are in memory at once
 # Files beside the weights that a copy has, too: tokenizer, chat template, defaults of generation, license.
@@ -163,7 +163,7 @@ def quantized_tensors(
     own_names = checkpoint_names(model, stored)
     tensors = {name: stored[own] for name, own in own_names.items()}
     check_tensors(model, directory, tensors)
-    for name, layer in told(sliced_layers(model).items(), "Quantizing", report=None):
+    for name, layer in reported(sliced_layers(model).items(), "Quantizing", report=None):
         for part in layer.checkpoint_parts(name):
             own_name = own_names[f"{part}.weight"].removesuffix(".weight")
             if name == model.head or (format == "int4" and layer.in_features % GROUP_SIZE):

@@ -15,7 +15,7 @@ from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 from pagedattn_serve.models.quantization import quantizable
-from pagedattn_serve.progress import Report, told
+from pagedattn_serve.progress import Report, reported
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -79,8 +79,8 @@ def load_weights(
                 packed = quantized_linear(quantized, layer.bias) if quantized else forms.pack(layer_name, layer, weight)
                 model.set_submodule(layer_name, packed)
 
-        names_as_told = told(parameters, "Loading weights", on_loading)
-        for layer_name, names in groupby(names_as_told, lambda name: name.rpartition(".")[0]):
+        reported_names = reported(parameters, "Loading weights", on_loading)
+        for layer_name, names in groupby(reported_names, lambda name: name.rpartition(".")[0]):
             load_layer(layer_name, names)
             open_files.close()
             give_back_freed_memory()

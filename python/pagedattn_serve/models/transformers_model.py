@@ -1,6 +1,6 @@
 """Any other causal LM: transformers' own forward on one flat row of tokens, with attention on the paged cache.
 
-transformers lets a library register an attention function under a name. If a model is told the name, its layers call
+transformers lets a library register an attention function under a name. If a model is given the name, its layers call
 the function. So the model is transformers' own, and nothing but the cache lives from step to step.
 
 A model that would give wrong results is refused, most often when it is built (`transformers_trial`), at the latest when
@@ -35,7 +35,7 @@ from pagedattn_serve.models.transformers_trial import (
     give_to_layers,
     run_trial,
 )
-from pagedattn_serve.progress import Report, told
+from pagedattn_serve.progress import Report, reported
 
 PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no mask function, so no masks are made
 FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
@@ -306,7 +306,7 @@ def own_progress(on_loading: Report | None) -> Iterator[None]:
     def make_bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != loading_thread:
             return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
-        return transformers_logging.EmptyTqdm(*(told(items, "Loading weights", on_loading) for items in args[:1]))
+        return transformers_logging.EmptyTqdm(*(reported(items, "Loading weights", on_loading) for items in args[:1]))
 
     previous = transformers_logging.set_tqdm_hook(make_bar)
     try:

@@ -43,7 +43,7 @@ class OutputRules:
 class Completion:
     """One output of a request: the tokens of a sequence, as they come, their text, and what ends it.
 
-    is_told: whether a delta has told the end of this output.
+    end_is_sent: whether a delta has said the end of this output.
     logprobs: for each output token, the logprobs of the token and of the most likely tokens, if asked for.
     """
 
@@ -55,14 +55,14 @@ class Completion:
         "_stop_reason",
         "_stop_search",
         "cumulative_logprob",
-        "is_told",
+        "end_is_sent",
         "logprobs",
         "sequence",
     )
 
     def __init__(self, sequence: Sequence, rules: OutputRules) -> None:
         self.sequence = sequence
-        self.is_told = False
+        self.end_is_sent = False
         self._num_told_tokens = self._num_told_characters = 0  # by deltas
         self.cumulative_logprob = 0.0
         self.logprobs: list[PackedLogprobs] = []
@@ -159,7 +159,7 @@ class Completion:
         )
         if is_delta:
             self._num_told_tokens, self._num_told_characters = len(sequence.output_token_ids), end
-            self.is_told = finish_reason is not None
+            self.end_is_sent = finish_reason is not None
         return output
 
 
@@ -269,7 +269,7 @@ class Request:
         is_delta, error = self.output_kind is DELTA, self.error
         outputs: list[CompletionOutput] = []
         for index, completion in enumerate(self.best() if self.output_kind is FINAL_ONLY else self.completions):
-            if not completion.is_told:
+            if not completion.end_is_sent:
                 outputs.append(completion.output(index, is_delta))
         prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
         if self._prompt_logprobs is not None and not self._are_prompt_logprobs_told:

@@ -183,11 +183,11 @@ class ChunkWriter:
         stop_reason: int | str | None = None,
     ) -> str:
         """A chunk for one choice. content: its new text, as a rendered field."""
-        told = "null" if logprobs is None else encode_json(logprobs)
+        logprobs_json = "null" if logprobs is None else encode_json(logprobs)
         end = "null"
         if finish_reason is not None:
             end = f'"{finish_reason}","stop_reason":{encode_json(stop_reason)}'
-        return f'{self._head}{{"index":{index},{content},"logprobs":{told},"finish_reason":{end}}}{self._tail}'
+        return f'{self._head}{{"index":{index},{content},"logprobs":{logprobs_json},"finish_reason":{end}}}{self._tail}'
 
     def usage(self, usage: Usage) -> str:
         """The chunk after the chunks of all choices."""
@@ -274,13 +274,13 @@ class CompletionAnswer(Answer):
         num_choices = self.job.params.n
         indices = range(place * num_choices, (place + 1) * num_choices)
         finish_reason = None if self.shows_output else "length"
-        told = []
+        chunks = []
         if self._body.echo:
             text = self.render(beginning.text)
-            told = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
+            chunks = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
         if not self.shows_output:
-            return told, []
-        return told, [beginning.format and beginning.format.fork() for _ in indices]
+            return chunks, []
+        return chunks, [beginning.format and beginning.format.fork() for _ in indices]
 
     def render(self, text: str) -> str:
         return f'"text":{encode_json(text)}'
@@ -336,8 +336,8 @@ class ChatAnswer(Answer):
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[LogprobsFormat]]:
         """The first chunk of a choice says who speaks."""
         indices = range(self.job.params.n)
-        told = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
-        return told, [self._logprobs for _ in indices]
+        chunks = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
+        return chunks, [self._logprobs for _ in indices]
 
     def render(self, text: str) -> str:
         return f'"delta":{{"content":{encode_json(text)}}}' if text else '"delta":{}'
@@ -384,17 +384,17 @@ class JobChunks:
             await send(self._writer.usage(self._usage()).encode())
 
     def _events(self, place: int, output: RequestOutput) -> bytes:
-        told: list[str] = []
+        chunks: list[str] = []
         if place not in self._forms:
-            told, self._forms[place] = self._answer.opening(self._writer, place, output)
+            chunks, self._forms[place] = self._answer.opening(self._writer, place, output)
         if forms := self._forms[place]:
             for completion in output.outputs:
                 self._nums_tokens[place] += len(completion.token_ids)
                 index = place * self._job.params.n + completion.index
-                told += self._news(index, completion, forms[completion.index])
+                chunks += self._news(index, completion, forms[completion.index])
         if self._writer.counts_on:
-            told = [self._writer.with_usage(chunk, self._usage()) for chunk in told]
-        return "".join(told).encode()
+            chunks = [self._writer.with_usage(chunk, self._usage()) for chunk in chunks]
+        return "".join(chunks).encode()
 
     def _news(self, index: int, completion: CompletionOutput, form: LogprobsFormat) -> list[str]:
         """The chunk with the news of a choice, if there is any."""

@@ -69,30 +69,30 @@ class CompletionLogprobsFormat:
 
     def add_prompt(self, text: str, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
         """entries: one for each token; None for the first token, which nothing predicts."""
-        told = _no_logprobs(self._num_top)
+        result = _no_logprobs(self._num_top)
         for token_id, each in zip(token_ids, entries, strict=True):
             if each is None:
                 name = next(names_in_prompt(self._names, token_ids, text, [[token_id]]))[token_id]
             else:
                 name = each[token_id].decoded_token or ""
             is_in = is_in_text(self._names, token_id, text, self._offset)
-            self._add(told, token_id, name, each, is_in)
+            self._add(result, token_id, name, each, is_in)
         self._offset = len(text)  # the text may have spaces or capitals that the tokenizer does not keep
-        return told
+        return result
 
     def add(self, completion: CompletionOutput) -> CompletionLogprobs:
-        told = _no_logprobs(self._num_top)
+        result = _no_logprobs(self._num_top)
         for token_id, each in zip(completion.token_ids, completion.logprobs or [], strict=True):
             is_in = not (self._skips_special_tokens and token_id in self._names.special_texts)
-            self._add(told, token_id, each[token_id].decoded_token or "", each, is_in)
-        return told
+            self._add(result, token_id, each[token_id].decoded_token or "", each, is_in)
+        return result
 
-    def _add(self, told: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, is_in: bool) -> None:
-        told["text_offset"].append(self._offset)
-        told["tokens"].append(name)
-        told["token_logprobs"].append(None if entries is None else _finite(entries[token_id].logprob))
-        if told["top_logprobs"] is not None:
-            told["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
+    def _add(self, result: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, is_in: bool) -> None:
+        result["text_offset"].append(self._offset)
+        result["tokens"].append(name)
+        result["token_logprobs"].append(None if entries is None else _finite(entries[token_id].logprob))
+        if result["top_logprobs"] is not None:
+            result["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
         if is_in:
             self._offset += len(name)
 
@@ -140,8 +140,8 @@ class ChatLogprobsFormat:
     def _entry(self, token_id: int, entry: Logprob, left_out: int | None) -> TopLogprob:
         name = entry.decoded_token or ""
         is_left_out = self._params.skip_special_tokens and token_id in self._names.special_texts
-        told = b"" if is_left_out or token_id == left_out else self._names.bytes_of(token_id, name)
-        return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(told)}
+        token_bytes = b"" if is_left_out or token_id == left_out else self._names.bytes_of(token_id, name)
+        return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(token_bytes)}
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
@@ -159,12 +159,12 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
     """In vLLM's format: for each token of the prompt but the first, it and the likeliest tokens by token id."""
-    told: PromptLogprobs = []
+    result: PromptLogprobs = []
     for token_id, entries in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True):
         if entries is None:
-            told.append(None)
+            result.append(None)
             continue
-        told.append(
+        result.append(
             {
                 str(each_id): {
                     "logprob": _finite(entry.logprob),
@@ -175,7 +175,7 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
                 if entry.rank <= num_top or each_id == token_id
             }
         )
-    return told
+    return result
 
 
 def _no_logprobs(num_top: int) -> CompletionLogprobs:
