@@ -35,8 +35,7 @@ from pagedattn_serve.requests.inputs import InputProcessor, Prompt, RequestArgs
 from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceGroup
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceGroup, TableArray
 from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
 
 logger = logging.getLogger(__name__)

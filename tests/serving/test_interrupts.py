@@ -43,7 +43,6 @@ FILES = {
         "scheduling/scheduler.py",
         "scheduling/block_manager.py",
         "scheduling/block_allocator.py",
-        "scheduling/table_array.py",
         "scheduling/prompt_lookup.py",
         "scheduling/prompt_pace.py",
         "execution/cache_engine.py",

@@ -52,7 +52,7 @@ from pagedattn_serve.execution.engine_setup import device_of_rank, limit_to_memo
 from pagedattn_serve.execution.model_runner import StepRunner
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.models.partition import Partition
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import TableArray
 
 CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
 MAX_ERROR_LENGTH = 10_000  # characters: a message holds it

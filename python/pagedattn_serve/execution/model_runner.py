@@ -18,8 +18,7 @@ from pagedattn_serve.execution.decode_graphs import DecodeGraphs
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, LastRows, NativeCausalLM
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.sequence import ScheduledBatch
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, TableArray
 
 BlockPairs = list[tuple[int, int]]
 Int32s = npt.NDArray[np.int32]

@@ -41,8 +41,8 @@ from pagedattn_serve.scheduling.sequence import (
     Sequence,
     SequenceGroup,
     SequenceStatus,
+    TableArray,
 )
-from pagedattn_serve.scheduling.table_array import TableArray
 
 # A group of priority p stands where a group of priority 0 would stand that came p times this many requests later. So of
 # the requests with a better priority, only those among the next p times this many pass it.

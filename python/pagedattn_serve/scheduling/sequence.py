@@ -1,10 +1,13 @@
-"""What the scheduler schedules: sequences, and the groups of those that belong to one request. And what it makes of
-them for one step, a batch, which the runner reads; nothing else passes between the two.
+"""What the scheduler schedules: sequences, and the groups of those that belong to one request. And what the runner
+reads for one step: the batch, and the array of its block tables. Nothing else passes between scheduler and runner.
 """
 
+from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self
+
+from pagedattn_serve.config import CacheConfig, SchedulerConfig
 
 
 class SequenceStatus(Enum):
@@ -172,6 +175,31 @@ class SequenceGroup:
 
 
 TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
+
+
+class TableArray:
+    """The block tables of a step, which the ops read in place. The block manager writes what changes.
+
+    int32 [max_num_seqs, max_num_blocks_per_seq], zeros at first.
+
+    memory: the array, one row after the other, at the same address for ever.
+    """
+
+    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.num_rows = scheduler_config.max_num_seqs
+        self.num_columns = -(-scheduler_config.max_model_len // cache_config.block_size)
+        self.memory = array("i", bytes(4 * self.num_rows * self.num_columns))
+
+    def write(self, row: int, column: int, blocks: list[int]) -> None:
+        """Put blocks into a row, from this column on."""
+        begin = row * self.num_columns + column
+        for i, block in enumerate(blocks, begin):
+            self.memory[i] = block
+
+    def row(self, row: int, length: int) -> list[int]:
+        """The first blocks of a row."""
+        begin = row * self.num_columns
+        return self.memory[begin : begin + length].tolist()
 
 
 @dataclass(slots=True)

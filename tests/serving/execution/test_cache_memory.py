@@ -22,7 +22,7 @@ from pagedattn_serve.execution.engine_setup import (
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models.causal_lm import CausalLM
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import TableArray
 
 # llama-gqa, a slot: keys and values of 2 layers, 2 KV heads, 20 numbers a head (24 in 16 bits, for 16 bytes).
 SLOT_BYTES = {"float32": 2 * 2 * 2 * 20 * 4, "float16": 2 * 2 * 2 * 24 * 2, "bfloat16": 2 * 2 * 2 * 24 * 2}

@@ -25,8 +25,8 @@ from pagedattn_serve.scheduling.sequence import (
     SequenceGroup,
     SequenceRules,
     SequenceStatus,
+    TableArray,
 )
-from pagedattn_serve.scheduling.table_array import TableArray
 
 GREEDY = SamplingParams(temperature=0)
 MAX_LEN = 40

@@ -18,7 +18,7 @@ from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models import layers
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.partition import Partition
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import TableArray
 
 LAST_OF_MLP = {
     "llama-gqa": "mlp.down_proj",

@@ -19,8 +19,7 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.block_manager import BlockManager
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
 
 ROW_ERROR = "logits_processors: as it happens"
 

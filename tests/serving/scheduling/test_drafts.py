@@ -15,8 +15,7 @@ from pagedattn_serve.requests.inputs import sequence_rules
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup, TableArray
 
 
 def make_scheduler(num_blocks: int = 40, **options: int | str | None) -> Scheduler:

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence
-from pagedattn_serve.scheduling.table_array import TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
 
 BLOCK_SIZE = 8
 MAX_LEN = 5 * BLOCK_SIZE
