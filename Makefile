@@ -159,7 +159,7 @@ test-long: simt
 	$(PYTEST_LONG) tests/ops --device cpu-all
 	$(PYTEST_LONG) tests/ops --device simt
 	$(PYTEST_LONG) --ignore=tests/ops
-	$(MAKE) sanitize SWEEP_STEP=1 "SANITIZED_CAPABILITIES=default;native"
+	$(MAKE) sanitize SWEEP_STEP=1 SANITIZED_PROFILE=ci "SANITIZED_CAPABILITIES=default;native"
 
 # Plants known bugs, one at a time, and shows which tests catch each: half an hour and more.
 mutants: build
@@ -198,15 +198,18 @@ check-cuda-sm80:
 	  nvcc -Icsrc -std=c++20 -arch=sm_80 --expt-relaxed-constexpr -Ofc max -cubin {} -o /dev/null
 
 # The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer; of the
-# instruction sets the best that this machine has (test-long: the lowest, too), of sweeps over sizes every seventh case.
+# instruction sets the best that this machine has (test-long: the lowest, too), of sweeps over sizes every seventh case,
+# of properties a few examples: under sanitizers a call takes ten times as long.
 # Leaks are not looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
 SANITIZED := build/sanitize
 SANITIZED_CAPABILITIES ?= native
 SWEEP_STEP ?= 7
+SANITIZED_PROFILE ?= few
 CXX ?= c++
 # Without the thread of faulthandler, which pytest starts at each test: if it allocates as a test forks, the child
 # waits for ever for the sanitizer's allocator.
-SANITIZED_PYTEST = env PYTHONPATH=$(SANITIZED)/package ASAN_OPTIONS=detect_leaks=0 \
+SANITIZED_PYTEST = env HYPOTHESIS_PROFILE=$(SANITIZED_PROFILE) PYTHONPATH=$(SANITIZED)/package \
+  ASAN_OPTIONS=detect_leaks=0 \
   PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
   $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) tests/ops \

@@ -2,7 +2,7 @@
 
 "ci" (default) draws other examples in each run; what fails is printed as a line @reproduce_failure(...), which brings
 the example back above the test. HYPOTHESIS_PROFILE=long searches for long. "unshrunk" is "ci" without the minutes that
-it takes to make a failing example small.
+it takes to make a failing example small. "few" draws fewer, for `make sanitize`.
 
 pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them. Its
 mark `devices(...)` leaves some out. A test without the fixture runs if cpu is among the devices. "cpu" is the best
@@ -40,6 +40,7 @@ settings.register_profile(
     "long", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+settings.register_profile("few", settings.get_profile("ci"), max_examples=8)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # A shell that runs pytest in the background makes it ignore interrupts, and so the programs that tests interrupt.

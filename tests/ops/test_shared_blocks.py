@@ -86,6 +86,7 @@ def test_each_option(device, dtype, option):
 
 @pytest.mark.parametrize("cache", FP8_CACHES[:2], ids=FP8_IDS[:2])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sweep
 def test_fp8_caches(device, dtype, cache):
     case = Case(LENS, dtype, cache=cache, scales=(0.3, 2.6), group_size=4)
     assert_as_alone(share_blocks(make_arguments(case, device), case, PARENTS), device)
@@ -118,6 +119,7 @@ def test_more_rows_than_an_item_has(device):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.sweep
 def test_number_of_threads_does_not_matter(device, several_threads, rows):
     """Large enough to run in parallel."""
     case = Case(tuple((rows, 2100 + s) for s in range(8)), group_size=4, head_size=128)

@@ -12,7 +12,7 @@ from attention_cases import OPS, assert_attention
 from checks import assert_close_to_reference, assert_same_bits
 from torch import Tensor
 
-pytestmark = pytest.mark.devices("simt", "cuda")
+pytestmark = [pytest.mark.devices("simt", "cuda"), pytest.mark.sweep]
 
 
 @pytest.fixture(autouse=True)
