@@ -235,6 +235,7 @@ def test_a_row_of_a_prompt_is_a_decode_row(device, head_size, group_size, layout
 UNEQUAL = [(1300, 40, 2000), (30, 3000, 30, 30, 30), (5000,)]  # one of them 100 times longer than the others; one alone
 
 
+@pytest.mark.devices("cpu", "cuda")  # kernels of the simt device run on one thread
 @pytest.mark.parametrize("cache", [None, ("fp8", torch.uint8)], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("seq_lens", UNEQUAL, ids=str)
 @pytest.mark.parametrize("rows", [1, 12])

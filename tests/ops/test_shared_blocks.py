@@ -118,8 +118,8 @@ def test_more_rows_than_an_item_has(device):
     assert_as_alone(share_blocks(make_arguments(case, device), case, parents), device)
 
 
+@pytest.mark.devices("cpu", "cuda")  # kernels of the simt device run on one thread
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.sweep
 def test_number_of_threads_does_not_matter(device, several_threads, rows):
     """Large enough to run in parallel."""
     case = Case(tuple((rows, 2100 + s) for s in range(8)), group_size=4, head_size=128)
