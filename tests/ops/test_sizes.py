@@ -13,7 +13,7 @@ from attention_cases import OPS, assert_attention
 from checks import assert_close_to_reference, assert_same_bits
 from torch import Tensor
 
-pytestmark = [pytest.mark.devices("simt", "cuda"), pytest.mark.sweep]
+pytestmark = pytest.mark.devices("simt", "cuda")
 
 
 @pytest.fixture(autouse=True)
