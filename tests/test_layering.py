@@ -56,7 +56,7 @@ WALLS: dict[str, set[str]] = {
 }
 OUTSIDE = {"torch", "pagedattn_ext"}  # below all; the second imports the first
 TORCH_FREE = {"data", "scheduling", "sampling", "text", "simulate"}
-LOADS_WITHOUT_TORCH = {"pagedattn_serve.cli", "pagedattn_serve.cli.parser", "pagedattn_simulate.cli"}  # for --help
+LOADS_WITHOUT_TORCH = {"pagedattn_serve.cli", "pagedattn_serve.cli.commands", "pagedattn_simulate.cli"}  # for --help
 
 # A family of ops is a room of csrc/ and a file of Python functions.
 ROOMS = {path.stem for path in (EXT / "ops").glob("[!_]*.py")}
@@ -298,7 +298,7 @@ PLANTED = "pagedattn_serve/{}/planted.py".format
         ({PLANTED("execution"): "from pagedattn_serve.text.tokenizer import load_tokenizer"}, "execution knows"),
         ({PLANTED("server/http"): "from pagedattn_serve.server.openai.app import make_app"}, "server.http knows"),
         ({"pagedattn_serve/planted.py": "import pagedattn_simulate.workload"}, "engine knows"),
-        ({"pagedattn_simulate/planted.py": "from pagedattn_serve.cli.options import integer"}, "simulate knows"),
+        ({"pagedattn_simulate/planted.py": "from pagedattn_serve.cli.commands import engine_args"}, "simulate knows"),
         ({PLANTED("new_room"): ""}, "is in no room"),
         # round in a circle, within a room
         ({PLANTED("models"): "from . import b", "pagedattn_serve/models/b.py": "from . import planted"}, "go round"),

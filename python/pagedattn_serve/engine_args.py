@@ -1,7 +1,7 @@
 """The options of an engine, each said once: its type, its default, and what it means.
 
-`LLM` and `LLMEngine` take the options as keyword arguments, the command line has most of them, and docs/serving.md has
-a table of them: all three are made from `EngineArgs`.
+`LLM` and `LLMEngine` take the options as keyword arguments, the command line has those that have a `Flag`, and
+docs/serving.md has a table of all: the three are made from `EngineArgs`.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, NamedTuple, ParamSpec,
 
 from pagedattn_serve.config import FP8_DTYPES, UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.options import options_of
+from pagedattn_serve.options import Flag, options_of, size
 
 if TYPE_CHECKING:
     import torch  # only for a type: the command line's help needs no torch
@@ -24,6 +24,11 @@ Options = ParamSpec("Options")
 Config = TypeVar("Config", ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig)
 
 GivenScales = tuple[float, float] | Sequence[tuple[float, float]] | str | PathLike[str]
+
+
+# Groups of the command line's help. What has no group says which model runs, and where.
+CACHE = "cache; a SIZE is in bytes, or 512MiB, 4GiB"
+ENGINE = "engine"
 
 
 class EngineConfigs(NamedTuple):
@@ -42,55 +47,67 @@ class EngineArgs:
         "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), where ~ is the home; or "
         "the name of a repository in Hugging Face's cache",
     ]
-    tokenizer: Annotated[str | PathLike[str] | None, "a directory with another tokenizer than the model's"] = None
+    tokenizer: Annotated[
+        str | PathLike[str] | None, "a directory with another tokenizer than the model's", Flag(metavar="DIR")
+    ] = None
     dtype: Annotated[
         "str | torch.dtype",
         "auto (the checkpoint's dtype), float32 or float, float16 or half, bfloat16; in Python also a torch.dtype",
+        Flag(),
     ] = "auto"
     device: Annotated[
         str,
         "cpu, cuda, cuda:N, or auto: CUDA where there is a device and this build has the kernels, else the CPU",
+        Flag(),
     ] = "auto"
-    block_size: Annotated[int, "tokens per cache block, a power of two from 1 to 256"] = 16
+    block_size: Annotated[int, "tokens per cache block, a power of two from 1 to 256", Flag(CACHE)] = 16
     kv_cache_memory: Annotated[
         int | None,
         "bytes for the cache, of each rank; the cache takes no more than max_num_seqs sequences of max_model_len "
         "tokens could use. Default: 1 GiB on the CPU; on CUDA the memory that gpu_memory_utilization leaves",
+        Flag(CACHE, "SIZE", size),
     ] = None
-    num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory"] = None
-    max_num_seqs: Annotated[int, "most sequences running at once"] = 256
+    num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory", Flag(CACHE)] = None
+    max_num_seqs: Annotated[int, "most sequences running at once", Flag(ENGINE)] = 256
     max_num_batched_tokens: Annotated[
         int,
         "most tokens that run through the model in one step. A longer prompt runs in chunks. Beside other requests the "
         "chunks are small, so that the other requests go on and new requests start",
+        Flag(ENGINE),
     ] = 2560
     max_model_len: Annotated[
         int | None,
         "most tokens of a sequence, prompt and output together. Default: the model's limit, or what the whole "
         "cache holds if that is less",
+        Flag(ENGINE),
     ] = None
     swap_space: Annotated[
         float,
         "GiB of host memory, of each rank, for the blocks of requests that are swapped out; at most for as many blocks "
         "as the cache has",
+        Flag(CACHE, "GIB"),
     ] = 4
     gpu_memory_utilization: Annotated[
         float,
         "share of the CUDA device that weights, activations and cache may take, in (0, 1]",
+        Flag(CACHE, "SHARE"),
     ] = 0.9
     seed: Annotated[
         int | None,
-        "seed of the random numbers for requests without a seed of their own; None takes an arbitrary seed",
+        "seed of the random numbers for requests without a seed of their own; in Python None takes an arbitrary seed",
+        Flag(ENGINE),
     ] = 0
     tensor_parallel_size: Annotated[
         int,
         "ranks that share the model: processes, each with its slice of the weights and of the cache. On CUDA each rank "
         "takes a device of its own",
+        Flag(),
     ] = 1
     enforce_eager: Annotated[
         bool,
         "no CPU graphs (`pagedattn_ext.CPUGraph`). Without this option the model's steps of one token for each of up "
         "to 64 sequences run as graphs, and a profiler does not see their ops. On CUDA there are no graphs",
+        Flag(ENGINE),
     ] = False
     trust_remote_code: Annotated[bool, "False, because the code of a checkpoint is never run"] = False
     preemption_mode: Annotated[
@@ -98,42 +115,50 @@ class EngineArgs:
         "what becomes of the blocks of a request that makes room for another request: recompute drops the blocks and "
         "computes them again later; swap moves the blocks to host memory while swap_space lasts; auto swaps if the "
         "request has several sequences",
+        Flag(ENGINE, "MODE"),
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool,
         "let a prompt that begins like an earlier prompt take its blocks instead of computing them",
+        Flag(CACHE, name="--no-prefix-caching"),
     ] = True
-    scheduling_policy: Annotated[str, "fcfs (first come, first served) or priority"] = "fcfs"
+    scheduling_policy: Annotated[str, "fcfs (first come, first served) or priority", Flag(ENGINE, "POLICY")] = "fcfs"
     kv_cache_dtype: Annotated[
         str,
         "auto (the model's dtype), fp8 = fp8_e4m3, fp8_e5m2, or int8 (on the CPU); each takes half of 16 bits",
+        Flag(CACHE, "DTYPE"),
     ] = "auto"
     kv_scales: Annotated[
         GivenScales | None,
         "numbers that divide the keys and values in an fp8 cache: a pair (k_scale, v_scale), a list with a pair for "
         "each layer (from `calibrate_kv_scales`), or a JSON file with either. Default: the checkpoint's, else 1",
+        Flag(CACHE, "FILE"),
     ] = None
     speculation: Annotated[
         str | None,
         "ngram finds where the last few tokens of a sequence stood before, and guesses that the same tokens follow. "
         "The model verifies the guesses in one step: the tokens stay the same, and recurring text takes fewer steps. "
         "Default: no guesses",
+        Flag(ENGINE, "METHOD"),
     ] = None
-    num_speculative_tokens: Annotated[int, "most tokens guessed for a sequence in a step"] = 5
+    num_speculative_tokens: Annotated[int, "most tokens guessed for a sequence in a step", Flag(ENGINE)] = 5
     quantization: Annotated[
         str | None,
         "int8 or int4 quantizes the weights of linear layers when they are loaded, only on the CPU. Default: the "
         "weights as the checkpoint has them, quantized or not",
+        Flag(metavar="FORM"),
     ] = None
     max_beam_width: Annotated[
         int,
         "widest beam of a request (`SamplingParams.use_beam_search`). The work of a step for a beam grows with "
         "the square of its width, and other requests wait for the step",
+        Flag(ENGINE),
     ] = 32
     distributed_executor_backend: Annotated[
         str,
         "where the ranks are, if there are several: mp takes CPUs of this machine; ray has a Ray cluster, which this "
         "machine is part of, reserve CPUs here or, if this machine has too few, on several machines",
+        Flag(metavar="BACKEND"),
     ] = "mp"
 
     def __post_init__(self) -> None:

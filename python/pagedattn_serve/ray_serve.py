@@ -19,8 +19,7 @@ from starlette.types import ASGIApp
 
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.async_engine import EngineDeadError
-from pagedattn_serve.cli.options import CONVERTERS
-from pagedattn_serve.cli.prepare import keys_in_environment
+from pagedattn_serve.cli.commands import keys_in_environment
 from pagedattn_serve.cli.serve import make_engine
 from pagedattn_serve.config import DEMO_MODEL, read_text
 from pagedattn_serve.engine_args import EngineArgs
@@ -134,12 +133,12 @@ def read_value(name: str, value: Any) -> Any:
         return value
     if name == "api_keys":
         return tuple(value.split(","))
-    if name in CONVERTERS:
+    kind, _, _, flag = OPTIONS[name]
+    if flag is not None and flag.convert is not None:
         try:
-            return CONVERTERS[name](value)
+            return flag.convert(value)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{name}: {error}") from None
-    kind = OPTIONS[name].type
     if str not in (kind, *get_args(kind)):
         with suppress(ValueError):
             return json.loads(value)  # a number, true, false or null

@@ -4,21 +4,28 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from pagedattn_serve.cli.options import add_model, add_options, integer, number, numbers, parts
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig, check_dtype, check_float, check_int
+from pagedattn_serve.engine_args import OPTIONS
 from pagedattn_serve.errors import ArgumentError, BadArgument
 from pagedattn_serve.loading.directory import model_directory
+from pagedattn_serve.options import add_model, add_option, integer, number, numbers, parts
 from pagedattn_serve.text.tokenizer import tokenizer_directory
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, ("dtype",))
+    add_model(parser)
+    add_option(parser, "dtype", OPTIONS["dtype"])
     add_deployment(parser.add_argument_group("deployment"))
     add_load(parser.add_argument_group("load"))
-    limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode")
-    add_options(parser.add_argument_group("scheduler"), limits)
-    cache = ("num_blocks", "block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching")
-    add_options(parser.add_argument_group("cache"), (*cache, "kv_cache_dtype"))
+    scheduler = parser.add_argument_group("scheduler")
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "preemption_mode"):
+        add_option(scheduler, name, OPTIONS[name])
+    cache = parser.add_argument_group("cache")
+    for name in (
+        *("num_blocks", "block_size", "gpu_memory_utilization", "swap_space", "enable_prefix_caching"),
+        "kv_cache_dtype",
+    ):
+        add_option(cache, name, OPTIONS[name])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw latencies, throughput and memory (needs matplotlib)"
@@ -78,7 +85,7 @@ def add_load(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="of prompts and outputs: sharegpt, alpaca, or a JSON file in the form of either (default: sharegpt)",
     )
-    add_options(group, ("tokenizer",))
+    add_option(group, "tokenizer", OPTIONS["tokenizer"])
     group.add_argument(
         "--shared-prefix", type=integer, default=0, metavar="N", help="tokens that all prompts begin with (default: 0)"
     )

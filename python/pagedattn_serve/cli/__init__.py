@@ -32,15 +32,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "pagedattn") -> int:
 
 
 def run(argv: Sequence[str] | None, prog: str) -> int:
-    from pagedattn_serve.cli.options import by_flag
-    from pagedattn_serve.cli.parser import make_parser
-    from pagedattn_serve.cli.prepare import prepare
+    from pagedattn_serve.cli.commands import by_flag, make_parser
 
     args = make_parser(prog).parse_args(argv)
     require_extra(for_server=args.command == "serve")
     status = 2  # for what is found before anything is loaded
     try:
-        command = prepare(args)
+        command = args.prepare(args)
         status = 1
         return command()
     except BadArgument as error:

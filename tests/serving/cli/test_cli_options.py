@@ -40,7 +40,7 @@ WRONG = {
         ("--kv-cache-memory -5", "--kv-cache-memory: expected an int >= 1, got -5"),
         ("--kv-cache-memory 1GB", "--kv-cache-memory: expected bytes, or a number of KiB, MiB, GiB or TiB, got '1GB'"),
         ("--num-blocks 0", "--num-blocks: expected an int >= 1, got 0"),
-        ("--num-blocks 1 --kv-cache-memory 1GiB", "--kv-cache-memory: not allowed with argument --num-blocks"),
+        ("--num-blocks 1 --kv-cache-memory 1GiB", "--kv-cache-memory: expected None beside num_blocks, which says"),
         ("--block-size 24", "--block-size: expected a power of two, got 24"),
         ("--block-size 4 --kv-cache-dtype int8", "--block-size: expected at least 8 with kv_cache_dtype int8, got 4"),
         ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization: expected a number in (0, 1], got 1.5"),

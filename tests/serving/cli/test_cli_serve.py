@@ -1,6 +1,5 @@
 """The options of `pagedattn serve`: what becomes of them, and of mistakes. tests/serving/server/ starts it."""
 
-import argparse
 import inspect
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from test_cli import HIDDEN, run_without
 import pagedattn_serve.cli.serve
 from pagedattn_serve import DEMO_MODEL, EngineArgs, LLMEngine
 from pagedattn_serve.cli import main
-from pagedattn_serve.cli.options import ENGINE_OPTIONS, SERVER_OPTIONS, engine_args
-from pagedattn_serve.cli.parser import make_parser
+from pagedattn_serve.cli.commands import SERVER_FLAGS, make_parser
 from pagedattn_serve.errors import how_to_install
 from pagedattn_serve.server.http.config import OPTIONS, ServerConfig
 
@@ -44,7 +42,7 @@ def test_the_defaults_are_those_of_the_config(served: list[ServerConfig]) -> Non
 
 
 def test_every_option_of_the_server_has_a_flag_but_one_and_is_explained() -> None:
-    assert {*SERVER_OPTIONS, "read_timeout"} == set(OPTIONS)
+    assert {*SERVER_FLAGS, "read_timeout"} == set(OPTIONS)
     assert all(f"\n    {name}: {option.help}." in f"{ServerConfig.__doc__}" for name, option in OPTIONS.items())
 
 
@@ -124,45 +122,6 @@ def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
     assert len(shared) == 24
     for name, value in shared.items():
         assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
-
-
-def test_every_option_of_the_engine_reaches_it() -> None:
-    arguments = ["m", "--tokenizer", "t", "--dtype", "float16", "--device", "cuda:1", "--block-size", "32"]
-    arguments += ["--num-blocks", "9", "--max-num-seqs", "3", "--max-num-batched-tokens", "77", "--max-model-len", "66"]
-    arguments += ["--swap-space", "1.5", "--gpu-memory-utilization", "0.5", "--preemption-mode", "swap"]
-    arguments += ["--no-prefix-caching", "--scheduling-policy", "priority", "--kv-cache-dtype", "fp8"]
-    arguments += ["--kv-scales", "s", "--speculation", "ngram", "--quantization", "int4"]
-    arguments += ["--max-beam-width", "7", "--num-speculative-tokens", "2", "--enforce-eager"]
-    arguments += ["--seed", "5", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
-    args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
-    given = vars(engine_args(args))
-    assert {name: given[name] for name in (*ENGINE_OPTIONS, "seed")} == {
-        "num_speculative_tokens": 2,
-        "enforce_eager": True,
-        "seed": 5,
-        "model": "m",
-        "tokenizer": "t",
-        "dtype": "float16",
-        "device": "cuda:1",
-        "block_size": 32,
-        "kv_cache_memory": None,
-        "num_blocks": 9,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 77,
-        "max_model_len": 66,
-        "swap_space": 1.5,
-        "gpu_memory_utilization": 0.5,
-        "preemption_mode": "swap",
-        "enable_prefix_caching": False,
-        "scheduling_policy": "priority",
-        "kv_cache_dtype": "fp8",
-        "kv_scales": "s",
-        "speculation": "ngram",
-        "quantization": "int4",
-        "max_beam_width": 7,
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "ray",
-    }
 
 
 def test_a_variable_that_was_left_empty_does_not_open_the_server(

@@ -8,9 +8,38 @@ from typing import Any
 import pytest
 
 from pagedattn_serve import DEMO_MODEL, LLM, EngineArgs, LLMEngine
-from pagedattn_serve.cli.options import ENGINE_OPTIONS, add_engine, add_model, add_place
+from pagedattn_serve.cli.commands import engine_args, make_parser
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.engine_args import OPTIONS
+from pagedattn_serve.options import add_options, flag_name
+
+# Each option that reaches a config. Most have another value than their default.
+GIVEN: dict[str, Any] = {
+    "tokenizer": "other",
+    "dtype": "bfloat16",
+    "device": "cuda:1",
+    "block_size": 32,
+    "kv_cache_memory": None,
+    "num_blocks": 9,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 77,
+    "max_model_len": 66,
+    "swap_space": 1.5,
+    "gpu_memory_utilization": 0.5,
+    "seed": 7,
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "ray",
+    "enforce_eager": True,
+    "trust_remote_code": False,
+    "preemption_mode": "swap",
+    "enable_prefix_caching": False,
+    "scheduling_policy": "priority",
+    "kv_cache_dtype": "fp8",
+    "speculation": "ngram",
+    "num_speculative_tokens": 2,
+    "quantization": "int4",
+    "max_beam_width": 7,
+}
 
 
 @pytest.mark.parametrize("door", [LLM, LLMEngine])
@@ -66,38 +95,12 @@ def test_options_do_not_change() -> None:
 
 def test_configs_have_every_option() -> None:
     """Each option but kv_scales, which the checkpoint may say, reaches a config."""
-    given: dict[str, Any] = {
-        "tokenizer": "other",
-        "dtype": "bfloat16",
-        "device": "cuda:1",
-        "block_size": 32,
-        "kv_cache_memory": None,
-        "num_blocks": 9,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 77,
-        "max_model_len": 66,
-        "swap_space": 1.5,
-        "gpu_memory_utilization": 0.5,
-        "seed": 7,
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "ray",
-        "enforce_eager": True,
-        "trust_remote_code": False,
-        "preemption_mode": "swap",
-        "enable_prefix_caching": False,
-        "scheduling_policy": "priority",
-        "kv_cache_dtype": "fp8",
-        "speculation": "ngram",
-        "num_speculative_tokens": 2,
-        "quantization": "int4",
-        "max_beam_width": 7,
-    }
-    assert {"model", "kv_scales", *given} == set(OPTIONS)
-    configs = EngineArgs("m", **given).create_engine_configs()
+    assert {"model", "kv_scales", *GIVEN} == set(OPTIONS)
+    configs = EngineArgs("m", **GIVEN).create_engine_configs()
     assert [type(config) for config in configs] == [ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig]
     found = {f.name: getattr(config, f.name) for config in configs for f in fields(config)}
     found["scheduling_policy"] = found.pop("policy")
-    assert {name: found[name] for name in given} == given and found["model"] == "m"
+    assert {name: found[name] for name in GIVEN} == GIVEN and found["model"] == "m"
     assert EngineArgs("m", kv_cache_memory=1 << 20).create_engine_configs().cache.kv_cache_memory == 1 << 20
 
 
@@ -116,14 +119,23 @@ def test_an_engine_of_its_args() -> None:
     assert (engine.stats().num_blocks, engine.max_model_len) == (48, 40)
 
 
+def test_the_command_line_gives_every_option_but_one() -> None:
+    flags = {name: option for name, option in OPTIONS.items() if option.flag}
+    assert {*flags, "model", "trust_remote_code"} == set(OPTIONS)
+    given = {name: value for name, value in (GIVEN | {"kv_scales": "s"}).items() if name in flags and value is not None}
+    assert {*given, "kv_cache_memory"} == set(flags)
+    arguments = ["serve", "m"]
+    for name, value in given.items():
+        arguments += [flag_name(name, OPTIONS[name]), *([] if isinstance(value, bool) else [str(value)])]
+    assert engine_args(make_parser().parse_args(arguments), flags) == EngineArgs("m", **given)
+    assert engine_args(make_parser().parse_args(["serve", "m"]), flags) == EngineArgs("m")
+
+
 def test_the_help_of_the_command_line() -> None:
     parser = argparse.ArgumentParser()
-    add_model(parser)
-    add_place(parser)
-    add_engine(parser)
+    add_options(parser, OPTIONS)
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    assert set(actions) == set(ENGINE_OPTIONS) < set(OPTIONS)
-    for name in set(ENGINE_OPTIONS) - {"model"}:
-        help = actions[name].help
-        assert help is not None and OPTIONS[name].help in help
-        assert actions[name].default == OPTIONS[name].default
+    assert set(actions) == {name for name, option in OPTIONS.items() if option.flag}
+    for name, action in actions.items():
+        assert action.help is not None and OPTIONS[name].help in action.help
+        assert action.default == OPTIONS[name].default

@@ -7,41 +7,58 @@ from typing import Annotated
 
 from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth
-from pagedattn_serve.options import options_of
+from pagedattn_serve.options import Flag, options_of, parts, size
 
 ANY_HOST = "*"
+# Groups of the command line's help.
+SERVER = "server"
+REPLICAS = "replicas"
+LIMITS = "limits"
+LOG = "log, on standard error; it has no prompts, outputs or keys"
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """The options of a server, checked. Raises ValueError or TypeError; never with the text of a key."""
 
-    host: Annotated[str, "name or address to listen on (default: 127.0.0.1, this machine alone)"] = "127.0.0.1"
-    port: Annotated[int, "0 takes any that is free"] = 8000
+    host: Annotated[
+        str,
+        "name or address to listen on (default: 127.0.0.1, this machine alone)",
+        Flag(SERVER),
+    ] = "127.0.0.1"
+    port: Annotated[int, "0 takes any that is free", Flag(SERVER)] = 8000
     allowed_hosts: Annotated[
         tuple[str, ...] | None,
         "names and addresses, with commas between them, by which requests may call the server in their header Host, "
         "beside localhost and --host; * is any (default: no others, but any if other machines can connect)",
+        Flag(SERVER, "HOSTS", parts),
     ] = None
     api_keys: Annotated[
         tuple[str, ...],
         "asked of clients; may be repeated, any one will do. Other users of this machine can see it here, so rather "
         "set PAGEDATTN_API_KEY, to one or several with commas between them (default: none is asked for)",
+        Flag(SERVER, "KEY", name="--api-key"),
     ] = field(default=(), repr=False)
     prefix_cache_per_key: Annotated[
         bool,
         "let prompts share cached blocks with those of the same API key alone, so that no client can tell by the time "
         "what another one asked",
+        Flag(SERVER),
     ] = False
-    served_model_name: Annotated[str, "what clients call the model (default: the last part of MODEL)"] = "demo_model"
-    chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own"] = None
+    served_model_name: Annotated[
+        str, "what clients call the model (default: the last part of MODEL)", Flag(SERVER, "NAME")
+    ] = "demo_model"
+    chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own", Flag(SERVER, "FILE")] = None
     data_parallel_size: Annotated[
         int,
         "replicas of the engine, each a process with the whole model and a cache of its own; a request goes where the "
         "beginning of its prompt is cached, unless others would serve it sooner",
+        Flag(REPLICAS),
     ] = 1
-    max_waiting: Annotated[int, "requests that wait for the engine; more are refused, status 429"] = 1024
-    max_body_size: Annotated[int, "of a request; a longer one is refused, status 413 (default: 16MiB)"] = 16 << 20
+    max_waiting: Annotated[int, "requests that wait for the engine; more are refused, status 429", Flag(LIMITS)] = 1024
+    max_body_size: Annotated[
+        int, "of a request; a longer one is refused, status 413 (default: 16MiB)", Flag(LIMITS, "SIZE", size)
+    ] = 16 << 20
     read_timeout: Annotated[
         float,
         "seconds in which the headers of a request have to come, and then its body; a client that leaves its answer "
@@ -50,14 +67,16 @@ class ServerConfig:
     request_timeout: Annotated[
         float,
         "for a request with its whole answer, which else ends in an error",
+        Flag(LIMITS, "SECONDS"),
     ] = 3600
     shutdown_timeout: Annotated[
         float,
         "for requests in flight to end after SIGTERM or Ctrl-C, before they are aborted; a second signal waits for "
         "nothing",
+        Flag(LIMITS, "SECONDS"),
     ] = 30
-    log_format: Annotated[str, "text or json"] = "text"
-    log_level: Annotated[str, "debug, info, warning or error"] = "info"
+    log_format: Annotated[str, "text or json", Flag(LOG, "FORMAT")] = "text"
+    log_level: Annotated[str, "debug, info, warning or error", Flag(LOG, "LEVEL")] = "info"
 
     def __post_init__(self) -> None:
         check_not_empty("host", self.host)
