@@ -19,7 +19,6 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import (
     NAMED_BY_CONFIG,
     OpenFiles,
-    Tensors,
     is_same,
     open_checkpoint,
     warn_of_other_weights,
@@ -27,8 +26,8 @@ from pagedattn_serve.loading.checkpoint_files import (
 from pagedattn_serve.loading.directory import directory_to_write, model_directory, read_json
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
-from pagedattn_serve.loading.weights import HEAD, checkpoint_names, checkpoint_shapes, is_passed_over, read_tensors
-from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
+from pagedattn_serve.loading.weights import HEAD, CheckpointTensors, checkpoint_shapes
+from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
 from pagedattn_serve.models.partition import SlicedLinear
@@ -159,10 +158,9 @@ def quantized_tensors(
 
     left: gets the names of the linear layers that are not quantized.
     """
-    stored = open_checkpoint(directory, open_files)
-    own_names = checkpoint_names(model, stored)
-    tensors = {name: stored[own] for name, own in own_names.items()}
-    check_tensors(model, directory, tensors)
+    checkpoint = CheckpointTensors(model, open_checkpoint(directory, open_files))
+    check_tensors(model, directory, checkpoint)
+    tensors, own_names = checkpoint.tensors, checkpoint.own_names
     for name, layer in reported(sliced_layers(model).items(), "Quantizing", report=None):
         for part in layer.checkpoint_parts(name):
             own_name = own_names[f"{part}.weight"].removesuffix(".weight")
@@ -183,24 +181,19 @@ def quantized_tensors(
         open_files.close()
 
 
-def check_tensors(model: NativeCausalLM, directory: Path, tensors: Tensors) -> None:
+def check_tensors(model: NativeCausalLM, directory: Path, checkpoint: CheckpointTensors) -> None:
     """Raises ValueError, as `load_weights` does, unless they are the model's. Leaves out a head that is a copy of the
     embedding where config.json ties the two."""
-    problems: list[str] = []
-    unexpected = {name for name in tensors if not is_passed_over(model, name)}
+    head = None
     for name, parameter in model.named_parameters():
         layer_name, _, kind = name.rpartition(".")
-        shapes = checkpoint_shapes(model.get_submodule(layer_name), layer_name, kind)
-        found = read_tensors(tensors, shapes, problems)
-        unexpected.difference_update(shapes)
-        if parameter is model.lm_head.weight and HEAD in unexpected:
-            unexpected.discard(HEAD)
-            own = read_tensors(tensors, checkpoint_shapes(model.lm_head, model.head, "weight"), problems)
-            if found and own and is_same(found[0], own[0]):
-                del tensors[HEAD]
-    problems += [f"unexpected {name}" for name in sorted(unexpected)]
-    if problems:
-        raise ValueError(misfit(directory, type(model).__name__, problems))
+        found = checkpoint.read(checkpoint_shapes(model.get_submodule(layer_name), layer_name, kind))
+        if found and parameter is model.lm_head.weight:
+            head = found[0]
+    own_head = checkpoint.read_own_head()
+    checkpoint.check(directory)
+    if is_same(head, own_head):
+        del checkpoint.tensors[HEAD]
 
 
 def sliced_layers(model: nn.Module) -> dict[str, SlicedLinear]:

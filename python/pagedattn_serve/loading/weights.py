@@ -40,16 +40,10 @@ def load_weights(
     on_loading: as `load_model` takes it.
     """
     with OpenFiles() as open_files:
-        stored_tensors = open_checkpoint(directory, open_files)
-        tensors = {name: stored_tensors[own] for name, own in checkpoint_names(model, stored_tensors).items()}
-        unexpected = {name for name in tensors if not is_passed_over(model, name)}
-        problems: list[str] = []
+        checkpoint = CheckpointTensors(model, open_checkpoint(directory, open_files))
+        tensors, problems, read = checkpoint.tensors, checkpoint.problems, checkpoint.read
         is_quantizing = forms is not None and forms.quantization is not None
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
-
-        def read(shapes: dict[str, list[Share]]) -> list[Tensor] | None:
-            unexpected.difference_update(shapes)
-            return read_tensors(tensors, shapes, problems)
 
         def load_layer(layer_name: str, names: Iterable[str]) -> None:
             layer = model.get_submodule(layer_name)
@@ -84,14 +78,9 @@ def load_weights(
             load_layer(layer_name, names)
             open_files.close()
             give_back_freed_memory()
-        is_tied = HEAD in unexpected and not problems
-        if is_tied and (found := read(checkpoint_shapes(model.lm_head, model.head, "weight"))):
-            load_own_head(model, found[0].to(device, model.dtype))
-    problems += [f"unexpected {name}" for name in sorted(unexpected)]
-    if problems == [f"missing {HEAD}"]:
-        problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
-    if problems:
-        raise ValueError(misfit(directory, type(model).__name__, problems))
+        if (own_head := checkpoint.read_own_head()) is not None:
+            load_own_head(model, own_head.to(device, model.dtype))
+    checkpoint.check(directory)
 
 
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
@@ -102,6 +91,56 @@ def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
 
 
 # ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
+
+
+class CheckpointTensors:
+    """A checkpoint's tensors by the names that they have in a model, and what does not fit the model.
+
+    own_names: the names in the checkpoint, by those in the model.
+    """
+
+    def __init__(self, model: NativeCausalLM, stored: Tensors) -> None:
+        self.own_names = checkpoint_names(model, stored)
+        self.tensors = {name: stored[own] for name, own in self.own_names.items()}
+        self.problems: list[str] = []
+        self._model = model
+        self._unread = {name for name in self.tensors if not is_passed_over(model, name)}
+
+    def read(self, shapes: dict[str, list[Share]]) -> list[Tensor] | None:
+        """The rank's slices of the named tensors; None if some are missing or misshapen, which are added to
+        `problems`."""
+        self._unread.difference_update(shapes)
+        found = []
+        for name, shares in shapes.items():
+            shape = [share.whole for share in shares]
+            if name not in self.tensors:
+                self.problems.append(f"missing {name}")
+                continue
+            tensor = self.tensors[name]()
+            if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
+                for dim, share in enumerate(shares):
+                    tensor = share.of(tensor, dim)
+                found.append(tensor)
+            else:
+                found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                self.problems.append(f"{name}: expected {shape}, got {found_instead}")
+        return found if len(found) == len(shapes) else None
+
+    def read_own_head(self) -> Tensor | None:
+        """The lm_head of a checkpoint that has one although config.json ties it to the embedding, once all parameters
+        are read; None if there is none, or if there are problems."""
+        if HEAD not in self._unread or self.problems:
+            return None
+        found = self.read(checkpoint_shapes(self._model.lm_head, self._model.head, "weight"))
+        return found[0] if found else None
+
+    def check(self, directory: Path) -> None:
+        """Raise ValueError if there are problems, or tensors that nothing has read."""
+        problems = self.problems + [f"unexpected {name}" for name in sorted(self._unread)]
+        if problems == [f"missing {HEAD}"]:
+            problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
+        if problems:
+            raise ValueError(misfit(directory, type(self._model).__name__, problems))
 
 
 def checkpoint_names(model: NativeCausalLM, names: Iterable[str]) -> dict[str, str]:
@@ -128,25 +167,6 @@ def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str,
     if isinstance(layer, SlicedLinear | SlicedEmbedding):
         return layer.checkpoint_shapes(layer_name, kind)
     return {f"{layer_name}.{kind}": [everything(size) for size in layer.get_parameter(kind).shape]}
-
-
-def read_tensors(tensors: Tensors, shapes: dict[str, list[Share]], problems: list[str]) -> list[Tensor] | None:
-    """The rank's slices of the named tensors; None if some are missing or misshapen, which are added to `problems`."""
-    found = []
-    for name, shares in shapes.items():
-        shape = [share.whole for share in shares]
-        if name not in tensors:
-            problems.append(f"missing {name}")
-            continue
-        tensor = tensors[name]()
-        if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
-            for dim, share in enumerate(shares):
-                tensor = share.of(tensor, dim)
-            found.append(tensor)
-        else:
-            found_instead = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            problems.append(f"{name}: expected {shape}, got {found_instead}")
-    return found if len(found) == len(shapes) else None
 
 
 def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
