@@ -20,8 +20,8 @@ class Flag(NamedTuple):
 
     group: heading of the help that the flag stands under; None: among the command's first options.
     metavar: name of the value in the help. Default: N for an int, else the option's own name.
-    convert: makes the value of a text. Default: what the option's type says.
-    name: Default: the option's own name.
+    convert: makes the value from a text. Default: what the option's type says.
+    name: of the flag. Default: the option's own name, with dashes.
     """
 
     group: str | None = None
@@ -80,18 +80,18 @@ def add_option(group: argparse._ActionsContainer, name: str, option: Option) -> 
     flag = option.flag or Flag()
     types = (option.type, *get_args(option.type))
     kind: Callable[[str], Any] = integer if int in types else number if float in types else str
-    words: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
+    keywords: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
     if option.type is bool:
-        words["action"] = "store_false" if option.default else "store_true"
-        words["help"] = f"do not {words['help']}" if option.default else words["help"]
+        keywords["action"] = "store_false" if option.default else "store_true"
+        keywords["help"] = f"do not {keywords['help']}" if option.default else keywords["help"]
     elif get_origin(option.type) is tuple and flag.convert is None:
-        words |= {"action": "append", "metavar": flag.metavar}
+        keywords |= {"action": "append", "metavar": flag.metavar}
     else:
-        words |= {"type": flag.convert or kind, "default": option.default}
-        words["metavar"] = flag.metavar or ("N" if kind is integer else None)
+        keywords |= {"type": flag.convert or kind, "default": option.default}
+        keywords["metavar"] = flag.metavar or ("N" if kind is integer else None)
         if option.default is not None and "(default: " not in option.help:
-            words["help"] += f" (default: {option.default})"
-    group.add_argument(flag_name(name, option), **words)
+            keywords["help"] += f" (default: {option.default})"
+    group.add_argument(flag_name(name, option), **keywords)
 
 
 def integer(text: str) -> int:
