@@ -39,13 +39,23 @@ KNOWS: dict[str, set[str]] = {
     "server.http": {"data", "async_engine"},
     "server.openai": {"data", "text", "async_engine", "server.http"},
     "simulate": {"data", "scheduling"},
-    "doors": {"data", "text", "loading", "execution", "distributed", "engine", "async_engine", "server.http"}
+    "doors": {
+        "data",
+        "text",
+        "requests",
+        "loading",
+        "execution",
+        "distributed",
+        "engine",
+        "async_engine",
+        "server.http",
+    }
     | {"server.openai", "simulate"},
 }
 # Of modules that lie in no package of a room's name. All others of pagedattn_serve are "engine".
 ROOM_OF = {
     **dict.fromkeys(("errors", "config", "options", "engine_args", "sampling_params"), "data"),
-    **dict.fromkeys(("structured_output", "outputs", "progress", "environment"), "data"),
+    **dict.fromkeys(("structured_output", "outputs", "progress", "environment", "vllm_arguments"), "data"),
     **dict.fromkeys(("", "__main__", "cli", "ray_serve"), "doors"),
 }
 # What a room's modules reach in no number of steps: other rooms, or modules. Nor does one in TORCH_FREE reach torch.

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from pagedattn_serve.calibration import calibrate_kv_scales as calibrate_kv_scales
     from pagedattn_serve.config import DEMO_MODEL as DEMO_MODEL
     from pagedattn_serve.engine import LLMEngine as LLMEngine
+    from pagedattn_serve.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from pagedattn_serve.engine_args import EngineArgs as EngineArgs
     from pagedattn_serve.errors import ArgumentError as ArgumentError
     from pagedattn_serve.errors import ArgumentTypeError as ArgumentTypeError
     from pagedattn_serve.llm import LLM as LLM
+    from pagedattn_serve.outputs import BeamSearchOutput as BeamSearchOutput
+    from pagedattn_serve.outputs import BeamSearchSequence as BeamSearchSequence
     from pagedattn_serve.outputs import CacheMap as CacheMap
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
     from pagedattn_serve.outputs import EngineStats as EngineStats
@@ -29,9 +32,14 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.outputs import RequestState as RequestState
+    from pagedattn_serve.requests.inputs import TextPrompt as TextPrompt
+    from pagedattn_serve.requests.inputs import TokensPrompt as TokensPrompt
+    from pagedattn_serve.sampling_params import BeamSearchParams as BeamSearchParams
     from pagedattn_serve.sampling_params import RequestOutputKind as RequestOutputKind
     from pagedattn_serve.sampling_params import SamplingParams as SamplingParams
+    from pagedattn_serve.structured_output import GuidedDecodingParams as GuidedDecodingParams
     from pagedattn_serve.structured_output import StructuredOutput as StructuredOutput
+    from pagedattn_serve.structured_output import StructuredOutputsParams as StructuredOutputsParams
 
     __version__: str
 
@@ -40,15 +48,24 @@ _PUBLIC = {
     "calibration": ("calibrate_kv_scales",),
     "config": ("DEMO_MODEL",),
     "engine": ("LLMEngine",),
-    "engine_args": ("EngineArgs",),
+    "engine_args": ("AsyncEngineArgs", "EngineArgs"),
     "errors": ("ArgumentError", "ArgumentTypeError"),
     "llm": ("LLM",),
     "outputs": (
-        *("CacheMap", "CompletionOutput", "EngineStats", "Logprob", "ReplicaStatus"),
+        *(
+            "BeamSearchOutput",
+            "BeamSearchSequence",
+            "CacheMap",
+            "CompletionOutput",
+            "EngineStats",
+            "Logprob",
+            "ReplicaStatus",
+        ),
         *("RequestMetrics", "RequestOutput", "RequestState"),
     ),
-    "sampling_params": ("RequestOutputKind", "SamplingParams"),
-    "structured_output": ("StructuredOutput",),
+    "requests.inputs": ("TextPrompt", "TokensPrompt"),
+    "sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "structured_output": ("GuidedDecodingParams", "StructuredOutput", "StructuredOutputsParams"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [*_MODULE_OF, "__version__"]

@@ -121,7 +121,8 @@ def check_kv_cache_dtype(name: object) -> None:
 def check_quantization(quantization: object) -> None:
     """Raise ArgumentError unless it is None or one of QUANTIZATIONS."""
     if quantization not in (None, *QUANTIZATIONS):
-        raise ArgumentError("quantization", f"None, {' or '.join(QUANTIZATIONS)}", repr(quantization))
+        expected = f"None, {' or '.join(QUANTIZATIONS)} (leave it out for a quantized checkpoint)"
+        raise ArgumentError("quantization", expected, repr(quantization))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

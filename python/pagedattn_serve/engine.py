@@ -423,7 +423,8 @@ class LLMEngine:
             else:
                 self._num_output_tokens += self._add_tokens(request, tokens[first:stop], drafts is not None)
                 if request.metrics.first_token_time is None:
-                    request.metrics = replace(request.metrics, first_token_time=now)
+                    num_cached = request.group.num_cached_tokens
+                    request.metrics = replace(request.metrics, first_token_time=now, num_cached_tokens=num_cached)
             if not request.group.sequences or request.output_kind is not FINAL_ONLY:
                 outputs.append(self._tell(request, now))
             first = end

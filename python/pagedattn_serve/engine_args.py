@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, NamedTuple, ParamSpec,
 from pagedattn_serve.config import FP8_DTYPES, UNBOUNDED, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.options import Flag, options_of, size
+from pagedattn_serve.vllm_arguments import engine_options, takes_arguments_of_vllm
 
 if TYPE_CHECKING:
     import torch  # only for a type: the command line's help needs no torch
@@ -38,9 +39,13 @@ class EngineConfigs(NamedTuple):
     scheduler: SchedulerConfig
 
 
+@takes_arguments_of_vllm(engine_options)
 @dataclass(frozen=True)
 class EngineArgs:
-    """The options of an engine, checked. Raises ValueError or TypeError, with the option's name, for a wrong one."""
+    """The options of an engine, checked. Raises ValueError or TypeError, with the option's name, for a wrong one.
+
+    An argument of vLLM's `EngineArgs` and `LLM` may be given as well, if its value means what happens here anyway.
+    """
 
     model: Annotated[
         str | PathLike[str],
@@ -193,6 +198,7 @@ class EngineArgs:
 
 
 OPTIONS = options_of(EngineArgs)
+AsyncEngineArgs = EngineArgs  # by vLLM's name: the engine is the same
 
 
 def takes_options(

@@ -119,11 +119,15 @@ class CompletionOutput:
 
 @dataclass(slots=True, frozen=True)
 class RequestMetrics:
-    """When things happened to a request up to this output, in seconds of `time.monotonic`; None if not yet."""
+    """What happened to a request up to this output. The times are seconds of `time.monotonic`; None if not yet.
+
+    num_cached_tokens: of the prompt, tokens whose keys and values were in the cache; None until the first output token.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -151,6 +155,11 @@ class RequestOutput:
     argument_error: BadArgument | None = field(default=None, compare=False)
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """That of `metrics`."""
+        return self.metrics.num_cached_tokens
+
     def add(self, delta: "RequestOutput") -> None:
         """Add the next delta to what this output says. The first delta has all outputs of the request."""
         so_far = {completion.index: completion for completion in self.outputs}
@@ -158,6 +167,22 @@ class RequestOutput:
             so_far[completion.index].add(completion)
         self.finished, self.metrics = delta.finished, delta.metrics
         self.error, self.argument_error = delta.error, delta.argument_error
+
+
+class BeamSearchSequence(NamedTuple):
+    """One output of beam search. tokens and text begin with the prompt; text is None without a tokenizer."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class BeamSearchOutput(NamedTuple):
+    """The outputs of beam search for one prompt, likeliest first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True, frozen=True)

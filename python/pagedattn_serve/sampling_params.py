@@ -3,13 +3,15 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pagedattn_serve.config import check_bool, check_float, check_int
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.structured_output import StructuredOutput
+from pagedattn_serve.vllm_arguments import sampling_arguments, takes_arguments_of_vllm
 
 MAX_LOGPROBS = 20  # of a token; the limit of OpenAI's API and vLLM's default
 _MAX_PENALTY = 2  # of presence and frequency penalty, either sign; OpenAI's limit
@@ -33,13 +35,15 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(slots=True, frozen=True)
+@takes_arguments_of_vllm(sampling_arguments)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping of one request. A wrong type raises TypeError, a wrong value ValueError.
 
-    Names and meanings are vLLM's. Parameters change the logits in this order: logits_processors; the masks
-    allowed_token_ids, bad_words, min_tokens and structured_output; logit_bias; repetition, frequency and presence
-    penalty; temperature; min_p, top_k, top_p. Reported logprobs and their sum are of the logits before all changes.
+    Names and meanings are vLLM's. Arguments go by name, because the order of vLLM's has changed. Parameters change the
+    logits in this order: logits_processors; the masks allowed_token_ids, bad_words, min_tokens and structured_output;
+    logit_bias; repetition, frequency and presence penalty; temperature; min_p, top_k, top_p. Reported logprobs and
+    their sum are of the logits before all changes.
 
     temperature: divides the logits; 0 is greedy; at most 1e9, where all tokens are equally likely.
     top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; in (0, 1].
@@ -82,6 +86,9 @@ class SamplingParams:
         form only an end-of-sequence token. Whatever else ends the output may cut the form short. Not with
         use_beam_search or ignore_eos.
     changes_logits: not an argument: whether anything but structured_output changes the logits before the temperature.
+
+    vLLM's structured_outputs is structured_output. Another argument of vLLM's may be given if its value means what
+    happens here anyway.
     """
 
     temperature: float = 1.0
@@ -201,6 +208,15 @@ class SamplingParams:
         if self.ignore_eos:
             raise ArgumentError("ignore_eos", "False beside structured_output, which ends with that token", "True")
 
+    @classmethod
+    def from_optional(cls, **params: Any) -> Self:
+        """Parameters of which some may be None, for the default. max_tokens=None is no default: it sets no limit."""
+        return cls(**{name: value for name, value in params.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> Self:
+        """A copy. It cannot be changed: `dataclasses.replace` makes parameters that differ in some."""
+        return copy(self)
+
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: written at construction and never again
 
@@ -252,6 +268,37 @@ class SamplingParams:
         """`logit_bias` with the type it has after construction; empty if there is none."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
+
+
+@dataclass(slots=True, frozen=True)
+class BeamSearchParams:
+    """Beam search for `LLM.beam_search`, in vLLM's words. Raises as `SamplingParams` does, which says what they mean.
+
+    beam_width: how many sequences the search goes on with at each step, and returns.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutput | None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1)
+        self.sampling_params()  # which checks all others
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search as `SamplingParams`; a beam of width 1 is greedy."""
+        params: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        width = params.pop("beam_width")
+        if width == 1:
+            del params["length_penalty"]  # there is nothing to rank
+            return SamplingParams(**params)
+        return SamplingParams(n=width, use_beam_search=True, early_stopping="never", **params)
 
 
 @dataclass(slots=True, frozen=True)

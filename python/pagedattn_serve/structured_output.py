@@ -7,13 +7,15 @@ from typing import Any
 
 from pagedattn_serve.config import check_bool, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.vllm_arguments import form_arguments, takes_arguments_of_vllm
 
 # Of a schema, a regex, a grammar, or all choices together. Bounds the time to compile and the depth of recursion.
 MAX_CHARACTERS = 100_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-@dataclass(slots=True, frozen=True)
+@takes_arguments_of_vllm(form_arguments)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class StructuredOutput:
     """A form that the output must have; exactly one of the first five is given.
 
@@ -28,6 +30,9 @@ class StructuredOutput:
     grammar: a context-free grammar in llguidance's variant of Lark.
     whitespace_pattern: for json and json_object, a regular expression for the space between two parts; "" allows none.
         Default: any white space. A weak model may then write white space without end.
+
+    vLLM's disable_any_whitespace=True is whitespace_pattern "". Another argument of vLLM's class may be given if its
+    value means what happens here anyway.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -68,6 +73,11 @@ class StructuredOutput:
     def choices(self) -> tuple[str, ...]:
         """`choice` with the type it has after construction; empty if there is none."""
         return tuple(self.choice or ())
+
+
+# By vLLM's names, of now and of before.
+StructuredOutputsParams = StructuredOutput
+GuidedDecodingParams = StructuredOutput
 
 
 def _schema(schema: object) -> str:

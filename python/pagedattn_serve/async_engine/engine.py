@@ -33,6 +33,7 @@ from pagedattn_serve.outputs import CacheMap, CompletionOutput, EngineStats, Rep
 from pagedattn_serve.requests.inputs import Prompt, RequestArgs, Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.tokenizer import load_tokenizer
+from pagedattn_serve.vllm_arguments import ASYNC_CALL_ARGUMENTS, ASYNC_ENGINE_ARGUMENTS, refuse
 
 if TYPE_CHECKING:
     from pagedattn_serve.engine import LLMEngine
@@ -86,8 +87,9 @@ class AsyncLLMEngine:
     step in a row breaks the engine, as does KeyboardInterrupt or SystemExit in its thread: then all unfinished requests
     raise EngineDeadError.
 
-    An AsyncLLMEngine starts once. Only `stats` may be called outside of the event loop that `start` runs in. What never
-    changes may be read by any thread: `facts`, and the tokenizer in `texts`.
+    An AsyncLLMEngine starts once: by `start`, or with its first request. Only `stats` may be called outside of the
+    event loop that it was started in. What never changes may be read by any thread: `facts`, and the tokenizer in
+    `texts`.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class AsyncLLMEngine:
         self.on_death = on_death
         self._max_waiting = max_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[None] | None = None  # the start by the first request
         self._is_running = False
         self._is_stopping = False
         self._keys = count()  # of requests and calls
@@ -125,6 +128,7 @@ class AsyncLLMEngine:
         on_death: Callable[[], None] | None = None,
         initializer: Callable[[], object] | None = None,
         data_parallel_size: int = 1,
+        **of_vllm: Any,
     ) -> Self:
         """An engine in a process of its own, which has Python's lock to itself. Waits until the model is loaded.
 
@@ -136,9 +140,12 @@ class AsyncLLMEngine:
         another replica. Of a replica that died, all other requests raise EngineDeadError; of one that hangs, they wait
         until it goes on. A replica that died is started anew; `error` stays None.
 
+        of_vllm: arguments of vLLM's `from_engine_args`, at values that mean what happens here anyway.
+
         Call this in the main thread. Raises what `LLMEngine` does, and ChildProcessError if the process dies. If the
         process dies later, all unfinished requests raise EngineDeadError, which says how it died.
         """
+        refuse(of_vllm, ASYNC_ENGINE_ARGUMENTS, "from_engine_args")
         check_int("max_waiting", max_waiting, 1)  # before the process is started
         check_int("data_parallel_size", data_parallel_size, 1)
         if data_parallel_size == 1:
@@ -190,6 +197,13 @@ class AsyncLLMEngine:
         await self._core.start(self._deliver, self._finish)
         self._is_running = self.error is None
 
+    async def _start_once(self) -> None:
+        """Start unless somebody has. A request that comes during the start waits for it."""
+        if self._loop is None and self._starting is None and not self._is_stopping:
+            self._starting = asyncio.create_task(self.start())
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+
     async def shutdown(self) -> None:
         """Stop after the step that runs; may be called more than once.
 
@@ -208,22 +222,29 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str = "",
         forget: Callable[[], bool] = lambda: False,
+        **of_vllm: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, of the kind that `SamplingParams.output_kind` says; the last one is finished.
 
         The arguments are those of `LLMEngine.add_request`. The default request_id is random, so nobody can guess it. A
         reader that is slower than the engine gets the latest output, or the sum of the deltas that it has not read. If
-        the reader leaves (`aclose`, a cancelled task), the request ends before the next step.
+        the reader leaves (`aclose`, a cancelled task), the request ends before the next step. The first request starts
+        the engine, unless `start` has been called.
 
         If the replica that has the request dies or hangs, the request begins once more on another replica, unless the
         reader has got an output. forget: is asked then if the reader has got outputs. If it returns True, the reader
         has to drop them, and all outputs come from the beginning.
 
+        of_vllm: arguments of vLLM's `generate`, at values that mean what happens here anyway.
+
         Raises TypeError, ValueError (as `LLMEngine.add_request`) and EngineBusyError before the first output, and
         EngineDeadError at any time.
         """
+        refuse(of_vllm, ASYNC_CALL_ARGUMENTS, "generate")
+        arrival_time = time.monotonic()
+        await self._start_once()
         request_id = secrets.token_hex(16) if request_id is None else request_id
-        args = RequestArgs(request_id, prompt, sampling_params, None, time.monotonic(), priority, cache_salt)
+        args = RequestArgs(request_id, prompt, sampling_params, None, arrival_time, priority, cache_salt)
         stream = self._admit(args, forget)
         try:
             self._core.add(stream.key, args)

@@ -438,7 +438,7 @@ class NewsPacker:
             about = (*request, output.error, output.argument_error, output.prompt_logprobs)
         times = None
         if metrics is not last:
-            times = (metrics.arrival_time, metrics.first_token_time, metrics.finished_time)
+            times = (metrics.arrival_time, metrics.first_token_time, metrics.finished_time, metrics.num_cached_tokens)
         if output.finished:
             self._metrics.pop(key, None)
         else:

@@ -3,7 +3,7 @@
 import threading
 import time
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
@@ -16,9 +16,11 @@ from pagedattn_serve.scheduling.sequence import SequenceGroup, SequenceRules
 from pagedattn_serve.text.detokenizer import TokenNames
 from pagedattn_serve.text.stop_strings import SpecialStops, StopStrings
 from pagedattn_serve.text.tokenizer import bad_word_ids
+from pagedattn_serve.vllm_arguments import PROMPT_ARGUMENTS, refuse
 
 # A text; token ids in a list, a tuple, or an array or tensor of one dimension; or a dict with prompt, prompt_token_ids
-# or both. With both, the model runs the ids, and `RequestOutput.prompt` shows the text.
+# or both. With both, the model runs the ids, and `RequestOutput.prompt` shows the text. A dict may also have the
+# cache_salt of the request.
 Prompt = Any
 
 
@@ -44,6 +46,21 @@ class RequestArgs(NamedTuple):
     cache_salt: str = ""
 
 
+class TextPrompt(TypedDict):
+    """A prompt that is a text. cache_salt: as in `LLMEngine.add_request`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is token ids. prompt: a text for `RequestOutput.prompt`."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
 def split_prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts from one prompt, or from a list, a tuple or a two-dimensional array of prompts."""
     prompts = without_array(prompts)
@@ -59,7 +76,10 @@ def split_prompts(prompts: Any) -> list[Prompt]:
 def text_or_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     """The text of a prompt, its token ids as a new list, or both. Raises TypeError, and ValueError for a wrong key."""
     if isinstance(prompt, dict):
-        if not prompt or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        of_vllm = {key: value for key, value in prompt.items() if key in PROMPT_ARGUMENTS}
+        refuse(of_vllm, PROMPT_ARGUMENTS, "prompt")
+        keys_here = prompt.keys() - of_vllm.keys() - {"cache_salt"}
+        if not keys_here or not keys_here <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(str, prompt)) or "none"
             raise ArgumentError("prompt", "a dict with prompt, prompt_token_ids or both", keys)
         if "prompt_token_ids" in prompt:
@@ -186,6 +206,8 @@ class InputProcessor:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
         check_int("priority", priority, -(2**31), 2**31 - 1)
+        if isinstance(prompt, dict) and not cache_salt:
+            cache_salt = prompt.get("cache_salt", "")
         check_text("cache_salt", cache_salt)
         text, token_ids = self.prompt_tokens(prompt, prompt_token_ids)
         if self._tokenizer is None and params.stop:

@@ -321,9 +321,11 @@ class Scheduler:
                 if not self.running:
                     batch.outgrown.append(group)
                 break
-            if self.block_manager.prefix_caching and group.num_preemptions == 0:
-                self.num_looked_up_tokens += group.sequences[0].num_tokens
-                self.num_found_tokens += group.sequences[0].num_computed_tokens
+            if group.num_preemptions == 0:
+                group.num_cached_tokens = group.sequences[0].num_computed_tokens
+                if self.block_manager.prefix_caching:
+                    self.num_looked_up_tokens += group.sequences[0].num_tokens
+                    self.num_found_tokens += group.num_cached_tokens
             self._move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
             budget = self._begin_prefill(batch, long, group, budget)

@@ -132,6 +132,7 @@ class SequenceGroup:
     num_preemptions: how often the group lost its blocks.
     decode: how its only sequence runs as a plain decode (`ScheduledBatch.num_plain`), which is the same in each step.
         None until the first such step.
+    num_cached_tokens: of the prompt, tokens that were in the cache when the group was first let in; None before.
     """
 
     request_id: str
@@ -143,6 +144,7 @@ class SequenceGroup:
     order: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
     decode: ScheduledSequence | None = None
+    num_cached_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:

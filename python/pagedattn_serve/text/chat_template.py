@@ -276,6 +276,7 @@ def render_chat(
     chat_template: str | PathLike[str] | None = None,
     add_generation_prompt: bool = True,
     reasoning_effort: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt that the messages make. It has the special tokens already, so it is tokenized without adding more.
 
@@ -286,6 +287,7 @@ def render_chat(
         chat_template: see `load_chat_template`.
         add_generation_prompt: whether the text goes on to where the assistant's answer begins.
         reasoning_effort: given to the template, where it changes something only if the template knows it.
+        variables: others for the template, by name.
 
     Raises ValueError or TypeError, which name the message, if a message does not have this form. Raises ValueError if
     there is no template, if the template refuses the messages (in the template's own words), and if it leaves out what
@@ -300,10 +302,12 @@ def render_chat(
 
     def render(messages: list[Fields]) -> str:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False, **others
         )
 
-    variables = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    others = _variables(variables)
+    if reasoning_effort is not None:
+        others["reasoning_effort"] = reasoning_effort
     refusals: list[Exception] = []
     left_out: list[tuple[int, str]] = []
     for read in readings(messages):
@@ -323,6 +327,17 @@ def render_chat(
         raise ArgumentError(name, f"what the chat template writes for role {role!r}", "what it leaves out")
     kind = "" if type(refusals[0]).__name__ == "TemplateError" else f"{type(refusals[0]).__name__}: "
     raise ValueError(f"chat_template: cannot render the messages: {kind}{refusals[0]}") from None
+
+
+def _variables(variables: object) -> dict[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise ArgumentTypeError("chat_template_kwargs", "a dict with names", type(variables).__name__)
+    own = {"chat_template", "messages", "conversation", "add_generation_prompt", "tokenize"}
+    if taken := own.intersection(variables):
+        raise ArgumentError("chat_template_kwargs", "variables of the template", ", ".join(sorted(taken)))
+    return dict(variables)
 
 
 def load_chat_template(chat_template: str | PathLike[str]) -> str:

@@ -670,7 +670,7 @@ def test_it_lives_once(engine: LLMEngine) -> None:
     async def main() -> None:
         serving = AsyncLLMEngine(engine)
         with pytest.raises(EngineDeadError, match=r"expected start\(\)"):
-            await anext(serving.generate("the"))
+            await serving.call(lambda _: None)
         async with serving:
             with pytest.raises(RuntimeError, match="start"):
                 await serving.start()

@@ -21,7 +21,7 @@ WRONG = {
         ("{tmp}/file", "MODEL: expected a directory with a config.json, got {tmp}/file"),
         ("--dtype bf16", f"--dtype: expected auto, {DTYPES}, got bf16"),
         ("--dtype=", f"--dtype: expected auto, {DTYPES}, got an empty text"),
-        ("--quantization int2", "--quantization: expected None, int8 or int4, got 'int2'"),
+        ("--quantization int2", "--quantization: expected None, int8 or int4 (leave it out for a quantized"),
         ("--tokenizer no/such/dir", "--tokenizer: expected a directory with one of tokenizer.json, "),
         ("--tokenizer {tmp}", "--tokenizer: expected a directory with one of tokenizer.json, "),
         ("--device tpu", "--device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -108,7 +108,7 @@ WRONG = {
     "info": [
         ("no/such/model", "MODEL: expected a directory with a config.json, got no/such/model"),
         ("--dtype int8", f"--dtype: expected auto, {DTYPES}, got int8"),
-        ("--quantization int2", "--quantization: expected None, int8 or int4, got 'int2'"),
+        ("--quantization int2", "--quantization: expected None, int8 or int4 (leave it out for a quantized"),
         ("--block-size 0", "--block-size: expected an int in [1, 256], got 0"),
         ("--block-size 16.0", "--block-size: expected an int, got '16.0'"),
         ("--kv-cache-memory -5", "--kv-cache-memory: expected an int >= 1, got -5"),

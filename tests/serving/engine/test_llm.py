@@ -148,7 +148,7 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=["a"], prompt_token_ids=[[1]]), ValueError, "prompts: expected either"),
         (dict(prompts=["a", "b"], sampling_params=[GREEDY]), ValueError, "sampling_params: .* 2 prompts, got 1"),
         (dict(prompts=[], sampling_params=[GREEDY]), ValueError, "sampling_params: .* 0 prompts, got 1"),
-        (dict(prompts=["a", "b"], sampling_params=(GREEDY, GREEDY)), TypeError, "sampling_params: .*tuple"),
+        (dict(prompts=["a"], sampling_params=(GREEDY, GREEDY)), ValueError, "sampling_params: .* 1 prompts, got 2"),
         (dict(prompts=["a"], sampling_params=0.5), TypeError, "^prompt 1 of 1: sampling_params: .*float"),
         (dict(prompts="a", sampling_params=[]), ValueError, "sampling_params: .* 1 prompts, got 0"),
         (dict(prompts=["a", "b"], sampling_params=[GREEDY, {}]), TypeError, "^prompt 2 of 2: sampling_params: .*dict"),

@@ -25,15 +25,14 @@ def test_defaults() -> None:
     assert not params.changes_logits
 
 
-def test_order_of_the_positional_ones() -> None:
-    params = SamplingParams(0.5, 0.9, 10, 3, 20, "end", True)
-    assert params == SamplingParams(
-        temperature=0.5, top_p=0.9, top_k=10, seed=3, max_tokens=20, stop="end", ignore_eos=True
-    )
+def test_arguments_go_by_name() -> None:
+    """The first one was n in one vLLM, and is none in another."""
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        SamplingParams(2)  # type: ignore[misc]
 
 
 def test_greedy_is_temperature_zero() -> None:
-    assert SamplingParams(temperature=0).greedy and SamplingParams(0.0).greedy
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=0.0).greedy
     assert not SamplingParams(temperature=1e-3).greedy
 
 
