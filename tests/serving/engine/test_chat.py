@@ -121,6 +121,10 @@ def test_arguments_of_chat() -> None:
         ("messages", inspect.Parameter.empty),
         ("sampling_params", None),
         ("use_tqdm", True),
+        ("priority", None),
         ("chat_template", None),
         ("add_generation_prompt", True),
+        ("chat_template_kwargs", None),
+        ("of_vllm", inspect.Parameter.empty),
     ]
+    assert {each.kind for each in parameters[3:-1]} == {inspect.Parameter.KEYWORD_ONLY}  # vLLM has another order
