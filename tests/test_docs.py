@@ -46,7 +46,7 @@ def test_sessions(heading, text):
     run_session("\n".join([START, *(session for session in sessions(text) if session != START)]), heading)
 
 
-@pytest.mark.parametrize("name", ["adopt.md", "serving.md", "transformers.md"])
+@pytest.mark.parametrize("name", ["adopt.md", "from-vllm.md", "serving.md", "transformers.md"])
 def test_sessions_of_page(name):
     run_session("\n".join(sessions((DOCS / name).read_text())), f"docs/{name}")
 
