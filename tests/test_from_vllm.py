@@ -217,7 +217,7 @@ def test_prompts_and_cached_tokens(llm: LLM) -> None:
         assert output.prompt_token_ids == ids
         found.append(output.num_cached_tokens)
     assert found == [0, (len(ids) - 1) // 16 * 16, 0] and found[1] > 0
-    with pytest.raises(ValueError, match="multi_modal_data: expected None .*models here take text alone"):
+    with pytest.raises(ValueError, match=r"multi_modal_data: expected None .*models here take text alone"):
         llm.generate({"prompt": text, "multi_modal_data": {"image": 1}}, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="prompt 1 of 1: expected a dict with prompt, prompt_token_ids or both"):
         llm.generate({"cache_salt": "x"}, GREEDY, use_tqdm=False)
@@ -291,9 +291,8 @@ def test_beam_search(llm: LLM, width: int) -> None:
 
 def test_the_first_requests_start_the_engine() -> None:
     async def read(engine: AsyncLLMEngine, name: str) -> str:
-        async for output in engine.generate("A class", GREEDY, name, lora_request=None):
-            pass
-        return output.outputs[0].finish_reason or ""
+        outputs = [output async for output in engine.generate("A class", GREEDY, name, lora_request=None)]
+        return outputs[-1].outputs[0].finish_reason or ""
 
     async def main() -> None:
         args = AsyncEngineArgs(DEMO_MODEL, num_blocks=64, enable_log_requests=False)  # type: ignore[call-arg]
