@@ -237,9 +237,13 @@ bench: build
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py
 
-# The figures of the paper, as paper/report.md: all of them, or FIGURES="2 13". FULL=1 takes hours. Plots need matplotlib.
-paper: build
-	$(BIN)/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
+# The figures of the paper, as paper/report.md: all of them, or FIGURES="2 13". FULL=1 takes hours.
+.venv-paper/ready: .venv/dev
+	$(VENV_BESIDE)
+	.venv-paper/bin/pip install --quiet --no-compile matplotlib
+	touch $@
+paper: build .venv-paper/ready
+	.venv-paper/bin/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
 
 SOURCES := $(shell find csrc tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
@@ -255,5 +259,5 @@ format: .venv/dev
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients .venv-ray .venv-adopters .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-ray .venv-adopters .venv-paper .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

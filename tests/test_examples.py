@@ -94,7 +94,7 @@ def test_readme_code(code, capsys):
 
 
 def test_readme_has_its_examples():
-    assert len(python_blocks(README)) == 5 and ">>>" in README
+    assert len(python_blocks(README)) == 3 and ">>>" in README
 
 
 def test_readme_sessions():

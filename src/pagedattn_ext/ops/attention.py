@@ -176,9 +176,8 @@ def paged_attention(
     are already in the cache. Row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
     p - sliding_window < t <= p; if causal is false, up to p + right_window. Its logits are scale * query . key, then
     softcap * tanh(logit / softcap) if softcap is not 0, then - alibi_slopes[h] * |t - p|. A row that sees nothing gives
-    zeros and an lse of -inf. The result of a row depends on its own sequence alone, bit for bit, however the batch is
-    put together and, if causal, however a prompt is cut into chunks (on CUDA, cutting a prompt in another way may
-    change the last bits).
+    zeros and an lse of -inf. A sequence gets the same bits in any batch and, if causal, however its prompt is cut into
+    chunks (on CUDA, cutting a prompt in another way may change the last bits).
 
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
