@@ -56,7 +56,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
         ),
         (dict(prompt={"prompt": None, "prompt_token_ids": [1]}), TypeError, "beside prompt_token_ids, got NoneType"),
         (dict(prompt={"prompt": "a", "prompt_token_ids": []}), ValueError, "expected 1 to 127 tokens .* got 0"),
-        (dict(prompt={"prompt": "a", "multi_modal_data": {}}), ValueError, "got prompt, multi_modal_data"),
+        (dict(prompt={"prompt": "a", "multi_modal_data": {"image": 1}}), ValueError, "multi_modal_data: expected None"),
+        (dict(prompt={"prompt": "a", "picture": {}}), ValueError, "got prompt, picture"),
         (dict(prompt={"prompt": None}), TypeError, "prompt: expected a string, token ids or a dict, got NoneType"),
         (dict(prompt={"prompt_token_ids": "a"}), TypeError, "prompt_token_ids: expected a list of token ids, got str"),
         (dict(prompt=np.array([1.5])), TypeError, "prompt_token_ids: expected an int, got 1.5"),
@@ -262,7 +263,7 @@ def test_times(engine: LLMEngine) -> None:
     assert metrics.first_token_time is not None and metrics.finished_time is not None
     assert before <= metrics.arrival_time <= metrics.first_token_time < metrics.finished_time <= time.monotonic()
     for step in steps[:-1]:
-        assert step.metrics == RequestMetrics(metrics.arrival_time, metrics.first_token_time)
+        assert step.metrics == RequestMetrics(metrics.arrival_time, metrics.first_token_time, num_cached_tokens=0)
 
 
 def test_a_single_token_is_first_and_last(engine: LLMEngine) -> None:
