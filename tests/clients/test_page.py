@@ -11,6 +11,7 @@ from itertools import combinations, count, pairwise
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from server_process import SLOW_COMMAND, ServerProcess
 
@@ -91,6 +92,36 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
     assert complaints == []
 
 
+def test_a_chat_goes_on_from_what_was_said(page: Page, complaints: list[str]) -> None:
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if "/v1/" in request.url else None)
+    page.check("input[value=chat]")
+    page.fill("#max-tokens", "8")
+    for number in (1, 2):
+        page.fill("#prompt", f"Question {number}")
+        page.press("#prompt", "Control+Enter")
+        expect(page.locator("#answer .user")).to_have_count(number, timeout=PATIENCE)
+        expect(page.locator("#timing")).to_contain_text("ended by", timeout=PATIENCE)
+        expect(page.locator("#prompt")).to_have_value("")
+    first, answer = bodies[0]["messages"], page.locator("#answer .assistant").first.text_content()
+    assert first == [{"role": "user", "content": "Question 1"}]
+    said = [{"role": "assistant", "content": answer}, {"role": "user", "content": "Question 2"}]
+    assert answer and bodies[1]["messages"] == first + said
+    page.click("#clear")
+    assert page.locator("#answer").inner_text() == ""
+    assert complaints == []
+
+
+def test_a_message_that_is_refused_was_not_said(page: Page) -> None:
+    page.check("input[value=chat]")
+    page.fill("#max-tokens", "1000000")
+    page.fill("#prompt", "A question")
+    page.press("#prompt", "Control+Enter")
+    expect(page.locator("#timing")).to_contain_text("maximum context length", timeout=PATIENCE)
+    assert page.locator("#answer p").count() == 0
+    assert page.locator("#prompt").input_value() == "A question"
+
+
 def test_colours_of_many_requests_differ(page: Page, slow_server: ServerProcess) -> None:
     """In OKLab, where 0.02 is a difference that can just be seen side by side."""
     with asking(slow_server, 50, max_tokens=100):
@@ -130,17 +161,29 @@ def test_the_line_has_an_axis_that_holds_it(page: Page, slow_server: ServerProce
     with asking(slow_server, 1, max_tokens=300):
         most, half, rate = page.wait_for_function(  # all in one look, as they change together
             """() => {
-                const [most, half, rate] = ["#most", "#half", "#rate"].map(
+                const [most, half, rate] = ["#rates .most", "#rates .half", "#rate"].map(
                     each => Number(document.querySelector(each).innerText.replaceAll(",", "")));
                 return rate > 0 && [most, half, rate];
             }""",
             timeout=PATIENCE,
         ).json_value()
         assert most >= rate and half == most / 2
-        points = page.locator("#history polyline").get_attribute("points")
-    places = [tuple(map(float, point.split(","))) for point in points.split()]
+        places = points(page, "#rates .line")
     assert places[-1][0] == 60 and all(0 <= x <= 60 and 0 <= y <= 2 for x, y in places)
     assert all(earlier[0] < later[0] for earlier, later in pairwise(places))
+
+
+def points(page: Page, line: str) -> list[tuple[float, ...]]:
+    path = page.locator(line).get_attribute("d") or ""
+    return [tuple(map(float, point.split(","))) for point in re.findall(r"[-\d.e]+,[-\d.e]+", path)]
+
+
+def test_the_queue_and_the_latencies_have_lines(page: Page, slow_server: ServerProcess) -> None:
+    with asking(slow_server, 2, max_tokens=100):
+        for line in ("#queues .line-0", "#queues .line-1", "#between-chart .line", "#first-chart .line"):
+            expect(page.locator(line)).to_have_attribute("d", re.compile("M"), timeout=PATIENCE)
+        label = re.compile("Requests over the last minute, on an axis to [0-9]+; now: running [0-9]+, waiting 0")
+        expect(page.locator("#queues svg")).to_have_attribute("aria-label", label, timeout=PATIENCE)
 
 
 def test_times_are_what_clients_saw(page: Page) -> None:
@@ -240,9 +283,49 @@ def test_every_field_has_a_label_and_the_keyboard_reaches_all(page: Page) -> Non
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id"))
     assert reached == ["max-tokens", "temperature", "send", "answer"]
-    assert "blocks" in page.get_attribute("#blocks", "aria-label")
+
+
+def test_the_map_can_be_read_by_keyboard(page: Page, slow_server: ServerProcess) -> None:
+    """The picked block is the map's value, as a screen reader says it."""
+    blocks = page.locator("#blocks")
+    last = int(blocks.get_attribute("aria-valuemax") or 0)
+    with asking(slow_server, 1, max_tokens=400):
+        expect(page.locator("#requests tr")).to_have_count(1, timeout=PATIENCE)
+        blocks.focus()
+        for key, block in (("End", last), ("ArrowRight", last), ("ArrowLeft", last - 1), ("Home", 0), ("ArrowUp", 0)):
+            page.keyboard.press(key)
+            expect(blocks).to_have_attribute("aria-valuenow", str(block))
+        values = []
+        for _ in range(3):
+            values.append(blocks.get_attribute("aria-valuetext"))
+            page.keyboard.press("PageDown")
+        name = page.locator("#requests td").first.inner_text()
+    assert any(value.endswith(f": request {name}") for value in values if value)
+    assert page.locator("#block").inner_text() == blocks.get_attribute("aria-valuetext")
+    mark = page.locator("#mark").bounding_box()
+    assert mark is not None and mark["width"] > 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing(page: Page, slow_server: ServerProcess, scheme: Any, width: int) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 844})
+    page.check("input[value=chat]")
+    page.focus("#blocks")
+    with asking(slow_server, 2, max_tokens=200):
+        expect(page.locator("#requests tr")).to_have_count(2, timeout=PATIENCE)
+        found = Axe().run(page)
+    assert found.response["passes"]
+    assert found.violations_count == 0, found.generate_report()
 
 
 def test_a_narrow_screen_needs_no_sideways_scrolling(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_tiles_stand_two_abreast_on_a_telephone(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    tops = page.eval_on_selector_all(".figures div", "tiles => tiles.map(tile => tile.getBoundingClientRect().top)")
+    assert [tops.count(top) for top in sorted(set(tops))] == [2, 2, 2, 2]

@@ -16,8 +16,8 @@ def test_the_page_and_all_that_it_names(client: Any) -> None:
     page = client.http.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     named = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
-    scripts = {name: client.http.get(f"/page/{name}").text for name in ("page.js", "map.js", "completion.js")}
-    named |= {f"page/{name}" for script in scripts.values() for name in re.findall(r'from "\./([^"]+)"', script)}
+    scripts = [client.http.get(f"/page/{name}").text for name in FILES if name.endswith(".js")]
+    named |= {f"page/{name}" for script in scripts for name in re.findall(r'from "\./([^"]+)"', script)}
     assert named == {f"page/{file.name}" for file in FILES.values()} - {"page/index.html"}
     for name in named:
         response = client.http.get(f"/{name}")

@@ -1,14 +1,15 @@
-// One streamed completion, as any client of the API would ask for it.
+// One streamed answer, as any client of the API would ask for it.
 
-// Calls onText with each piece of text. Resolves to {tokens, firstTokenSeconds, seconds, finishReason}; rejects with the
-// server's message.
-export async function complete({ model, prompt, maxTokens, temperature }, headers, signal, onText) {
+// What is wanted has messages, for a chat, or a prompt. Calls onText with each piece of text. Resolves to {tokens,
+// firstTokenSeconds, seconds, finishReason}; rejects with the server's message.
+export async function complete({ model, messages, prompt, maxTokens, temperature }, headers, signal, onText) {
   const started = performance.now();
-  const response = await fetch("v1/completions", {
+  const response = await fetch(messages ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers },
     body: JSON.stringify({
-      model, prompt, max_tokens: maxTokens, temperature, stream: true, stream_options: { include_usage: true },
+      model, messages, prompt, max_tokens: maxTokens, temperature,
+      stream: true, stream_options: { include_usage: true },
     }),
     signal,
   });
@@ -18,9 +19,10 @@ export async function complete({ model, prompt, maxTokens, temperature }, header
     if (event.error) throw new Error(event.error.message);
     if (event.usage) result.tokens = event.usage.completion_tokens;
     for (const choice of event.choices) {
+      if (choice.delta?.role) continue; // a chat begins with whose answer it is, before there is a token
       result.firstTokenSeconds ??= (performance.now() - started) / 1000;
       result.finishReason = choice.finish_reason ?? result.finishReason;
-      onText(choice.text);
+      onText(choice.text ?? choice.delta.content ?? "");
     }
   }
   return { ...result, seconds: (performance.now() - started) / 1000 };

@@ -1,4 +1,4 @@
-// The block map: one square a block, on a canvas.
+// The block map: one square a block, on a canvas. Pointer and keys pick a block.
 
 export const FREE = -1, CACHED = -2, SHARED = -3; // what a block is, if it is not one request's, whose index it has then
 
@@ -37,19 +37,31 @@ export function unpack(runs) {
 }
 
 export class BlockMap {
-  #canvas; #blocks = []; #columns = 1; #cell = 1;
+  #canvas; #mark; #onPick; #blocks = []; #columns = 1; #cell = 1;
+  #picked = null; // a block's number
 
-  // onPoint is called with the number of the block under the pointer, or null.
-  constructor(canvas, onPoint) {
+  // mark: an element that is laid over the picked block. onPick is called with its number.
+  constructor(canvas, mark = null, onPick = null) {
     this.#canvas = canvas;
-    canvas.addEventListener("pointermove", (event) => onPoint(this.#blockAt(event)));
-    canvas.addEventListener("pointerleave", () => onPoint(null));
+    this.#mark = mark;
+    this.#onPick = onPick;
+    if (onPick === null) return;
+    canvas.addEventListener("pointermove", (event) => {
+      const block = this.#blockAt(event);
+      if (block !== null) this.#pick(block);
+    });
+    canvas.addEventListener("focus", () => this.#pick(this.#picked ?? 0));
+    canvas.addEventListener("keydown", (event) => {
+      const to = this.#blockOfKey(event.key, this.#picked ?? 0);
+      if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+      event.preventDefault();
+      this.#pick(to);
+    });
   }
 
   // colours: of the requests, as blocks name them.
-  draw(blocks, colours, label) {
+  draw(blocks, colours) {
     this.#blocks = blocks;
-    this.#canvas.setAttribute("aria-label", label);
     const width = this.#canvas.clientWidth;
     this.#cell = Math.min(16, Math.max(3, Math.floor(Math.sqrt((width * MAX_HEIGHT) / Math.max(1, blocks.length)))));
     this.#columns = Math.max(1, Math.floor(width / this.#cell));
@@ -66,6 +78,41 @@ export class BlockMap {
       const x = (i % this.#columns) * this.#cell, y = Math.floor(i / this.#columns) * this.#cell;
       drawBlock(context, x, y, this.#cell - GAP, what, colours[what], { line, quiet, accent });
     });
+    if (this.#picked !== null) this.#placeMark();
+  }
+
+  #pick(block) {
+    if (this.#blocks.length === 0) return;
+    this.#picked = Math.min(Math.max(block, 0), this.#blocks.length - 1);
+    this.#placeMark();
+    this.#onPick(this.#picked);
+  }
+
+  #placeMark() {
+    this.#mark.hidden = false;
+    this.#mark.style.left = `${(this.#picked % this.#columns) * this.#cell}px`;
+    this.#mark.style.top = `${Math.floor(this.#picked / this.#columns) * this.#cell}px`;
+    this.#mark.style.width = this.#mark.style.height = `${this.#cell - GAP}px`;
+  }
+
+  // Where a key leads from a block: along the row, across rows, to an end, or to the next block that differs.
+  #blockOfKey(key, from) {
+    switch (key) {
+      case "ArrowLeft": return from - 1;
+      case "ArrowRight": return from + 1;
+      case "ArrowUp": return from >= this.#columns ? from - this.#columns : from;
+      case "ArrowDown": return from + this.#columns < this.#blocks.length ? from + this.#columns : from;
+      case "Home": return 0;
+      case "End": return this.#blocks.length - 1;
+      case "PageUp": return this.#differing(from, -1);
+      case "PageDown": return this.#differing(from, 1);
+    }
+  }
+
+  #differing(from, step) {
+    let block = from;
+    while (block in this.#blocks && this.#blocks[block] === this.#blocks[from]) block += step;
+    return block in this.#blocks ? block : from;
   }
 
   #blockAt(event) {

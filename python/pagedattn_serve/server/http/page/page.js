@@ -1,23 +1,27 @@
 // The live page: asks the server for its state twice a second while somebody looks, and shows it.
 
-import { complete } from "./completion.js";
+import { setUpBox } from "./ask.js";
+import { Chart } from "./charts.js";
+import { $, number } from "./common.js";
 import { BlockMap, CACHED, FREE, Palette, SHARED, unpack } from "./map.js";
 
 const POLL_MILLISECONDS = 500;
-const HISTORY_SECONDS = 60; // as index.html has it on the axis of time
 const MAX_ROWS = 50; // of the table of requests
 const NAMES = { [FREE]: "free", [CACHED]: "cached", [SHARED]: "shared" };
 
-const $ = (id) => document.getElementById(id);
-const number = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
 
 let state = null; // the server's last answer
-let pointed = null; // the block under the pointer
-const rates = []; // of the last minute: {time, rate} in tokens a second, the latest last
+let picked = null; // the number of a block
 const palette = new Palette();
-const blocks = new BlockMap($("blocks"), (block) => { pointed = block; showPointed(); });
-const hostBlocks = new BlockMap($("host-blocks"), () => {});
+const blocks = new BlockMap($("blocks"), $("mark"), (block) => { picked = block; showPicked(); });
+const hostBlocks = new BlockMap($("host-blocks"));
+const charts = {
+  rates: new Chart($("rates"), "Tokens a second", ["generated"]),
+  queues: new Chart($("queues"), "Requests", ["running", "waiting"]),
+  between: new Chart($("between-chart"), "Between two tokens, ms", ["mean"]),
+  first: new Chart($("first-chart"), "To the first token, ms", ["mean"]),
+};
 
 // ---- the API key, where the server asks for one
 
@@ -57,7 +61,7 @@ async function fetchLatencies() {
     return line ? Number(line[1]) : 0;
   };
   const latency = (name) => ({ count: read(`${name}_seconds_count`), seconds: read(`${name}_seconds_sum`) });
-  return { first: latency("time_to_first_token"), between: latency("inter_token_latency") };
+  return { between: latency("inter_token_latency"), first: latency("time_to_first_token") };
 }
 
 async function pollForEver() {
@@ -88,7 +92,7 @@ function showReplicas() {
 
 $("replica").addEventListener("change", () => {
   state = null; // figures of another replica are no past of this one
-  rates.length = 0;
+  Object.values(charts).forEach((chart) => chart.clear());
 });
 
 function showStatus(text, bad) {
@@ -98,7 +102,6 @@ function showStatus(text, bad) {
 
 function showFigures({ stats, time, latencies }, last) {
   const set = (id, text) => { $(id).textContent = text; };
-  const milliseconds = (seconds) => `${number.format(seconds * 1000)} ms`;
   set("running", stats.num_running);
   set("waiting", stats.num_waiting);
   set("swapped", stats.num_swapped);
@@ -108,45 +111,42 @@ function showFigures({ stats, time, latencies }, last) {
   if (last === null) return;
   for (const [id, { count, seconds }] of Object.entries(latencies)) { // means since the last poll
     const before = last.latencies[id];
-    if (count > before.count) set(id, milliseconds((seconds - before.seconds) / (count - before.count)));
+    const milliseconds = count > before.count ? ((seconds - before.seconds) / (count - before.count)) * 1000 : null;
+    if (milliseconds !== null) set(id, `${number.format(milliseconds)} ms`);
+    charts[id].add(time, [milliseconds]);
   }
   const seconds = time - last.time;
   if (seconds <= 0) return;
-  rates.push({ time, rate: (stats.num_output_tokens - last.stats.num_output_tokens) / seconds });
-  while (rates[0].time < time - HISTORY_SECONDS) rates.shift();
-  set("rate", number.format(rates.at(-1).rate));
-  const most = roundUp(Math.max(...rates.map(({ rate }) => rate)));
-  set("most", number.format(most));
-  set("half", number.format(most / 2));
-  const points = rates.map(({ time: then, rate }) => `${HISTORY_SECONDS - (time - then)},${2 - (rate / most) * 2}`);
-  document.querySelector("#history polyline").setAttribute("points", points.join(" "));
-}
-
-// To 1, 2 or 5 times a power of ten, at least 1: the end of an axis.
-function roundUp(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= value);
+  const rate = (stats.num_output_tokens - last.stats.num_output_tokens) / seconds;
+  set("rate", number.format(rate));
+  charts.rates.add(time, [rate]);
+  charts.queues.add(time, [stats.num_running, stats.num_waiting]);
 }
 
 function showBlocks() {
   const counts = { free: 0, used: 0, shared: 0, cached: 0 };
   for (const what of state.blocks) counts[NAMES[what] ?? "used"]++;
   for (const [name, value] of Object.entries(counts)) $(`num-${name}`).textContent = number.format(value);
-  const told = Object.entries(counts).map(([name, value]) => `${value} ${name}`).join(", ");
-  blocks.draw(state.blocks, state.colours, `${state.blocks.length} blocks: ${told}`);
+  blocks.draw(state.blocks, state.colours);
+  $("blocks").setAttribute("aria-valuemax", state.blocks.length - 1);
   const numHost = state.host_blocks.length;
   const swapped = state.host_blocks.filter((what) => what !== FREE); // the free ones, mostly thousands, tell nothing
   $("host").hidden = swapped.length === 0;
   $("num-swapped").textContent = number.format(swapped.length);
   $("num-host").textContent = number.format(numHost);
-  if (swapped.length) hostBlocks.draw(swapped, state.colours, `${swapped.length} of ${numHost} blocks of host memory`);
-  showPointed();
+  if (swapped.length) hostBlocks.draw(swapped, state.colours);
+  showPicked();
 }
 
-function showPointed() {
-  const what = state?.blocks[pointed];
-  const owner = what === SHARED ? "shared by several sequences" : NAMES[what] ?? `request ${state?.requests[what]?.name}`;
-  $("block").textContent = what === undefined ? "Point at a block to see whose it is." : `Block ${pointed}: ${owner}`;
+function showPicked() {
+  const what = state?.blocks[picked];
+  if (what === undefined) return;
+  const owner = what === SHARED ? "shared by several sequences" : NAMES[what] ?? `request ${state.requests[what].name}`;
+  const text = `Block ${picked}: ${owner}`;
+  if ($("block").textContent === text) return; // a screen reader says a value that is set
+  $("block").textContent = text;
+  $("blocks").setAttribute("aria-valuenow", picked);
+  $("blocks").setAttribute("aria-valuetext", text);
 }
 
 function showRequests() {
@@ -163,36 +163,10 @@ function showRequests() {
     return row;
   });
   $("requests").replaceChildren(...rows);
+  $("requests").parentElement.hidden = rows.length === 0;
   const numMore = state.requests.length - rows.length;
   $("more").textContent = numMore ? `and ${numMore} more` : rows.length ? "" : "None at the moment.";
 }
 
-// ---- the prompt box
-
-$("prompt-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const stop = new AbortController();
-  const onStop = () => stop.abort();
-  $("stop").addEventListener("click", onStop);
-  $("send").disabled = true;
-  $("stop").disabled = false;
-  $("answer").textContent = "";
-  $("timing").textContent = "";
-  try {
-    const wanted = {
-      model: state?.model, prompt: $("prompt").value,
-      maxTokens: $("max-tokens").valueAsNumber, temperature: $("temperature").valueAsNumber,
-    };
-    const result = await complete(wanted, headers(), stop.signal, (text) => $("answer").append(text));
-    $("timing").textContent = `${result.tokens} tokens in ${number.format(result.seconds)} s, the first after ` +
-      `${number.format(result.firstTokenSeconds * 1000)} ms; ended by ${result.finishReason}`;
-  } catch (error) {
-    $("timing").textContent = stop.signal.aborted ? "stopped" : error.message;
-  } finally {
-    $("stop").removeEventListener("click", onStop);
-    $("send").disabled = false;
-    $("stop").disabled = true;
-  }
-});
-
+setUpBox(() => state?.model, headers);
 pollForEver();
