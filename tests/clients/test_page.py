@@ -180,7 +180,7 @@ def points(page: Page, line: str) -> list[tuple[float, ...]]:
 
 def test_the_queue_and_the_latencies_have_lines(page: Page, slow_server: ServerProcess) -> None:
     with asking(slow_server, 2, max_tokens=100):
-        for line in ("#queues .line-0", "#queues .line-1", "#between-chart .line", "#first-chart .line"):
+        for line in ("#queues path.line-0", "#queues path.line-1", "#between-chart .line", "#first-chart .line"):
             expect(page.locator(line)).to_have_attribute("d", re.compile("M"), timeout=PATIENCE)
         label = re.compile("Requests over the last minute, on an axis to [0-9]+; now: running [0-9]+, waiting 0")
         expect(page.locator("#queues svg")).to_have_attribute("aria-label", label, timeout=PATIENCE)
