@@ -18,6 +18,7 @@ from checkpoints import (
     change_config,
     finish_all,
     greedy_reference,
+    greedy_references,
     make_model,
     run,
     token_ids,
@@ -140,7 +141,7 @@ def test_options_that_a_checkpoint_is_there_for_matter(
     """The same weights without the option say something else: an engine that passed it over would be found out."""
     checkpoint = get_checkpoint(name)
     other = make_model(name, **options)
-    assert [greedy_reference(other, prompt, 24) for prompt in checkpoint.prompts] != checkpoint.expected
+    assert greedy_references(other, checkpoint.prompts, 24) != checkpoint.expected
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_options(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     model.save_pretrained(tmp_path)
     prompts = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(num_tokens)] for i, num_tokens in enumerate((3, 40, 20, 8))]
     engine = LLMEngine(str(tmp_path), num_blocks=10, block_size=8, max_num_batched_tokens=13)
-    assert token_ids(run(engine, prompts, GREEDY)) == [greedy_reference(model, prompt, 24) for prompt in prompts]
+    assert token_ids(run(engine, prompts, GREEDY)) == greedy_references(model, prompts, 24)
     assert engine.stats().num_preemptions > 0
 
 

@@ -274,7 +274,7 @@ def standard_deviation(config_class: type[PreTrainedConfig], parameter_name: str
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A random model in a directory, prompts for it, and what Hugging Face answers to each of them alone, greedily."""
+    """A random model in a directory, prompts for it, and what Hugging Face answers to each of them, greedily."""
 
     path: str
     model: PreTrainedModel
@@ -292,7 +292,7 @@ def make_checkpoint(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) ->
         convert_to_bin(directory)
     draw = random.Random(name)
     prompts = [[draw.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 7, 16, 17, 33, 5, 40)]
-    return Checkpoint(str(directory), model, prompts, [greedy_reference(model, prompt, 24) for prompt in prompts])
+    return Checkpoint(str(directory), model, prompts, greedy_references(model, prompts, 24))
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
@@ -307,6 +307,25 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int,
         **options,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def greedy_references(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What Hugging Face `generate` adds to each prompt. The prompts run as one batch, padded on the left: a batch takes
+    as long as one prompt. Where the rotary embedding of a row depends on the longest one, the prompts run one by one.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return [greedy_reference(model, prompt, max_tokens) for prompt in prompts]
+    length = max(map(len, prompts))
+    padding = [length - len(prompt) for prompt in prompts]
+    out = model.generate(
+        torch.tensor([[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * n + [1] * (length - n) for n in padding]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[:, length:].tolist()
 
 
 def remove_prefix(model: PreTrainedModel, directory: Path) -> None:
