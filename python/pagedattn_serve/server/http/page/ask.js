@@ -5,7 +5,7 @@ import { complete } from "./completion.js";
 
 const PROMPTS = { completion: "The for statement", chat: "What does the for statement do?" };
 
-// Makes the box work. model(): the name that requests give the model; headers(): what a request carries beside its body.
+// Makes the box work. model(): what requests call the model. headers(): what a request carries beside its body.
 export function setUpBox(model, headers) {
   let messages = []; // of the chat so far
   const isChat = () => $("prompt-form").elements.mode.value === "chat";
@@ -39,10 +39,13 @@ export function setUpBox(model, headers) {
     const wanted = {
       model: model(), maxTokens: $("max-tokens").valueAsNumber, temperature: $("temperature").valueAsNumber,
     };
-    if (isChat()) wanted.messages = [...messages, { role: "user", content: prompt }];
-    else wanted.prompt = prompt;
-    if (isChat()) say("user").append(prompt);
-    else clear();
+    if (isChat()) {
+      wanted.messages = [...messages, { role: "user", content: prompt }];
+      say("user").append(prompt);
+    } else {
+      wanted.prompt = prompt;
+      clear();
+    }
     $("timing").textContent = "";
     const answer = say("assistant");
     const stop = new AbortController();

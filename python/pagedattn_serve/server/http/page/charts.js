@@ -30,8 +30,8 @@ export class Chart {
     this.#figure.querySelector(".half").textContent = number.format(most / 2);
     this.#paths.forEach((path, i) => { path.setAttribute("d", this.#pathOf(i, time, most)); });
     const latest = values.map((value, i) => `${this.#lines[i]} ${value === null ? "no value" : number.format(value)}`);
-    const label = `${this.#title} over the last minute, on an axis to ${number.format(most)}; now: ${latest.join(", ")}`;
-    this.#figure.querySelector("svg").setAttribute("aria-label", label);
+    const axis = `${this.#title} over the last minute, on an axis to ${number.format(most)}`;
+    this.#figure.querySelector("svg").setAttribute("aria-label", `${axis}; now: ${latest.join(", ")}`);
   }
 
   clear() {
