@@ -14,7 +14,7 @@ from checkpoints import (
     Checkpoint,
     change_config,
     convert_to_bin,
-    greedy_reference,
+    greedy_references,
     make_model,
     remove_prefix,
     run,
@@ -71,7 +71,7 @@ def generate(directory: Path, dtype: str = "auto") -> list[list[int]]:
 
 
 def reference(model: PreTrainedModel) -> list[list[int]]:
-    return [greedy_reference(model, prompt, 24) for prompt in PROMPTS]
+    return greedy_references(model, PROMPTS, 24)
 
 
 def expect_misfit(directory: Path, *problems: str) -> None:
