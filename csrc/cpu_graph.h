@@ -30,8 +30,10 @@ struct AnyValues {
   void operator()() const {}
 };
 
+// Scales are checked apart: they may be on the CPU when all index tensors are on a GPU.
 template <ValueCheck Check>
 void check_values(const Check& check) {
+  if constexpr (requires { check.scales(); }) check.scales();
   if (check.values.are_given) check();
 }
 

@@ -101,7 +101,6 @@ struct PagedCheck {
   int64_t max_seq_len;
 
   void operator()() const {
-    scales();
     if (query_start_loc.are_given) {
       check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
                       "query rows");

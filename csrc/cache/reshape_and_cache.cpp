@@ -18,13 +18,12 @@ Indices check_slots(const Door& door, const Tensor& slot_mapping) {
 struct SlotCheck {
   Door door;
   ScaleCheck scales;
-  HostValues values;  // of slot_mapping; with these, those of the scales are given
+  HostValues values;  // of slot_mapping
   bool are_int64;
   int64_t num_tokens;
   int64_t num_slots;  // of the cache
 
   void operator()() const {
-    scales();
     const Indices slots{values.data, are_int64};
     for (int64_t token = 0; token < num_tokens; ++token) {
       door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
