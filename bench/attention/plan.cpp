@@ -1,5 +1,5 @@
-// plan_attention for plan.py, which compiles this file and csrc/attention/paged_attention_plan.cpp.
-#include "attention/paged_attention_plan.h"
+// plan_items for plan.py, which compiles this file and csrc/attention/cpu/plan_items.cpp.
+#include "attention/cpu/plan_items.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +20,7 @@ extern "C" int64_t plan_decode(int64_t num_seqs, const int32_t* seq_lens, const 
   params.block_table_stride = block_table_stride;
   params.max_seq_len = block_table_stride * block_size;
   params.seq_lens = {seq_lens, false};
-  const pagedattn::AttentionPlan plan = pagedattn::plan_attention(params, num_threads, /*prefill_results=*/64);
+  const pagedattn::ItemPlan plan = pagedattn::plan_items(params, num_threads, /*prefill_results=*/64);
   const auto num_items = static_cast<int64_t>(plan.items.size());
   for (int64_t i = 0; i < std::min(num_items, max_items); ++i) {
     const pagedattn::AttentionItem& item = plan.items[i];

@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """plan_attention for sequences with one row each."""
+    """plan_items for sequences with one row each."""
 
     library: ctypes.CDLL
 
@@ -33,7 +33,7 @@ class Planner:
     def compile(cls, directory: Path) -> "Planner":
         """Needs a C++ compiler: CXX, or c++. Raises CalledProcessError if it fails."""
         path = directory / "attention_plan.so"
-        sources = [HERE / "plan.cpp", CSRC / "attention/paged_attention_plan.cpp"]
+        sources = [HERE / "plan.cpp", CSRC / "attention/cpu/plan_items.cpp"]
         options = ["-std=c++20", "-O3", "-fPIC", "-shared", "-I", CSRC]
         subprocess.run([os.environ.get("CXX", "c++"), *options, *sources, "-o", path], check=True)
         return cls(ctypes.CDLL(str(path)))

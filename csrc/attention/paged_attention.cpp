@@ -226,84 +226,24 @@ struct alignas(64) CacheLine {
   float floats[16];
 };
 
-// Whether pairs of bfloat16 are multiplied with the instruction for it, vdpbf16ps. An AMD Zen 4 does such a dot product
-// in the time of a multiply-add. An Intel CPU with AMX makes two multiply-adds and two conversions of the instruction,
-// so that floats that are converted once for many rows are twice as fast.
-bool has_fast_pair_dots() { return cpu_capability() == CpuCapability::AVX512_BF16; }
-
-bool runs_on_amx(const PagedAttentionParams& params) {
-  return cpu_capability() == CpuCapability::AMX && params.layout == CacheLayout::CHUNKED &&
-         params.cache_dtype == DType::BFLOAT16 && !has_small_blocks(params);
-}
-
-// The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
-// better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
-// is converted: more pairs would only take in more tokens that the causal mask hides. On AMX the products are so fast
-// that packing a tile for 128 pairs would be a tenth of the time.
-int64_t prefill_results(const PagedAttentionParams& params) {
-  if (params.dtype != DType::BFLOAT16) return 128;
-  if (runs_on_amx(params)) return 256;
-  return has_fast_pair_dots() ? 64 : 128;
-}
-
-using Attend = decltype(cpu_default::attend_f32);
-
-Attend* choose_attend(const PagedAttentionParams& params) {
-  const auto choose = [&](Attend* any_query, Attend* bf16_query) {
-    return params.dtype == DType::BFLOAT16 && has_fast_pair_dots() ? bf16_query : any_query;
-  };
-  if (params.layout == CacheLayout::NHD) {
-    switch (params.cache_dtype) {
-      case DType::FLOAT16:
-        return PAGEDATTN_CPU_KERNEL(attend_nhd_f16);
-      case DType::BFLOAT16:
-        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_bf16), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_bf16));
-      case DType::FLOAT8_E4M3:
-        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_e4m3), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_e4m3));
-      case DType::FLOAT8_E5M2:
-        return choose(PAGEDATTN_CPU_KERNEL(attend_nhd_e5m2), PAGEDATTN_CPU_KERNEL(attend_nhd_pairs_e5m2));
-      default:
-        return PAGEDATTN_CPU_KERNEL(attend_nhd_f32);
-    }
-  }
-  switch (params.cache_dtype) {
-    case DType::FLOAT16:
-      return PAGEDATTN_CPU_KERNEL(attend_f16);
-    case DType::BFLOAT16:
-      if (runs_on_amx(params)) return PAGEDATTN_CPU_KERNEL(attend_amx_bf16);
-      return choose(PAGEDATTN_CPU_KERNEL(attend_bf16), PAGEDATTN_CPU_KERNEL(attend_pairs_bf16));
-    case DType::FLOAT8_E4M3:
-      return choose(PAGEDATTN_CPU_KERNEL(attend_e4m3), PAGEDATTN_CPU_KERNEL(attend_pairs_e4m3));
-    case DType::FLOAT8_E5M2:
-      return choose(PAGEDATTN_CPU_KERNEL(attend_e5m2), PAGEDATTN_CPU_KERNEL(attend_pairs_e5m2));
-    case DType::INT8:
-      return PAGEDATTN_CPU_KERNEL(attend_int8);
-    default:
-      return PAGEDATTN_CPU_KERNEL(attend_f32);
-  }
-}
-
 void attend_on_cpu(const PagedAttentionParams& params) {
-  const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads(), prefill_results(params));
+  const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads());
   const auto num_items = static_cast<int64_t>(plan.items.size());
   if (num_items == 0) return;
   const int64_t num_workers = num_workers_for(plan.multiply_adds, num_items);
-  const auto partials =
-      std::make_unique_for_overwrite<float[]>(plan.num_partials * partial_floats(params.num_heads, params.head_size));
+  const auto partials = std::make_unique_for_overwrite<float[]>(plan.partial_floats);
   const int64_t scratch_lines = (plan.scratch_floats + 15) / 16;
   const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
   const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
 
-  const auto attend = choose_attend(params);
   parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
     // As a rule, the workers take turns, and this is the worker's next item.
     const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
-    attend(params, plan.rows.data(), plan.items[i], next_item, scratch_of(worker), partials.get());
+    plan.attend(params, plan.rows.data(), plan.items[i], next_item, scratch_of(worker), partials.get());
   });
-  const auto merge_partials = PAGEDATTN_CPU_KERNEL(merge_partials);
   const auto num_merges = static_cast<int64_t>(plan.merges.size());
   parallel_for_items(num_merges, std::min(num_merges, num_workers), [&](int64_t i, int64_t worker) {
-    merge_partials(params, plan.merges[i], partials.get(), scratch_of(worker));
+    plan.merge(params, plan.merges[i], partials.get(), scratch_of(worker));
   });
 }
 

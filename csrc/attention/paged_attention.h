@@ -1,11 +1,10 @@
-// Attention of a ragged batch of query rows over a paged cache, or over keys and values that lie one after the other:
-// parameters, work items and kernels. The ops paged_attention_v1, paged_attention_v2, paged_attention and
-// varlen_attention fill the same parameters and run the same kernels.
+// Attention of a ragged batch of query rows over a paged cache, or over keys and values that lie one after the other.
+// The ops paged_attention_v1, paged_attention_v2, paged_attention and varlen_attention fill the same parameters and run
+// the same kernels. What a CPU's threads do is in paged_attention_plan.h.
 #pragma once
 
 #include <cstdint>
 
-#include "cpu_dispatch.h"
 #include "types.h"
 
 namespace pagedattn {
@@ -76,39 +75,6 @@ struct PagedAttentionParams {
 constexpr int64_t PARTITION_TOKENS = 512;
 constexpr int64_t TILE_TOKENS = 128;
 
-// A query row, as the plan lists it.
-struct AttentionRow {
-  int32_t seq;
-  int64_t row;            // of query and out
-  int64_t position;       // of its token
-  int64_t first_partial;  // plus a partition: the index of the row's partial result
-};
-
-// Some rows, some KV heads, some partitions. The rows of a sequence are adjacent. Several sequences are in one item
-// where they share blocks.
-struct AttentionItem {
-  int64_t row_begin, row_end;    // of the plan's rows
-  int64_t head_begin, head_end;  // KV heads
-  int64_t partition_begin, partition_end;
-  bool is_partial;  // writes a partial result for each row and partition, instead of `out`
-};
-
-// A row whose partitions were computed one by one. They are merged for all heads.
-struct MergeItem {
-  int64_t row;
-  int64_t first_partial, num_partials;
-};
-
-// Floats of the partial results of `num_results` (row, head) pairs: maxima, sums, weighted values.
-constexpr int64_t partial_floats(int64_t num_results, int64_t head_size) { return num_results * (head_size + 2); }
-
-// Floats that the queries of `num_results` pairs take at most, in the order in which keys are multiplied with them.
-constexpr int64_t query_floats(int64_t num_results, int64_t head_size) { return num_results * 2 * head_size; }
-
-// Floats of scratch for an item of `num_results` pairs: the queries, and twice the partial results. On AMX pairs go
-// together as columns, up to twice as many as pairs, and head sizes are rounded up.
-constexpr int64_t item_floats(int64_t num_results, int64_t head_size) { return num_results * (5 * head_size + 288); }
-
 // The kernels for CHUNKED caches read so many adjacent tokens at once.
 constexpr int64_t CHUNKED_TOKENS = 8;
 
@@ -117,48 +83,6 @@ constexpr int64_t CHUNKED_TOKENS = 8;
 constexpr bool has_small_blocks(const PagedAttentionParams& params) {
   return params.layout == CacheLayout::CHUNKED && params.block_size < CHUNKED_TOKENS;
 }
-
-// Floats of scratch for the copies: keys and values of a tile at one KV head.
-constexpr int64_t small_block_floats(const PagedAttentionParams& params) {
-  return has_small_blocks(params) ? 2 * TILE_TOKENS * params.head_size : 0;
-}
-
-// Items count their rows in `rows`. `partials` holds sets of partial results, one after the other; a set is of all
-// heads of a row. `scratch` has room for the
-// copies of small blocks, for the queries of an item, and twice for its partial results. Towards the end,
-// the start of what `next_item` (may be nullptr) reads is fetched.
-//
-// There is a kernel for each type of the cache. Together they take a compiler longer than all other kernels, so each is
-// a file of cpu/instantiations.
-#define PAGEDATTN_DECLARE_ATTEND(name)                                                                    \
-  PAGEDATTN_DECLARE_CPU_KERNEL(name, const PagedAttentionParams& params, const AttentionRow* rows,        \
-                               const AttentionItem& item, const AttentionItem* next_item, float* scratch, \
-                               float* partials)
-PAGEDATTN_DECLARE_ATTEND(attend_f32)
-PAGEDATTN_DECLARE_ATTEND(attend_f16)
-PAGEDATTN_DECLARE_ATTEND(attend_bf16)
-PAGEDATTN_DECLARE_ATTEND(attend_e4m3)
-PAGEDATTN_DECLARE_ATTEND(attend_e5m2)
-PAGEDATTN_DECLARE_ATTEND(attend_int8)
-// For queries in bfloat16, where one instruction multiplies pairs of them. No capability before AVX512_BF16 has these.
-PAGEDATTN_DECLARE_ATTEND(attend_pairs_bf16)
-PAGEDATTN_DECLARE_ATTEND(attend_pairs_e4m3)
-PAGEDATTN_DECLARE_ATTEND(attend_pairs_e5m2)
-// For queries and a cache in bfloat16, on the tile registers of AMX. No other capability has this.
-PAGEDATTN_DECLARE_ATTEND(attend_amx_bf16)
-// For caches in the NHD layout.
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_f32)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_f16)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_bf16)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_e4m3)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_e5m2)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_bf16)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_e4m3)
-PAGEDATTN_DECLARE_ATTEND(attend_nhd_pairs_e5m2)
-#undef PAGEDATTN_DECLARE_ATTEND
-
-PAGEDATTN_DECLARE_CPU_KERNEL(merge_partials, const PagedAttentionParams& params, const MergeItem& item,
-                             const float* partials, float* scratch)
 
 namespace cuda {
 // Bytes of scratch that paged_attention needs on the current device: a function of shapes alone.

@@ -1,6 +1,7 @@
 // Results of attention: partial, merged, final; for item_walk.h.
 #pragma once
 
+#include "attention/cpu/item_scratch.h"
 #include "attention/paged_attention.h"
 #include "cpu_math.h"
 #include "cpu_memory.h"

@@ -1,7 +1,7 @@
 // The merge of partial results of attention.
+#include "attention/cpu/attend_kernels.h"
 #include "attention/cpu/attention_results.h"
 #include "attention/cpu/loaded_units.h"
-#include "attention/paged_attention.h"
 #include "dispatch.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

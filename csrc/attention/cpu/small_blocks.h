@@ -4,6 +4,7 @@
 // first, into blocks of so many tokens, and the kernels read the copy.
 #pragma once
 
+#include "attention/cpu/item_scratch.h"
 #include "attention/cpu/row_logits.h"
 #include "attention/cpu/tile.h"
 #include "attention/paged_attention.h"

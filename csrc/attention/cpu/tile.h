@@ -5,7 +5,7 @@
 // tile. TileRows are the rows that share a Tile.
 #pragma once
 
-#include "attention/paged_attention.h"
+#include "attention/paged_attention_plan.h"
 #include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {

@@ -8,7 +8,7 @@
 // their rows together. Over any other tile, the kernel takes one sequence after the other. So what is found here
 // decides about speed alone. Each partition is searched by itself: where a sequence has a sliding window, the first
 // blocks of its table may be anything.
-#include "attention/paged_attention_plan.h"
+#include "attention/cpu/plan_items.h"
 
 #include <algorithm>
 #include <utility>
@@ -63,7 +63,7 @@ class Planner {
         prefill_results_(prefill_results),
         group_size_(params.num_heads / params.num_kv_heads) {}
 
-  AttentionPlan plan() {
+  ItemPlan plan() {
     for (int32_t seq = 0; seq < p_.num_seqs; ++seq) {
       const int64_t num_rows = p_.row_end(seq) - p_.row_begin(seq);
       if (num_rows == 0) continue;
@@ -79,8 +79,6 @@ class Planner {
       }
     }
     add_decodes();
-    const int64_t max_results = std::max(max_results_, p_.num_heads);
-    plan_.scratch_floats = small_block_floats(p_) + item_floats(max_results, p_.head_size);
     return std::move(plan_);
   }
 
@@ -107,7 +105,6 @@ class Planner {
   void add_item(int64_t row_begin, int64_t row_end, int64_t head_begin, int64_t head_end, PartitionRange partitions,
                 bool is_partial) {
     plan_.items.push_back({row_begin, row_end, head_begin, head_end, partitions.begin, partitions.end, is_partial});
-    max_results_ = std::max(max_results_, (row_end - row_begin) * (head_end - head_begin) * group_size_);
   }
 
   // Calls function for all partitions at once; or, where several threads could share them, for one at a time.
@@ -223,13 +220,12 @@ class Planner {
   int64_t prefill_results_;
   int64_t group_size_;
   std::vector<Decode> decodes_;
-  AttentionPlan plan_;
-  int64_t max_results_ = 0;
+  ItemPlan plan_;
 };
 
 }  // namespace
 
-AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results) {
+ItemPlan plan_items(const PagedAttentionParams& params, int64_t num_threads, int64_t prefill_results) {
   return Planner(params, num_threads, prefill_results).plan();
 }
 

@@ -1,0 +1,81 @@
+// Which kernels a call gets, and how large its items and its scratch are.
+#include <algorithm>
+#include <utility>
+
+#include "attention/cpu/attend_kernels.h"
+#include "attention/cpu/item_scratch.h"
+#include "attention/cpu/plan_items.h"
+
+namespace pagedattn {
+namespace {
+
+// Whether pairs of bfloat16 are multiplied with the instruction for it, vdpbf16ps. An AMD Zen 4 does such a dot product
+// in the time of a multiply-add. An Intel CPU with AMX makes two multiply-adds and two conversions of the instruction,
+// so that floats that are converted once for many rows are twice as fast.
+bool has_fast_pair_dots() { return cpu_capability() == CpuCapability::AVX512_BF16; }
+
+bool suits(Arithmetic arithmetic, const PagedAttentionParams& params) {
+  switch (arithmetic) {
+    case Arithmetic::AMX:
+      return cpu_capability() == CpuCapability::AMX && !has_small_blocks(params);
+    case Arithmetic::PAIRS:
+      return params.dtype == DType::BFLOAT16 && has_fast_pair_dots();
+    default:
+      return true;
+  }
+}
+
+constexpr DType dtype_of(float) { return DType::FLOAT32; }
+constexpr DType dtype_of(float16) { return DType::FLOAT16; }
+constexpr DType dtype_of(bfloat16) { return DType::BFLOAT16; }
+constexpr DType dtype_of(float8_e4m3) { return DType::FLOAT8_E4M3; }
+constexpr DType dtype_of(float8_e5m2) { return DType::FLOAT8_E5M2; }
+constexpr DType dtype_of(int8) { return DType::INT8; }
+
+struct Chosen {
+  AttendKernel* attend;
+  Arithmetic arithmetic;
+};
+
+Chosen choose_kernel(const PagedAttentionParams& params) {
+#define PAGEDATTN_CHOOSE(name, layout_, T, arithmetic_, lowest, highest)              \
+  if (params.layout == CacheLayout::layout_ && params.cache_dtype == dtype_of(T{}) && \
+      suits(Arithmetic::arithmetic_, params)) {                                       \
+    return {PAGEDATTN_CPU_KERNEL(name), Arithmetic::arithmetic_};                     \
+  }
+  PAGEDATTN_ATTEND_KERNELS(PAGEDATTN_CHOOSE)
+#undef PAGEDATTN_CHOOSE
+  return {};  // the op lets no other cache through
+}
+
+// The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
+// better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
+// is converted: more pairs would only take in more tokens that the causal mask hides. On AMX the products are so fast
+// that packing a tile for 128 pairs would be a tenth of the time.
+int64_t prefill_results(const PagedAttentionParams& params, Arithmetic arithmetic) {
+  if (arithmetic == Arithmetic::AMX) return 256;
+  return params.dtype == DType::BFLOAT16 && has_fast_pair_dots() ? 64 : 128;
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
+  const Chosen chosen = choose_kernel(params);
+  ItemPlan items = plan_items(params, num_threads, prefill_results(params, chosen.arithmetic));
+  const int64_t group_size = params.num_heads / params.num_kv_heads;
+  int64_t max_results = params.num_heads;  // of a merge
+  for (const AttentionItem& item : items.items) {
+    max_results =
+        std::max(max_results, (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * group_size);
+  }
+  return {chosen.attend,
+          PAGEDATTN_CPU_KERNEL(merge_partials),
+          std::move(items.rows),
+          std::move(items.items),
+          std::move(items.merges),
+          items.num_partials * partial_floats(params.num_heads, params.head_size),
+          small_block_floats(params) + item_floats(max_results, params.head_size),
+          items.multiply_adds};
+}
+
+}  // namespace pagedattn
