@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "cpu_vec.h"
 
@@ -40,6 +41,13 @@ class TileConfiguration {
   TileConfiguration(const TileConfiguration&) = delete;
   TileConfiguration& operator=(const TileConfiguration&) = delete;
 };
+
+// Instructions hold the numbers of tiles. Calls body.operator()<I>() for I from 0 to N - 1.
+template <int N, typename Body>
+PAGEDATTN_INLINE void for_each_number(const Body& body) {
+  [&]<int... I>(std::integer_sequence<int, I...>)
+      PAGEDATTN_ALWAYS_INLINE { (body.template operator()<I>(), ...); }(std::make_integer_sequence<int, N>{});
+}
 
 template <int TILE>
 PAGEDATTN_INLINE void zero_tile() {

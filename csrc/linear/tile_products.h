@@ -36,13 +36,6 @@ struct RowTiles {
   int64_t num_rows() const { return num_tiles * tile_rows; }
 };
 
-// Calls body.operator()<I>() for I from 0 to N - 1.
-template <int N, typename Body>
-PAGEDATTN_INLINE void for_each_number(const Body& body) {
-  [&]<int... I>(std::integer_sequence<int, I...>)
-      PAGEDATTN_ALWAYS_INLINE { (body.template operator()<I>(), ...); }(std::make_integer_sequence<int, N>{});
-}
-
 // Rows [begin, end) become [steps][rows of all tiles][TILE_STEP], filled up with zeros along in_features.
 inline void convert_rows_to_tiles(const LinearPackedParams& p, int64_t begin, int64_t end) {
   const int64_t row_step = RowTiles(p.num_rows).num_rows() * TILE_STEP;

@@ -6,20 +6,15 @@
 // way). What is 32 numbers long is called a step.
 #pragma once
 
+#include "attention/cpu/item_scratch.h"
 #include "attention/cpu/tile.h"
 #include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int A_ROWS = 16;
-constexpr int STEP = 32;  // numbers that an instruction multiplies and adds up
-constexpr int STEP_PAIRS = STEP / 2;
 constexpr int A_SIZE = A_ROWS * STEP;
 constexpr int TILE_STEPS = TILE_TOKENS / STEP;
-
-constexpr int64_t num_steps(int64_t head_size) { return (head_size + STEP - 1) / STEP; }
-constexpr int64_t num_row_groups(int64_t head_size) { return (head_size + A_ROWS - 1) / A_ROWS; }
 
 // What is packed of a tile at one KV head. Where several batches of columns multiply it, all of the tile:
 // keys [TILE_TOKENS / A_ROWS, num_steps(head_size)] A, values [TILE_STEPS, num_row_groups(head_size)] A. Where one

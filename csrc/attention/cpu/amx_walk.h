@@ -13,14 +13,14 @@
 #include "attention/cpu/amx_pack.h"
 #include "attention/cpu/amx_softmax.h"
 #include "attention/cpu/attention_results.h"
-#include "attention/cpu/fetch_ahead.h"
-#include "attention/cpu/loaded_units.h"
-#include "attention/cpu/prefetcher.h"
-#include "attention/cpu/tile.h"
+#include "attention/cpu/item_scratch.h"
+#include "attention/cpu/item_walk.h"
 #include "cpu_tiles.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
+
+static_assert(MOST_COLUMNS == VEC_SIZE);
 
 // Tile registers 0 to 3 hold sums, 4 and 5 hold A, 6 and 7 hold B.
 constexpr int NUM_SUMS = 4;
@@ -34,105 +34,75 @@ PAGEDATTN_INLINE void multiply_keys(const bfloat16* a, int64_t steps, const uint
                                     float* const* logits, const Pack& pack) {
   constexpr int64_t B_STRIDE = N * sizeof(uint32_t);
   const bfloat16* const next_a = a + steps * A_SIZE;  // of the next A_ROWS tokens
-  zero_tile<0>();
-  zero_tile<1>();
-  if constexpr (COUNT == 2) zero_tile<2>();
-  if constexpr (COUNT == 2) zero_tile<3>();
+  for_each_number<2 * COUNT>([]<int I>() PAGEDATTN_ALWAYS_INLINE { zero_tile<I>(); });
   for (int64_t step = 0; step < steps; ++step) {
     pack(step);
-    load_tile<6>(queries[0] + step * STEP_PAIRS * N, B_STRIDE);
-    load_tile<4>(a + step * A_SIZE, A_STRIDE);
-    add_bfloat16_products<0, 4, 6>();
-    load_tile<5>(next_a + step * A_SIZE, A_STRIDE);
-    add_bfloat16_products<1, 5, 6>();
-    if constexpr (COUNT == 2) {
-      load_tile<7>(queries[1] + step * STEP_PAIRS * N, B_STRIDE);
-      add_bfloat16_products<2, 4, 7>();
-      add_bfloat16_products<3, 5, 7>();
-    }
+    for_each_number<COUNT>([&]<int I>() PAGEDATTN_ALWAYS_INLINE {
+      load_tile<6 + I>(queries[I] + step * STEP_PAIRS * N, B_STRIDE);
+      for_each_number<2>([&]<int J>() PAGEDATTN_ALWAYS_INLINE {
+        if constexpr (I == 0) load_tile<4 + J>((J == 0 ? a : next_a) + step * A_SIZE, A_STRIDE);
+        add_bfloat16_products<2 * I + J, 4 + J, 6 + I>();
+      });
+    });
   }
-  store_tile<0>(logits[0], B_STRIDE);
-  store_tile<1>(logits[0] + A_ROWS * N, B_STRIDE);
-  if constexpr (COUNT == 2) {
-    store_tile<2>(logits[1], B_STRIDE);
-    store_tile<3>(logits[1] + A_ROWS * N, B_STRIDE);
-  }
+  for_each_number<2 * COUNT>(
+      [&]<int I>() PAGEDATTN_ALWAYS_INLINE { store_tile<I>(logits[I / 2] + I % 2 * A_ROWS * N, B_STRIDE); });
 }
 
 // Sums of weighted values in tile registers: ROW_GROUPS groups of A_ROWS elements, for COUNT groups of columns.
 template <int N, int COUNT, int ROW_GROUPS>
 struct ValueSums {
-  static_assert(COUNT * ROW_GROUPS <= NUM_SUMS && (COUNT == 1 || ROW_GROUPS <= 2));
+  static_assert(COUNT * ROW_GROUPS <= NUM_SUMS && COUNT <= 2);
   static constexpr int64_t STRIDE = N * sizeof(float);
 
+  // Calls body.operator()<TILE, I, R>() for the tile of row group R and group of columns I.
+  template <typename Body>
+  static PAGEDATTN_INLINE void for_each_tile(const Body& body) {
+    for_each_number<COUNT * ROW_GROUPS>([&]<int J>() PAGEDATTN_ALWAYS_INLINE {
+      constexpr int I = J / ROW_GROUPS, R = J % ROW_GROUPS;
+      body.template operator()<I*(NUM_SUMS / COUNT) + R, I, R>();
+    });
+  }
+
   static PAGEDATTN_INLINE void load(const float* const* from) {
-    load_tile<0>(from[0], STRIDE);
-    if constexpr (ROW_GROUPS > 1) load_tile<1>(from[0] + A_ROWS * N, STRIDE);
-    if constexpr (ROW_GROUPS > 2) load_tile<2>(from[0] + 2 * A_ROWS * N, STRIDE);
-    if constexpr (ROW_GROUPS > 2) load_tile<3>(from[0] + 3 * A_ROWS * N, STRIDE);
-    if constexpr (COUNT == 2) load_tile<2>(from[1], STRIDE);
-    if constexpr (COUNT == 2 && ROW_GROUPS > 1) load_tile<3>(from[1] + A_ROWS * N, STRIDE);
+    for_each_tile([&]<int TILE, int I, int R>()
+                      PAGEDATTN_ALWAYS_INLINE { load_tile<TILE>(from[I] + R * A_ROWS * N, STRIDE); });
   }
 
   static PAGEDATTN_INLINE void store(float* const* to) {
-    store_tile<0>(to[0], STRIDE);
-    if constexpr (ROW_GROUPS > 1) store_tile<1>(to[0] + A_ROWS * N, STRIDE);
-    if constexpr (ROW_GROUPS > 2) store_tile<2>(to[0] + 2 * A_ROWS * N, STRIDE);
-    if constexpr (ROW_GROUPS > 2) store_tile<3>(to[0] + 3 * A_ROWS * N, STRIDE);
-    if constexpr (COUNT == 2) store_tile<2>(to[1], STRIDE);
-    if constexpr (COUNT == 2 && ROW_GROUPS > 1) store_tile<3>(to[1] + A_ROWS * N, STRIDE);
+    for_each_tile([&]<int TILE, int I, int R>()
+                      PAGEDATTN_ALWAYS_INLINE { store_tile<TILE>(to[I] + R * A_ROWS * N, STRIDE); });
   }
 
   // Adds the values of a step, packed at `a`.
   static PAGEDATTN_INLINE void add(const bfloat16* a, const ColumnWeights<N>* weights, int step) {
-    load_tile<6>(weights[0].upper + step * STEP_PAIRS * N, STRIDE);
-    load_tile<7>(weights[0].lower + step * STEP_PAIRS * N, STRIDE);
-    load_tile<4>(a, A_STRIDE);
-    add_bfloat16_products<0, 4, 6>();
-    add_bfloat16_products<0, 4, 7>();
-    if constexpr (ROW_GROUPS > 1) {
-      load_tile<5>(a + A_SIZE, A_STRIDE);
-      add_bfloat16_products<1, 5, 6>();
-      add_bfloat16_products<1, 5, 7>();
-    }
-    if constexpr (ROW_GROUPS > 2) {
-      load_tile<4>(a + 2 * A_SIZE, A_STRIDE);
-      add_bfloat16_products<2, 4, 6>();
-      add_bfloat16_products<2, 4, 7>();
-      load_tile<5>(a + 3 * A_SIZE, A_STRIDE);
-      add_bfloat16_products<3, 5, 6>();
-      add_bfloat16_products<3, 5, 7>();
-    }
-    if constexpr (COUNT == 2) {
-      load_tile<6>(weights[1].upper + step * STEP_PAIRS * N, STRIDE);
-      load_tile<7>(weights[1].lower + step * STEP_PAIRS * N, STRIDE);
-      add_bfloat16_products<2, 4, 6>();
-      add_bfloat16_products<2, 4, 7>();
-      if constexpr (ROW_GROUPS > 1) {
-        add_bfloat16_products<3, 5, 6>();
-        add_bfloat16_products<3, 5, 7>();
+    for_each_tile([&]<int TILE, int I, int R>() PAGEDATTN_ALWAYS_INLINE {
+      constexpr int A = 4 + R % 2;
+      if constexpr (R == 0) {
+        load_tile<6>(weights[I].upper + step * STEP_PAIRS * N, STRIDE);
+        load_tile<7>(weights[I].lower + step * STEP_PAIRS * N, STRIDE);
       }
-    }
+      if constexpr (I == 0) load_tile<A>(a + R * A_SIZE, A_STRIDE);
+      add_bfloat16_products<TILE, A, 6>();
+      add_bfloat16_products<TILE, A, 7>();
+    });
   }
 };
 
 template <int N>
-class AmxWalk {
-  // Whether columns are so few that vectors multiply them.
-  static constexpr bool FEW = N <= 2;
+class AmxWalk : public ItemWalk<bfloat16> {
+  static constexpr bool FEW = are_few_columns(N);
   using Weights = std::conditional_t<FEW, FewWeights<N>, ColumnWeights<N>>;
 
  public:
   AmxWalk(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
           const AttentionItem* next_item, float* scratch)
-      : p_(params),
-        rows_(rows),
-        item_(item),
-        ahead_(params, rows, item, next_item),
+      : ItemWalk(params, rows, item, next_item),
         unit_(params),
         group_size_(params.num_heads / params.num_kv_heads),
-        num_columns_((item.row_end - item.row_begin) * group_size_),
+        num_columns_(results_of_head(params, item)),
         groups_of_head_((num_columns_ + N - 1) / N),
+        layout_(params.head_size, N),
         scratch_(scratch) {
     for_each_group([&](int64_t kv_head, int64_t first, const Group& group) {
       pack_queries(kv_head, first, group);
@@ -140,21 +110,10 @@ class AmxWalk {
     });
   }
 
-  void attend_partition(int64_t partition) const {
+  void clear_partition() const {
     for_each_group([&](int64_t, int64_t, const Group& group) { clear(group.partition); });
-    Prefetcher<bfloat16> prefetcher;
-    TileRows<bfloat16> at = find_first_tile_rows<bfloat16>(p_, rows_, item_, partition);
-    while (at.tile.end > 0) {
-      const TileRows<bfloat16> next = find_next_tile_rows(p_, rows_, item_, partition, at);
-      for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
-        if (ahead_.is_due(head)) ahead_.start_after(at.tile, head, next.tile, partition, prefetcher);
-        attend_head(at, head, prefetcher);
-      }
-      at = next;
-    }
   }
-
-  void clear_totals() const {
+  void clear_total() const {
     for_each_group([&](int64_t, int64_t, const Group& group) { clear(group.total); });
   }
 
@@ -163,7 +122,7 @@ class AmxWalk {
   PAGEDATTN_INLINE void for_each_value_vector(const Change& change, Vectors... by_column) const {
     constexpr int COLUMNS = FEW ? N : 1;  // a vector has elements of one of them, or of all
     for (int n = 0; n < COLUMNS; ++n) {
-      for (int64_t i = n * VEC_SIZE; i < values_size(); i += COLUMNS * VEC_SIZE) {
+      for (int64_t i = n * VEC_SIZE; i < layout_.values_size; i += COLUMNS * VEC_SIZE) {
         change(i, (FEW ? Vectors{} + by_column[n] : by_column)...);
       }
     }
@@ -188,18 +147,44 @@ class AmxWalk {
     });
   }
 
-  void store_partials(int64_t partition, float* partials) const {
-    for_each_row_result(false, [&](int64_t row, int64_t head, const Results& results, int64_t i) {
-      const int64_t partial = rows_[row].first_partial + partition;
-      const Results to(partials + partial * partial_floats(p_.num_heads, p_.head_size), p_.num_heads);
-      copy(to, head, results, i, 1, p_.head_size);
-    });
+  template <typename Function>
+  void for_each_partial(const Function& function) const {
+    for_each_row_result(false, function);
   }
 
-  void write_totals() const {
-    for_each_row_result(true, [&](int64_t row, int64_t head, const Results& results, int64_t i) {
-      write_out<bfloat16>(p_, rows_[row].row, head, results, i);
-    });
+  template <typename Function>
+  void for_each_total(const Function& function) const {
+    for_each_row_result(true, function);
+  }
+
+  // Attends to a tile with the rows that see the tile, at one KV head.
+  void attend(const TileRows<bfloat16>& at, int64_t kv_head, int64_t, Prefetcher<bfloat16>& prefetcher) const {
+    const int64_t first_element = kv_head * p_.head_size * p_.block_size;
+    const bfloat16* const keys = static_cast<const bfloat16*>(p_.key_cache) + first_element;
+    const ValuePacker values(p_, at.tile, static_cast<const bfloat16*>(p_.value_cache) + first_element);
+    const auto fetch = [&]() PAGEDATTN_ALWAYS_INLINE { prefetcher.fetch(); };  // a turn of four lines
+    Packed packed;
+    const int64_t first_column = (at.begin - item_.row_begin) * group_size_;
+    const int64_t end_column = (at.end - item_.row_begin) * group_size_;
+    const int64_t first_group = first_column / N;
+    const int64_t end_group = (end_column + N - 1) / N;
+    const HeadOfTile head{at.tile, kv_head, first_column, end_column, keys, values, packed};
+    if (end_group - first_group <= 1) return attend_groups<1, true>(head, first_group, fetch);
+    if constexpr (N == VEC_SIZE) {
+      if (end_group - first_group == 2) return attend_groups<2, true>(head, first_group, fetch);
+      const int64_t steps = num_steps(p_.head_size);
+      const int64_t row_groups = num_row_groups(p_.head_size);
+      for (int step = at.tile.begin / STEP; step * STEP < at.tile.end; ++step) {
+        for (int token = step * STEP; token < (step + 1) * STEP; token += A_ROWS) {
+          const KeyPacker of_tokens(p_, at.tile, keys, token);
+          for (int64_t i = 0; i < steps; ++i) of_tokens.pack(i, packed.keys + token * steps * STEP + i * A_SIZE, fetch);
+        }
+        values.pack(step, 0, row_groups, packed.values + step * row_groups * A_SIZE, fetch);
+      }
+      int64_t group = first_group;
+      for (; group + 2 <= end_group; group += 2) attend_groups<2, false>(head, group, fetch);
+      if (group < end_group) attend_groups<1, false>(head, group, fetch);
+    }
   }
 
  private:
@@ -221,30 +206,18 @@ class AmxWalk {
     State total;        // of all partitions so far; max is of the natural logits
   };
 
-  int64_t values_size() const { return num_row_groups(p_.head_size) * A_ROWS * N; }
-
-  int64_t queries_size() const { return num_steps(p_.head_size) * (FEW ? STEP : STEP_PAIRS) * N; }
-
   Group group_at(int64_t kv_head, int64_t group) const {
-    float* at = scratch_ + ((kv_head - item_.head_begin) * groups_of_head_ + group) *
-                               (queries_size() + 2 * values_size() + 8 * VEC_SIZE);
-    const auto take = [&](int64_t size) {
-      float* const taken = at;
-      at += size;
-      return taken;
+    float* const at = scratch_ + ((kv_head - item_.head_begin) * groups_of_head_ + group) * layout_.size;
+    const auto state_at = [&](const GroupScratch::State& state) -> State {
+      return {at + state.max, at + state.sum, at + state.values};
     };
-    Group result;
-    result.queries = reinterpret_cast<uint32_t*>(take(queries_size()));
-    result.begin = reinterpret_cast<int32_t*>(take(VEC_SIZE));
-    result.end = reinterpret_cast<int32_t*>(take(VEC_SIZE));
-    result.slopes = take(VEC_SIZE);
-    result.position = reinterpret_cast<int32_t*>(take(VEC_SIZE));
-    for (State* state : {&result.partition, &result.total}) {
-      state->max = take(VEC_SIZE);
-      state->sum = take(VEC_SIZE);
-      state->values = take(values_size());
-    }
-    return result;
+    return {reinterpret_cast<uint32_t*>(at + layout_.queries),
+            reinterpret_cast<int32_t*>(at + layout_.begin),
+            reinterpret_cast<int32_t*>(at + layout_.end),
+            at + layout_.slopes,
+            reinterpret_cast<int32_t*>(at + layout_.position),
+            state_at(layout_.partition),
+            state_at(layout_.total)};
   }
 
   // Calls function(kv_head, first, group) with the first column of the group among those of the KV head.
@@ -258,7 +231,7 @@ class AmxWalk {
   void clear(const State& state) const {
     store(state.max, broadcast(-__builtin_inff()));
     store(state.sum, Vec{});
-    __builtin_memset(state.values, 0, values_size() * sizeof(float));
+    __builtin_memset(state.values, 0, layout_.values_size * sizeof(float));
   }
 
   static Vec base_of(Vec max_logit) { return select(max_logit == -__builtin_inff(), Vec{}, max_logit); }
@@ -284,7 +257,7 @@ class AmxWalk {
       }
       return;
     }
-    __builtin_memset(group.queries, 0, queries_size() * sizeof(uint32_t));
+    __builtin_memset(group.queries, 0, layout_.queries_size * sizeof(uint32_t));
     for (int64_t i = 0; i < count; ++i) {
       const bfloat16* query = query_of(kv_head, first + i);
       if constexpr (FEW) {
@@ -314,35 +287,6 @@ class AmxWalk {
       group.end[i] = static_cast<int32_t>(p_.visible_end(row.seq, position));
       group.position[i] = static_cast<int32_t>(position);
       if (p_.alibi_slopes != nullptr) group.slopes[i] = p_.alibi_slopes[kv_head * group_size_ + column % group_size_];
-    }
-  }
-
-  void attend_head(const TileRows<bfloat16>& at, int64_t kv_head, Prefetcher<bfloat16>& prefetcher) const {
-    const int64_t first_element = kv_head * p_.head_size * p_.block_size;
-    const bfloat16* const keys = static_cast<const bfloat16*>(p_.key_cache) + first_element;
-    const ValuePacker values(p_, at.tile, static_cast<const bfloat16*>(p_.value_cache) + first_element);
-    const auto fetch = [&]() PAGEDATTN_ALWAYS_INLINE { prefetcher.fetch(); };  // a turn of four lines
-    Packed packed;
-    const int64_t first_column = (at.begin - item_.row_begin) * group_size_;
-    const int64_t end_column = (at.end - item_.row_begin) * group_size_;
-    const int64_t first_group = first_column / N;
-    const int64_t end_group = (end_column + N - 1) / N;
-    const HeadOfTile head{at.tile, kv_head, first_column, end_column, keys, values, packed};
-    if (end_group - first_group <= 1) return attend_groups<1, true>(head, first_group, fetch);
-    if constexpr (N == VEC_SIZE) {
-      if (end_group - first_group == 2) return attend_groups<2, true>(head, first_group, fetch);
-      const int64_t steps = num_steps(p_.head_size);
-      const int64_t row_groups = num_row_groups(p_.head_size);
-      for (int step = at.tile.begin / STEP; step * STEP < at.tile.end; ++step) {
-        for (int token = step * STEP; token < (step + 1) * STEP; token += A_ROWS) {
-          const KeyPacker of_tokens(p_, at.tile, keys, token);
-          for (int64_t i = 0; i < steps; ++i) of_tokens.pack(i, packed.keys + token * steps * STEP + i * A_SIZE, fetch);
-        }
-        values.pack(step, 0, row_groups, packed.values + step * row_groups * A_SIZE, fetch);
-      }
-      int64_t group = first_group;
-      for (; group + 2 <= end_group; group += 2) attend_groups<2, false>(head, group, fetch);
-      if (group < end_group) attend_groups<1, false>(head, group, fetch);
     }
   }
 
@@ -423,7 +367,7 @@ class AmxWalk {
     float* values[COUNT];
     for (int i = 0; i < COUNT; ++i) {
       values[i] = sums[i];
-      __builtin_memcpy(sums[i], groups[i].partition.values, values_size() * sizeof(float));
+      __builtin_memcpy(sums[i], groups[i].partition.values, layout_.values_size * sizeof(float));
     }
     add_values<COUNT, PACK>(head, weights, begin, end, values, fetch);
     for (int i = 0; i < COUNT; ++i) {
@@ -552,14 +496,11 @@ class AmxWalk {
     });
   }
 
-  const PagedAttentionParams& p_;
-  const AttentionRow* rows_;
-  const AttentionItem& item_;
-  FetchAhead<bfloat16> ahead_;
   LogitUnit unit_;
   int64_t group_size_;      // query heads of a KV head
   int64_t num_columns_;     // of a KV head
   int64_t groups_of_head_;  // of columns
+  GroupScratch layout_;
   float* scratch_;
 };
 
@@ -571,28 +512,26 @@ void walk_item_in_columns(const PagedAttentionParams& p, const AttentionRow* row
   const TileConfiguration tiles({16, 16, 16, 16, 16, 16, 16, 16},
                                 {COLUMNS, COLUMNS, COLUMNS, COLUMNS, NUMBERS, NUMBERS, COLUMNS, COLUMNS});
   const AmxWalk<N> walk(p, rows, item, next_item, scratch);
-  if (!item.is_partial) walk.clear_totals();
-  for (int64_t partition = item.partition_begin; partition < item.partition_end; ++partition) {
-    walk.attend_partition(partition);
-    if (item.is_partial) {
-      walk.store_partials(partition, partials);
-    } else {
-      walk.merge_partition();
-    }
-  }
-  if (!item.is_partial) walk.write_totals();
+  walk_item<bfloat16>(walk, p, rows, item, partials);
 }
 
-inline void walk_item_with_amx(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
+inline void walk_item_with_amx(const PagedAttentionParams& p, const AttentionRow* rows, const AttentionItem& item,
                                const AttentionItem* next_item, float* scratch, float* partials) {
-  const PagedAttentionParams p = in_loaded_units(params);
-  const int64_t num_columns = (item.row_end - item.row_begin) * (p.num_heads / p.num_kv_heads);
-  const auto walk = num_columns == 1   ? walk_item_in_columns<1>
-                    : num_columns == 2 ? walk_item_in_columns<2>
-                    : num_columns <= 4 ? walk_item_in_columns<4>
-                    : num_columns <= 8 ? walk_item_in_columns<8>
-                                       : walk_item_in_columns<16>;
-  walk(p, rows, item, next_item, scratch, partials);
+  const auto walk_in_columns = [&]<int N>() PAGEDATTN_ALWAYS_INLINE {
+    return walk_item_in_columns<N>(p, rows, item, next_item, scratch, partials);
+  };
+  switch (columns_of_group(results_of_head(p, item))) {
+    case 1:
+      return walk_in_columns.template operator()<1>();
+    case 2:
+      return walk_in_columns.template operator()<2>();
+    case 4:
+      return walk_in_columns.template operator()<4>();
+    case 8:
+      return walk_in_columns.template operator()<8>();
+    default:
+      return walk_in_columns.template operator()<MOST_COLUMNS>();
+  }
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Attends to one tile of tokens with the query rows that share one KV head; for item_walk.h.
+// Attends to one tile of tokens with the query rows that share one KV head; for row_walk.h.
 #pragma once
 
 #include <type_traits>
 
+#include "attention/cpu/attend_kernels.h"
 #include "attention/cpu/int8_products.h"
 #include "attention/cpu/nhd_values.h"
 #include "attention/cpu/row_logits.h"
@@ -31,8 +32,11 @@ void attend_rows(const HeadTile<T, LAYOUT>& h, const Row* rows) {
 }
 
 // How the rows are multiplied with keys and values.
+template <Arithmetic ARITHMETIC, typename T>
+struct RowArithmetic;
+
 template <typename T>
-struct FloatArithmetic {
+struct RowArithmetic<Arithmetic::FLOATS, T> {
   static constexpr bool MANY_ROWS = true;  // many_rows.h takes many rows together
 #if defined(__AVX2__) && !defined(__AVX512F__)
   using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
@@ -41,15 +45,18 @@ struct FloatArithmetic {
 #endif
   using Strip = ValueStrip<T>;
 };
-struct Int8Arithmetic {
+
+template <>
+struct RowArithmetic<Arithmetic::INT8, int8> {
   static constexpr bool MANY_ROWS = false;
   using Dot = Int8Dot;
   using Strip = Int8Strip;
 };
+
 #if defined(__AVX512BF16__)
-// For queries in bfloat16. The weights are rounded to bfloat16 only where the cache is in 8 bits.
+// The weights are rounded to bfloat16 only where the cache is in 8 bits.
 template <typename T>
-struct PairArithmetic {
+struct RowArithmetic<Arithmetic::PAIRS, T> {
   static constexpr bool MANY_ROWS = false;
   using Dot = PairDot<T>;
   using Strip = std::conditional_t<sizeof(T) == 1, PairStrip<T>, ValueStrip<T>>;

@@ -26,13 +26,11 @@ inline void clear(const Results& results, int64_t num_results, int64_t head_size
   __builtin_memset(results.values, 0, num_results * head_size * sizeof(float));
 }
 
-// Copies `count` results from `from_index` on to `index` on.
-inline void copy(const Results& results, int64_t index, const Results& from, int64_t from_index, int64_t count,
-                 int64_t head_size) {
-  __builtin_memcpy(results.max + index, from.max + from_index, count * sizeof(float));
-  __builtin_memcpy(results.sum + index, from.sum + from_index, count * sizeof(float));
-  __builtin_memcpy(results.values + index * head_size, from.values + from_index * head_size,
-                   count * head_size * sizeof(float));
+// Copies result `from_index` of `from` to result `index`.
+inline void copy(const Results& results, int64_t index, const Results& from, int64_t from_index, int64_t head_size) {
+  results.max[index] = from.max[from_index];
+  results.sum[index] = from.sum[from_index];
+  __builtin_memcpy(results.values + index * head_size, from.values + from_index * head_size, head_size * sizeof(float));
 }
 
 // Merges result `from_index` of `from` into result `index`.

@@ -1,4 +1,4 @@
-// What the walk of an item fetches, and when; for item_walk.h and amx_walk.h.
+// What the walk of an item fetches, and when; for item_walk.h.
 #pragma once
 
 #include "attention/cpu/nhd_prefetcher.h"

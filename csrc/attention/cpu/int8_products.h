@@ -1,4 +1,4 @@
-// Products with the keys and values of an int8 cache, for item_walk.h.
+// Products with the keys and values of an int8 cache, for row_walk.h.
 //
 // Queries and weights are rounded to 16 bits with a scale for each row, and are multiplied as integers: two products
 // are added in one instruction. Sums fit into 32 bits, and are the same in any order. A float takes part only once they

@@ -1,4 +1,4 @@
-// The scales of a call, in the units in which the kernels load the cache; for item_walk.h and merge_partials_cpu.cpp.
+// The scales of a call, in the units in which the kernels load the cache; for attend.h and merge_partials_cpu.cpp.
 #pragma once
 
 #include "attention/paged_attention.h"

@@ -1,4 +1,4 @@
-// Attends to a tile of tokens with many query rows that share one KV head; for item_walk.h.
+// Attends to a tile of tokens with many query rows that share one KV head; for row_walk.h.
 //
 // attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time are converted
 // once for all rows. Columns are the keys of VEC_SIZE tokens, or VEC_SIZE elements of the values. What is left is a

@@ -1,6 +1,7 @@
 // Which kernels a call gets, and how large its items and its scratch are.
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "attention/cpu/attend_kernels.h"
 #include "attention/cpu/item_scratch.h"
@@ -57,25 +58,30 @@ int64_t prefill_results(const PagedAttentionParams& params, Arithmetic arithmeti
   return params.dtype == DType::BFLOAT16 && has_fast_pair_dots() ? 64 : 128;
 }
 
+// Room for the largest item, and for a merge.
+int64_t scratch_floats(const PagedAttentionParams& params, Arithmetic arithmetic,
+                       const std::vector<AttentionItem>& items) {
+  int64_t floats = partial_floats(params.num_heads, params.head_size);
+  for (const AttentionItem& item : items) {
+    floats = std::max(floats, arithmetic == Arithmetic::AMX ? amx_floats(params, item) : RowScratch(params, item).size);
+  }
+  return floats;
+}
+
 }  // namespace
 
 AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
   const Chosen chosen = choose_kernel(params);
-  ItemPlan items = plan_items(params, num_threads, prefill_results(params, chosen.arithmetic));
-  const int64_t group_size = params.num_heads / params.num_kv_heads;
-  int64_t max_results = params.num_heads;  // of a merge
-  for (const AttentionItem& item : items.items) {
-    max_results =
-        std::max(max_results, (item.row_end - item.row_begin) * (item.head_end - item.head_begin) * group_size);
-  }
+  ItemPlan plan = plan_items(params, num_threads, prefill_results(params, chosen.arithmetic));
+  const int64_t floats = scratch_floats(params, chosen.arithmetic, plan.items);
   return {chosen.attend,
           PAGEDATTN_CPU_KERNEL(merge_partials),
-          std::move(items.rows),
-          std::move(items.items),
-          std::move(items.merges),
-          items.num_partials * partial_floats(params.num_heads, params.head_size),
-          small_block_floats(params) + item_floats(max_results, params.head_size),
-          items.multiply_adds};
+          std::move(plan.rows),
+          std::move(plan.items),
+          std::move(plan.merges),
+          plan.num_partials * partial_floats(params.num_heads, params.head_size),
+          floats,
+          plan.multiply_adds};
 }
 
 }  // namespace pagedattn

@@ -1,4 +1,4 @@
-// Tiles of a CHUNKED cache whose blocks have 2 or 4 tokens; for item_walk.h.
+// Tiles of a CHUNKED cache whose blocks have 2 or 4 tokens; for row_walk.h.
 //
 // The kernels read LOCATED_TOKENS adjacent tokens at once, which no such block has. So a tile at one KV head is copied
 // first, into blocks of so many tokens, and the kernels read the copy.

@@ -1,4 +1,4 @@
-// Where the strips of the values of a tile lie, for item_walk.h.
+// Where the strips of the values of a tile lie, for row_walk.h.
 #pragma once
 
 #include "attention/cpu/row_logits.h"
