@@ -3,13 +3,16 @@
 import json
 import logging
 import re
+import threading
 from typing import Any
 
 import pytest
 from checkpoints import BEGINNING
+from starlette.types import Message, Send
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.requests.request import Completion
+from pagedattn_serve.server.openai.service import EventStream
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]
@@ -348,15 +351,27 @@ def test_the_id_of_an_answer_is_in_the_log(
 def test_an_error_of_the_engine_has_the_id_that_its_log_has(
     speaker_path: str, serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """Before a stream begins, and in its last event."""
+    """Before a stream begins, and in its last event. The engine waits for the first event of a stream: an error that
+    overtakes this event gets a response of its own."""
+    has_begun = threading.Event()
+    real_add_token, real_respond = Completion.add_token, EventStream._respond
 
     def fail(completion: Completion, token: Any) -> None:
         if len(completion.sequence.output_token_ids) == (2 if stream else 0):
+            assert not stream or has_begun.wait(timeout=60)
             raise FloatingPointError("planted")
-        return real(completion, token)
+        return real_add_token(completion, token)
 
-    real = Completion.add_token
+    async def respond(self: EventStream, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body":
+                has_begun.set()
+
+        await real_respond(self, send_and_note)
+
     monkeypatch.setattr(Completion, "add_token", fail)
+    monkeypatch.setattr(EventStream, "_respond", respond)
     with serve(LLMEngine(speaker_path)) as client:
         if stream:
             first, *_, last = client.events("/v1/completions", prompt=BEGINNING)
