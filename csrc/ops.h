@@ -64,7 +64,7 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                  const Tensor& block_mapping);
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping);
-std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& seq_lens,
+std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& first_positions,
                                            int64_t num_tokens);
 Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables, int64_t block_size, int64_t num_blocks,
                             const std::optional<Tensor>& batch_indices, const std::optional<Tensor>& block_start_loc,

@@ -51,7 +51,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "-> ()");
   m.def("copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
   m.def("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()");
-  m.def("batch_positions(Tensor? start_loc, Tensor seq_lens, SymInt num_tokens) -> (Tensor, Tensor)");
+  m.def("batch_positions(Tensor? start_loc, Tensor first_positions, SymInt num_tokens) -> (Tensor, Tensor)");
   m.def(
       "compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, SymInt num_blocks, *, "
       "Tensor? batch_indices=None, Tensor? block_start_loc=None, Tensor? last_block_lens=None) -> Tensor");

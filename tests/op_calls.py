@@ -21,7 +21,7 @@ reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b
 gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
 copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
 swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
-batch_positions(Tensor? start_loc, Tensor seq_lens, SymInt num_tokens) -> (Tensor, Tensor)
+batch_positions(Tensor? start_loc, Tensor first_positions, SymInt num_tokens) -> (Tensor, Tensor)
 compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, SymInt num_blocks, *, Tensor? batch_indices=None, Tensor? block_start_loc=None, Tensor? last_block_lens=None) -> Tensor
 consecutive_block_tables(Tensor first_blocks, Tensor end_blocks, Tensor seq_lens, SymInt max_num_blocks_per_seq, SymInt num_blocks, *, Tensor? left_padding=None) -> Tensor
 rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
@@ -170,7 +170,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},
         "batch_positions": {
             "start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
-            "seq_lens": paged["seq_lens"],
+            "first_positions": paged["seq_lens"],
             "num_tokens": n + 1,
         },
         "compute_slot_mapping": {

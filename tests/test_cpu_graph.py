@@ -307,7 +307,7 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "k_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "v_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "start_loc": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 5, INT32_MAX]},
-    "seq_lens of batch_positions": {2: [-1, 1, INT32_MIN]},
+    "first_positions": {2: [-1, INT32_MIN, INT32_MAX]},
     "batch_indices": {1: [3, INT32_MAX]},
     "block_tables of compute_slot_mapping": {0: [-1, 12, INT32_MIN, INT32_MAX], 5: [12]},
     "positions of compute_slot_mapping": {1: [-1, 32, INT32_MIN, INT32_MAX]},
@@ -318,7 +318,15 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "seq_lens of consecutive_block_tables": {1: [-1, 5, INT32_MIN, INT32_MAX]},
     "left_padding": {0: [-1, 5, INT32_MIN, INT32_MAX]},
 }
-MAY_BE_INT64 = ("seq_lens", "block_tables", "query_start_loc", "key_start_loc", "slot_mapping", "start_loc")
+MAY_BE_INT64 = (
+    "seq_lens",
+    "block_tables",
+    "query_start_loc",
+    "key_start_loc",
+    "slot_mapping",
+    "start_loc",
+    "first_positions",
+)
 MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
 HOLDS_ANY_BITS = ("bitmask",)
 

@@ -46,7 +46,7 @@ void check_start_loc(const Door& door, const char* argument, const Indices& star
 struct BatchPositionsCheck {
   Door door;
   HostValues start_loc;
-  HostValues values;            // of seq_lens; with these, the others are given
+  HostValues values;            // of first_positions; with these, the others are given
   BatchPositionsParams params;  // its index tensors are those above
 
   void operator()() const {
@@ -54,10 +54,12 @@ struct BatchPositionsCheck {
       check_start_loc(door, "start_loc", params.start_loc, params.num_seqs, params.num_tokens, "num_tokens");
     }
     for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
-      const int64_t num_new = params.start(seq + 1) - params.start(seq);
-      const int64_t length = params.seq_lens[seq];
-      door.check(length >= num_new && length <= INT32_MAX, "seq_lens", "expected ", num_new,
-                 " (the tokens of sequence ", seq, " in the batch) to ", INT32_MAX, ", got ", length);
+      const int64_t first = params.first_positions[seq];
+      door.check(first >= 0, "first_positions", "expected 0 tokens or more before those of sequence ", seq, ", got ",
+                 first);
+      const int64_t largest = INT32_MAX - (params.start(seq + 1) - params.start(seq));
+      door.check(first <= largest, "first_positions", "expected at most ", largest, ", got ", first, " at sequence ",
+                 seq);
     }
   }
 };
@@ -151,12 +153,12 @@ struct ConsecutiveBlockTablesCheck {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& seq_lens,
+std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& first_positions,
                                            int64_t num_tokens) {
-  const Door door("batch_positions", seq_lens);
+  const Door door("batch_positions", first_positions);
   BatchPositionsParams params{};
-  params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
-  params.num_seqs = seq_lens.size(0);
+  params.first_positions = check_indices(door, "first_positions", first_positions, ANY);
+  params.num_seqs = first_positions.size(0);
   check_count(door, "num_tokens", num_tokens);
   params.num_tokens = num_tokens;
   params.start_loc = check_indices(door, "start_loc", start_loc, params.num_seqs + 1);
@@ -165,14 +167,14 @@ std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_lo
     door.check(params.tokens_per_seq * params.num_seqs == num_tokens, "num_tokens", "expected a multiple of the ",
                params.num_seqs, " sequences (no start_loc is given), got ", num_tokens);
   }
-  const Tensor batch_indices = torch::stable::new_empty(seq_lens, {&num_tokens, 1}, ScalarType::Long);
-  const Tensor positions = torch::stable::new_empty(seq_lens, {&num_tokens, 1}, ScalarType::Long);
+  const Tensor batch_indices = torch::stable::new_empty(first_positions, {&num_tokens, 1}, ScalarType::Long);
+  const Tensor positions = torch::stable::new_empty(first_positions, {&num_tokens, 1}, ScalarType::Long);
   params.batch_indices = batch_indices.mutable_data_ptr<int64_t>();
   params.positions = positions.mutable_data_ptr<int64_t>();
 
-  BatchPositionsCheck check{door, values_of(door, start_loc), door.values(seq_lens), params};
+  BatchPositionsCheck check{door, values_of(door, start_loc), door.values(first_positions), params};
   check.params.start_loc = on_host(params.start_loc, check.start_loc);
-  check.params.seq_lens = on_host(params.seq_lens, check.values);
+  check.params.first_positions = on_host(params.first_positions, check.values);
   run_rows(door, check, PAGEDATTN_ROW_KERNELS(batch_positions), params, params.num_rows(),
            (num_tokens + params.num_seqs) / params.num_rows());
   return {batch_indices, positions};

@@ -10,11 +10,11 @@ namespace pagedattn {
 struct BatchPositionsParams {
   int64_t num_tokens;
   int64_t num_seqs;
-  int64_t tokens_per_seq;  // where start_loc is not given
-  Indices start_loc;       // [num_seqs + 1], from 0 to at most num_tokens
-  Indices seq_lens;        // [num_seqs], the tokens of the batch included
-  int64_t* batch_indices;  // [num_tokens]
-  int64_t* positions;      // [num_tokens]
+  int64_t tokens_per_seq;   // where start_loc is not given
+  Indices start_loc;        // [num_seqs + 1], from 0 to at most num_tokens
+  Indices first_positions;  // [num_seqs]
+  int64_t* batch_indices;   // [num_tokens]
+  int64_t* positions;       // [num_tokens]
 
   constexpr int64_t start(int64_t seq) const { return start_loc.is_given() ? start_loc[seq] : seq * tokens_per_seq; }
   // Behind the tokens of all sequences there may be padding, which is the last row.
@@ -23,7 +23,7 @@ struct BatchPositionsParams {
   constexpr void write(int64_t row, int64_t token) const {
     const bool is_padding = row == num_seqs;
     batch_indices[token] = is_padding ? -1 : row;
-    positions[token] = is_padding ? 0 : seq_lens[row] - end(row) + token;
+    positions[token] = is_padding ? 0 : first_positions[row] + token - start(row);
   }
 };
 

@@ -90,23 +90,22 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     call("swap_blocks", src, dst, block_mapping)
 
 
-def batch_positions(start_loc: Tensor | None, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def batch_positions(start_loc: Tensor | None, first_positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The sequence and the position of each token of a ragged batch.
 
-    The tokens start_loc[s] to start_loc[s + 1] are the last ones of sequence s, so token start_loc[s] + i of n stands
-    at position seq_lens[s] - n + i. Behind the tokens of all sequences may be padding, which has sequence -1 and
-    position 0.
+    The tokens start_loc[s] to start_loc[s + 1] are of sequence s, and token start_loc[s] + i stands at position
+    first_positions[s] + i. Behind the tokens of all sequences may be padding, which has sequence -1 and position 0.
 
     Args:
         start_loc: int32 or int64 [num_seqs + 1], from 0 to at most num_tokens; None if all sequences have equally many
             tokens, and there is no padding.
-        seq_lens: int32 or int64 [num_seqs], the tokens of the batch included.
+        first_positions: int32 or int64 [num_seqs].
         num_tokens: of the batch, padding included.
 
     Returns:
         (batch_indices, positions), int64 [num_tokens] each.
     """
-    return call("batch_positions", start_loc, seq_lens, num_tokens)
+    return call("batch_positions", start_loc, first_positions, num_tokens)
 
 
 def compute_slot_mapping(
@@ -174,9 +173,9 @@ def consecutive_block_tables(
 
 
 @torch.library.register_fake("pagedattn_ext::batch_positions")
-def _(start_loc: Tensor | None, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    check_one_device("batch_positions", start_loc, seq_lens)
-    positions = seq_lens.new_empty(num_tokens, dtype=torch.int64)
+def _(start_loc: Tensor | None, first_positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    check_one_device("batch_positions", start_loc, first_positions)
+    positions = first_positions.new_empty(num_tokens, dtype=torch.int64)
     return torch.empty_like(positions), positions
 
 
