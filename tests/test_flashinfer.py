@@ -290,6 +290,35 @@ def test_merges() -> None:
     assert_results((state[0][::2], state[1][::2]), (two[0][::2], two[1][::2]))
 
 
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("lses", "shares", "merged"),
+    [
+        ([-1e7, -1e7], [0.5, 0.5], -1e7 + 1),
+        ([1e7, 1e7 - 1], [2 / 3, 1 / 3], 1e7 + math.log2(1.5)),
+        ([INF, 1.5], [0, 1], 1.5),
+        ([-INF, 1.5], [0, 1], 1.5),
+        ([INF, -INF], [0, 0], -INF),
+        ([INF, INF], [0, 0], -INF),
+    ],
+)
+def test_merges_of_large_and_infinite_lses(lses: list[float], shares: list[float], merged: float) -> None:
+    """The numbers that a change of base rounds, and empty sets of either sign."""
+    v, s = torch.randn(1, 2, HEADS, HEAD_SIZE), torch.tensor(lses)[None, :, None].expand(1, 2, HEADS).contiguous()
+    v[s.isinf()] = 0
+    expected = (v.double() * torch.tensor(shares, dtype=torch.float64)[:, None, None]).sum(1)
+    for out, lse in (flashinfer.merge_states(v, s), flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])):
+        assert_close_to_reference(out, expected)
+        torch.testing.assert_close(lse, torch.full((1, HEADS), merged), rtol=1e-6, atol=0)
+
+
+def test_merge_of_no_states() -> None:
+    out, lse = flashinfer.merge_states(torch.empty(3, 0, HEADS, HEAD_SIZE), torch.empty(3, 0, HEADS))
+    assert (out.shape, out.any().item(), (lse == -INF).all().item()) == ((3, HEADS, HEAD_SIZE), False, True)
+
+
 # ---- the rest of a layer ---------------------------------------------------------------------------------------------
 
 
