@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import reference
 import torch
-from brute_force import HEAD_SIZE, Pages, attend, attend_all, rows, starts
+from brute_force import HEAD_SIZE, attend, attend_all, rows, starts
 from checks import assert_close_to_reference, assert_same_bits
+from flashinfer_batch import HEADS, KV_HEADS, PAGE_SIZE, WORKSPACE, Batch
 from torch import Tensor
 
 from pagedattn_ext import flashinfer
 
-HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
-WORKSPACE = torch.empty(0, dtype=torch.uint8)
 EMPTY = inspect.Parameter.empty
 
 
@@ -25,43 +24,6 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(35)
         yield
-
-
-class Batch:
-    """Sequences in pages, as FlashInfer's lists have them."""
-
-    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, layout: str = "NHD tuple") -> None:
-        self.key, self.value = rows(lengths, KV_HEADS), rows(lengths, KV_HEADS)
-        pages = Pages(16, PAGE_SIZE, KV_HEADS, HEAD_SIZE, dtype)
-        table = pages.table(lengths)
-        pages.write(table, self.key, self.value)
-        counts = [-(-length // PAGE_SIZE) for length in lengths]
-        self.indptr = starts(counts)
-        self.indices = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
-        last = [length - max(0, count - 1) * PAGE_SIZE for length, count in zip(lengths, counts, strict=True)]
-        self.last_page_len = torch.tensor(last, dtype=torch.int32)
-        self.kv_layout, form = layout.split()
-        caches = [pages.key, pages.value]
-        if self.kv_layout == "HND":
-            caches = [cache.transpose(1, 2) for cache in caches]
-        self.cache = tuple(caches) if form == "tuple" else torch.stack(caches, 1)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        return {
-            "indptr": self.indptr,
-            "indices": self.indices,
-            "last_page_len": self.last_page_len,
-            "num_qo_heads": HEADS,
-            "num_kv_heads": KV_HEADS,
-            "head_dim": HEAD_SIZE,
-            "page_size": PAGE_SIZE,
-        }
-
-    @property
-    def prefill_plan(self) -> dict[str, Any]:
-        names = {"head_dim": "head_dim_qk"} | {n: f"paged_kv_{n}" for n in ("indptr", "indices", "last_page_len")}
-        return {names.get(name, name): value for name, value in self.plan.items()}
 
 
 LAYOUTS = ["NHD tuple", "HND tuple", "NHD tensor", "HND tensor"]
@@ -367,6 +329,9 @@ DATA_TYPES = {"q_data_type": "float16", "kv_data_type": None, "o_data_type": Non
 MASKS = {"custom_mask": None, "packed_custom_mask": None}
 ITEMS = {"prefix_len_ptr": None, "token_pos_in_items_ptr": None, "token_pos_in_items_len": 0, "max_item_len_ptr": None}
 SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
+SCALES = {"q_scale": None, "k_scale": None, "v_scale": None}
+RESULTS = {"out": None, "lse": None, "return_lse": False}
+LSE = {"lse_base": "log2", "lse_layout": "NH"}
 LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
 
 
@@ -401,6 +366,39 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "seq_lens": None,
         **SPLIT,
         "q_len_per_req": 1,
+        "window_right": 0,
+        "is_causal": None,
+    },
+    "BatchDecodeWithPagedKVCacheWrapper.run": {
+        **required("self", "q", "paged_kv_cache", "args"),
+        **SCALES,
+        **RESULTS,
+        "enable_pdl": None,
+        "window_left": None,
+        "sinks": None,
+        "q_len_per_req": None,
+        "skip_softmax_threshold_scale_factor": None,
+        "kv_cache_sf": None,
+    },
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__": {
+        **required("self", "workspace_buffer", "indptr_buffer", "indices_buffer", "last_page_len_buffer"),
+        "kv_layout": "NHD",
+        "use_tensor_cores": False,
+    },
+    "fast_decode_plan": {
+        **required("self", "indptr", "indices", "last_page_len", *PLAN_OF_PAGES),
+        "pos_encoding_mode": "NONE",
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "q_data_type": None,
+        "kv_data_type": None,
+        "data_type": None,
+        "sm_scale": None,
+        **ROPE,
+        "non_blocking": True,
+        **SPLIT,
+        "q_len_per_req": 1,
+        "global_override_indptr_cpu": None,
     },
     "BatchPrefillWithPagedKVCacheWrapper.__init__": {
         **required("self", "float_workspace_buffer"),
@@ -415,6 +413,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "backend": "auto",
         "jit_args": None,
         "jit_kwargs": None,
+        "variant_owns_mask": False,
     },
     "BatchPrefillWithPagedKVCacheWrapper.plan": {
         **required("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
@@ -436,6 +435,29 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "block_tables": None,
         **LENGTHS,
         **SPLIT,
+        "uniform_q_len": None,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.run": {
+        **required("self", "q", "paged_kv_cache", "args"),
+        **SCALES,
+        **RESULTS,
+        **LSE,
+        "enable_pdl": None,
+        "window_left": None,
+        "sinks": None,
+        "kv_cache_sf": None,
+        "skip_softmax_threshold_scale_factor": None,
+        "use_fp16_softmax": None,
+        "uses_spcompress": None,
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper.run": {
+        **required("self", "q", "k", "v", "args"),
+        **SCALES,
+        "o_scale": None,
+        **RESULTS,
+        **LSE,
+        "enable_pdl": None,
+        "kv_cache_sf": None,
     },
     "BatchPrefillWithRaggedKVCacheWrapper.plan": {
         **required("self", "qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
@@ -455,6 +477,9 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "seq_lens": None,
         "seq_lens_q": None,
         **LENGTHS,
+        "v_indptr": None,
+        "o_indptr": None,
+        "uniform_q_len": None,
     },
     "single_decode_with_kv_cache": {
         **required("q", "k", "v"),
@@ -487,7 +512,44 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         **ROPE,
         "backend": "auto",
         "return_lse": False,
+        "kv_cache_sf": None,
+        "k_scale": None,
+        "v_scale": None,
     },
+    "MultiLevelCascadeAttentionWrapper.__init__": {
+        **required("self", "num_levels", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "qo_indptr_buf_arr": None,
+        "paged_kv_indptr_buf_arr": None,
+        "paged_kv_indices_buf_arr": None,
+        "paged_kv_last_page_len_buf_arr": None,
+    },
+    "MultiLevelCascadeAttentionWrapper.plan": {
+        **required("self", "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"),
+        **required(*PLAN_OF_PAGES),
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        "q_data_type": "float16",
+        "kv_data_type": None,
+    },
+    "BatchAttention.plan": {
+        **required("self", "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_qo_heads", "num_kv_heads"),
+        **required("head_dim_qk", "head_dim_vo", "page_size"),
+        "causal": False,
+        "sm_scale": None,
+        "logits_soft_cap": None,
+        "q_data_type": torch.bfloat16,
+        "kv_data_type": torch.bfloat16,
+        "use_profiler": False,
+    },
+    "packbits": required("x") | {"bitorder": "big"},
+    "segment_packbits": required("x", "indptr") | {"bitorder": "big"},
     "append_paged_kv_cache": {
         **required("append_key", "append_value", "batch_indices", "positions", "paged_kv_cache", "kv_indices"),
         **required("kv_indptr", "kv_last_page_len"),
@@ -525,17 +587,19 @@ def test_signature(name: str) -> None:
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-TENSOR = torch.ones(1)
+TENSOR, BYTE = torch.ones(1), torch.ones(1, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("pos_encoding_mode", "ROPE_LLAMA", "expected 'NONE', got 'ROPE_LLAMA'"),
-        ("custom_mask", TENSOR, "expected None, got a tensor"),
-        ("packed_custom_mask", TENSOR, "expected None, got a tensor"),
+        ("pos_encoding_mode", "ROPE", "expected one of NONE, ROPE_LLAMA, ALIBI, got 'ROPE'"),
+        ("custom_mask", TENSOR, r"expected 4 elements \(for the rows times the keys of each sequence\), got 1"),
+        ("packed_custom_mask", BYTE.expand(2), r"expected 1 elements \(for .*\), got 2"),
         ("prefix_len_ptr", TENSOR, "expected None, got a tensor"),
-        ("head_dim_vo", 32, "expected head_dim_qk 16, got 32"),
+        ("token_pos_in_items_ptr", TENSOR, "expected None, got a tensor"),
+        ("token_pos_in_items_len", 3, "expected 0, got 3"),
+        ("max_item_len_ptr", TENSOR, "expected None, got a tensor"),
     ],
 )
 @pytest.mark.parametrize("ragged", [True, False])
@@ -553,16 +617,18 @@ def test_refused_plans(argument: str, value: object, message: str, ragged: bool)
 
 def test_refused() -> None:
     name = "BatchDecodeWithPagedKVCacheWrapper"
-    with pytest.raises(ValueError, match=rf"^{name}\.__init__: use_cuda_graph: expected False, got True$"):
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+    with pytest.raises(
+        ValueError, match=rf"^{name}\.__init__: jit_args: expected those of attention with sinks, or No"
+    ):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=[*[None] * 7, ["bias"], [], ["x"]])
     with pytest.raises(ValueError, match=f"^{name}: kv_layout: expected 'NHD' or 'HND', got 'nhd'$"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "nhd")
     batch, wrapper = Batch([4]), flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    q = torch.randn(1, HEADS, HEAD_SIZE)
+    q, k = torch.randn(1, HEADS, HEAD_SIZE), torch.randn(2, KV_HEADS, HEAD_SIZE)
     with pytest.raises(RuntimeError, match=rf"^{name}\.run: expected a plan, got none"):
         wrapper.run(q, batch.cache)
-    with pytest.raises(ValueError, match=rf"^{name}\.plan: q_len_per_req: expected 1, got 2$"):
-        wrapper.plan(**batch.plan, q_len_per_req=2)
+    with pytest.raises(ValueError, match=rf"^{name}\.plan: q_len_per_req: expected 1 or more, got 0$"):
+        wrapper.plan(**batch.plan, q_len_per_req=0)
     wrapper.plan(**batch.plan)
     with pytest.raises(ValueError, match=rf"^{name}\.run: q: expected shape \[\*, 4, 16\], as planned, got \[1, 2, 16"):
         wrapper.run(q[:, :2], batch.cache)
@@ -571,8 +637,16 @@ def test_refused() -> None:
         ValueError, match=rf"^{name}\.run: keys: expected shape \[\*, 4, 2, 16\], as planned, got \[16,"
     ):
         wrapper.run(q, batch.cache)
-    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected None, got a tensor$"):
-        flashinfer.single_prefill_with_kv_cache(q, q, q, custom_mask=TENSOR)
+    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected 2 elements .*, got 1$"):
+        flashinfer.single_prefill_with_kv_cache(q, k, k, custom_mask=TENSOR)
+    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: v: expected shape \[\*, 2, 16\]"):
+        flashinfer.single_prefill_with_kv_cache(q, k, k[:, :1])
+    for given in ([1.0], [TENSOR, 1.0]):
+        with pytest.raises(ValueError, match=rf"^{name}\.run: args: expected no more positional arguments, got "):
+            wrapper.run(q, batch.cache, *given)
+    for argument in ("skip_softmax_threshold_scale_factor", "kv_cache_sf"):
+        with pytest.raises(ValueError, match=rf"^{name}\.run: {argument}: expected None, got a tensor$"):
+            wrapper.run(q, batch.cache, **{argument: TENSOR})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_layout: expected 'NHD' or 'HND', got 'x'$"):
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
 
@@ -675,7 +749,7 @@ def test_run_checks_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sampling", "gemma_rmsnorm", "fast_decode_plan", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
+    "name", ["sampling", "gemma_rmsnorm", "BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache"]
 )
 def test_left_out(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):
