@@ -1,7 +1,6 @@
 """What pos_encoding_mode means: rotations of queries and keys, and slopes of ALiBi."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ def rotate(x: Tensor, positions: Tensor, rope_scale: float | None, rope_theta: f
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
 
 
-@cache
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """fp32 [num_heads]: powers of 2 ** (-8 / n) for n heads, n a power of 2; heads beyond n take every second power of
     the square root. Source: Press et al., "Train Short, Test Long", ICLR 2022."""
     n = 2 ** int(math.log2(num_heads))
-    first = 2.0 ** (-8.0 / n * torch.arange(1, n + 1))
-    others = 2.0 ** (-4.0 / n * (2 * torch.arange(num_heads - n) + 1))
-    return torch.cat([first, others]).float().to(device)
+    exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (num_heads - n), 2)]
+    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float32, device=device)

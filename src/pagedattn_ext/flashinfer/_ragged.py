@@ -61,7 +61,7 @@ def attend_ragged(
     options: dict[str, Any],  # of the ops
 ) -> tuple[Tensor, Tensor]:
     """out [num_rows, num_qo_heads, head_dim_vo] and the natural lse, fp32 [num_rows, num_qo_heads]."""
-    batch = batch.to(q.device)
+    batch, q = batch.to(q.device), with_dense_heads(q)
     if k.itemsize == 1:
         k, v = k.to(q.dtype), v.to(q.dtype)
     if batch.positions is not None:
@@ -82,6 +82,11 @@ def attend_ragged(
     if plan.pos_encoding_mode == "ALIBI":
         lse = with_alibi_of_flashinfer(lse, plan, options, batch.query_starts, batch.key_starts)
     return out, lse
+
+
+def with_dense_heads(q: Tensor) -> Tensor:
+    """Rows may have any stride, while slices of wider heads are copied."""
+    return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
 
 
 def attend_to_values(attend: Callable[[Tensor], Any], values: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

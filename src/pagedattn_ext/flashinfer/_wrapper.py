@@ -14,7 +14,7 @@ from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory, Tokens
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, refusal, results_of
-from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer
+from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
 
@@ -212,6 +212,8 @@ class PagedWrapper(Wrapper):
     ) -> tuple[Tensor, Tensor]:
         if self._graph is not None and self._query_starts is not None:
             self._query_starts[-1:].fill_(q.shape[0])
+
+        q = with_dense_heads(q)
 
         def attend(values: Tensor) -> Any:
             return call_as(
