@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._plan import refusal
+from ._positions import Rotation
 from ._ragged import RaggedBatch
 
 Tokens = tuple[Tensor, Tensor]  # of each key its page and its place in the page
@@ -56,16 +57,20 @@ class GraphMemory:
     def keep_ragged(self, batch: RaggedBatch, tokens: Tokens, num_keys: int) -> tuple[RaggedBatch, Tokens]:
         """The same of a rotated batch, with room for num_keys keys. One sequence more, without rows, has the keys that
         no other sequence has."""
-        assert batch.positions is not None
+        assert batch.rotation is not None
         starts = torch.cat([batch.query_starts, batch.query_starts[-1:]]), pad(batch.key_starts, (0, 1), value=num_keys)
         query_starts, key_starts = (
             self.keep(name, start, *start.shape)
             for name, start in zip(("row_starts", "key_starts"), starts, strict=True)
         )
-        rows, keys = batch.positions
-        positions = self.keep("row_positions", rows, *rows.shape), self.keep("key_positions", keys, num_keys)
+        rows, keys, cos_sin = batch.rotation.rows, batch.rotation.keys, batch.rotation.cos_sin
+        rotation = Rotation(
+            self.keep("row_positions", rows, *rows.shape),
+            self.keep("key_positions", keys, num_keys),
+            self.keep("cos_sin", cos_sin[:num_keys], num_keys, cos_sin.shape[1]),
+        )
         pages, offsets = (self.keep(f"tokens {i}", part, num_keys) for i, part in enumerate(tokens))
-        return RaggedBatch(query_starts, key_starts, None, positions), (pages, offsets)
+        return RaggedBatch(query_starts, key_starts, None, rotation), (pages, offsets)
 
     def keep(self, name: str, values: Tensor, *room: int) -> Tensor:
         """Memory of the shape `room` that is the same at each call of this name, with the values at its start. In one
@@ -73,7 +78,7 @@ class GraphMemory:
         where nobody has written to it."""
         if name not in self._kept:
             with torch.inference_mode(False):  # what is made in the mode cannot be written to outside of it
-                self._kept[name] = values.new_empty(room, dtype=torch.int32)
+                self._kept[name] = values.new_empty(room)
         kept = self._kept[name]
         if len(room) == 1:
             kept.zero_()

@@ -18,7 +18,7 @@ from .. import ops
 from .._adapters import call_as, rows_of
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
-from ._positions import rotate
+from ._positions import Rotation
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,22 @@ class RaggedBatch:
     key_starts: Tensor
     # What each row sees, if that is not what causal and window_left say: see `visible_keys`.
     visible: tuple[Tensor, Tensor] | None = None
-    # Of rows [num_rows] and of keys [num_keys] in their sequence, for a rotation.
-    positions: tuple[Tensor, Tensor] | None = None
+    rotation: Rotation | None = None
 
     @classmethod
     def of(cls, plan: Plan, mask: Mask | None, query_starts: Tensor, key_starts: Tensor) -> "RaggedBatch":
-        visible = positions = None
+        visible = rotation = None
         if mask is not None or plan.biases_future:
             visible = visible_keys(mask, query_starts, key_starts, plan.window_left)
         if plan.pos_encoding_mode == "ROPE_LLAMA":
-            sequence, place = rows_of(query_starts, int(query_starts[-1]))
-            first = key_starts.diff() - query_starts.diff()
-            positions = first[sequence] + place, rows_of(key_starts, int(key_starts[-1]))[1]
-        return cls(query_starts, key_starts, visible, positions)
+            rope = plan.query_shape[1], plan.rope_scale, plan.rope_theta
+            rotation = Rotation.of(*rope, query_starts, key_starts)
+        return cls(query_starts, key_starts, visible, rotation)
 
     def to(self, device: torch.device) -> "RaggedBatch":
-        visible, positions = (
-            pair and (pair[0].to(device), pair[1].to(device)) for pair in (self.visible, self.positions)
-        )
-        return RaggedBatch(self.query_starts.to(device), self.key_starts.to(device), visible, positions)
+        visible = self.visible and (self.visible[0].to(device), self.visible[1].to(device))
+        rotation = self.rotation and self.rotation.to(device)
+        return RaggedBatch(self.query_starts.to(device), self.key_starts.to(device), visible, rotation)
 
 
 def attend_ragged(
@@ -64,11 +61,11 @@ def attend_ragged(
     batch, q = batch.to(q.device), with_dense_heads(q)
     if k.itemsize == 1:
         k, v = k.to(q.dtype), v.to(q.dtype)
-    if batch.positions is not None:
-        for name, tensor, positions in (("query", q, batch.positions[0]), ("key", k, batch.positions[1])):
+    if batch.rotation is not None:
+        for name, tensor, positions in (("query", q, batch.rotation.rows), ("key", k, batch.rotation.keys)):
             if tensor.shape[0] != positions.shape[0]:
                 raise refusal(function, names[name], f"{positions.shape[0]} rows, as planned", tensor.shape[0])
-        q, k = (rotate(x, at, plan.rope_scale, plan.rope_theta) for x, at in zip((q, k), batch.positions, strict=True))
+        q, k = batch.rotation.rotate(q, batch.rotation.rows), batch.rotation.rotate(k, batch.rotation.keys)
 
     def attend(values: Tensor) -> Any:
         if batch.visible is None:
