@@ -45,7 +45,7 @@ def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message
     if wrong_type:  # torch's own words
         expected, argument, got = wrong_type.groups()
         return f"{function.__qualname__}: {names.get(argument, argument)}: expected {expected}, got {got}"
-    parts = re.fullmatch(r"\w+: (\w+): (.*)", message, re.DOTALL)
+    parts = re.fullmatch(r"[\w.]+: (\w+): (.*)", message, re.DOTALL)
     if not parts:
         return message
     argument, text = parts.groups()

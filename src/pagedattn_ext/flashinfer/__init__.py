@@ -12,21 +12,36 @@ head_dim] (HND), of any page size. The lse has base 2. A row without keys gives 
 
 More than theirs: fp32, and dtypes that `plan` was not told, because `run` looks at its tensors.
 
-Taken, and without effect: workspaces and buffers, backend, use_tensor_cores, use_fp16_qk_reduction, data types,
-rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
+Taken, and without effect: workspaces, backend, use_tensor_cores, use_fp16_qk_reduction and use_fp16_softmax, data
+types, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
 
-Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
-custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
-those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, `gemma_rmsnorm`,
-`gemma_fused_add_rmsnorm`, MLA, cascade wrappers, `fast_decode_plan` and all else that is for CUDA graphs, quantization,
-communication, mixtures of experts.
+use_cuda_graph makes wrappers whose captured `run` sees later plans: of a `CPUGraph` on a CPU. Causal or not, windows,
+soft caps, sinks and ALiBi of causal rows are for these wrappers; masks and "ROPE_LLAMA" are refused.
+
+Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
+scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
+a mask. Left out: MLA, sparse attention, quantization but for packed masks, communication, mixtures of experts, and the
+functions of one backend alone (trtllm, cudnn, xqa).
 """
 
 from typing import NoReturn
 
 from .activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from .cascade import merge_state, merge_state_in_place, merge_states
-from .decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+from .cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from .decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
 from .norm import fused_add_rmsnorm, rmsnorm
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from .prefill import (
@@ -35,14 +50,22 @@ from .prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from .quantization import packbits, segment_packbits
 from .rope import apply_rope_with_cos_sin_cache_inplace
 
 __all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "fast_decode_plan",
     "fused_add_rmsnorm",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
@@ -51,7 +74,9 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "packbits",
     "rmsnorm",
+    "segment_packbits",
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
