@@ -22,6 +22,25 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
 
 
+def call_for(function: str, names: dict[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """op(*args, **kwargs), with errors in the words of the caller of `function`: names has the caller's name of each
+    argument that the op calls otherwise."""
+    try:
+        return op(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        named, _, text = str(error).partition(": ")
+        argument, _, text = text.partition(": ")
+        if named != op.__name__ or not text:
+            raise
+        raise type(error)(f"{function}: {names.get(argument, argument)}: {text}") from None
+
+
+def check_scale(function: str, name: str, value: object) -> None:
+    """A bool is no scale: it is an argument at the wrong place."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {name}: expected a number, got {value}")
+
+
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
     """The scale of a cache as the ops take it, fp32 of one element. A tensor may be one element expanded to any shape
     (a scale for each sequence and head, all the same)."""
