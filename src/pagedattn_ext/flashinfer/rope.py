@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
-from .._adapters import call_for, check_scale, rows_of
+from .._adapters import call_for, check_scale
 from ..ops._call import check_bool, check_rank, check_tensors, to_int
 
 # ---- from positions --------------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def _ragged_positions(call: str, q: Tensor, indptr: Tensor, offsets: Tensor) -> 
             raise ValueError(f"{call}: indptr: expected rows from 0 to {len(q)} in ascending order, got {starts}")
         if len(offsets) > 0 and int(offsets.min()) < 0:
             raise ValueError(f"{call}: offsets: expected positions of 0 and more, got {int(offsets.min())}")
-    sequence, place = rows_of(indptr, len(q))
-    return offsets[sequence] + place
+    before = (offsets - indptr[:-1]).repeat_interleave(indptr.diff(), output_size=len(q))
+    return before + torch.arange(len(q), device=q.device)
 
 
 def _are_readable(values: Tensor) -> bool:
@@ -224,8 +224,8 @@ def _rotate(
         raise ValueError(f"{call}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}")
     check_scale(call, "rope_scale", rope_scale)
     check_scale(call, "rope_theta", rope_theta)
-    angles = positions.double()[:, None] * _frequencies(rotary_dim, rope_scale, rope_theta, passage, q.device)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).float()
+    phases, frequencies = _waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
+    cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
     rows = torch.arange(len(q), device=q.device)
     names = {"query": "q", "key": "k"}
     call_for(call, names, ops.rotary_embedding, rows, q, k, q.shape[2], cos_sin, not interleave)
@@ -233,21 +233,25 @@ def _rotate(
 
 
 @lru_cache(maxsize=32)
-def _frequencies(
+def _waves(
     rotary_dim: int,
     rope_scale: float,
     rope_theta: float,
     passage: tuple[float, float, float] | None,
     device: torch.device,
-) -> Tensor:
-    """The angle of each pair at position 1, fp64 [rotary_dim / 2]."""
+) -> tuple[Tensor, Tensor]:
+    """(phases, frequencies), fp64 [rotary_dim]: cos(phases + p * frequencies) are the cosines of position p, then its
+    sines."""
     frequencies = rope_theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
-    if passage is None:
-        return frequencies / rope_scale
-    low, high, old_context_len = passage
-    turns = frequencies * old_context_len / (2 * math.pi)
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(frequencies / rope_scale, frequencies, unscaled)
+    unscaled = torch.zeros_like(frequencies)
+    if passage is not None:
+        low, high, old_context_len = passage
+        turns = frequencies * old_context_len / (2 * math.pi)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    frequencies = torch.lerp(frequencies / rope_scale, frequencies, unscaled).repeat(2)
+    phases = torch.zeros_like(frequencies)
+    phases[rotary_dim // 2 :] = -math.pi / 2
+    return phases, frequencies
 
 
 def _check_ints(call: str, name: str, tensor: Tensor, q: Tensor) -> None:
