@@ -548,7 +548,7 @@ def test_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sampling", "gemma_rmsnorm", "fast_decode_plan", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
+    "name", ["sampling", "fused_rmsnorm_silu", "fast_decode_plan", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
 )
 def test_left_out(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):

@@ -46,6 +46,7 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     (a scale for each sequence and head, all the same)."""
     if scale is None:
         return None
+    check_scale(function.__qualname__, name, scale)
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
     if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
@@ -54,6 +55,14 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
             f"element, expanded or not), got shape {list(scale.shape)}"
         )
     return scale[(0,) * scale.dim()].float().reshape(1)
+
+
+def packed_heads(tensor: Tensor) -> Tensor:
+    """[..., num_heads, head_size] as the attention ops take it: a copy if heads do not follow each other, as slices of
+    wider heads do not."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.stride()[-2:] == (tensor.shape[-1], 1):
+        return tensor
+    return tensor.contiguous()
 
 
 def window_of(left: int | None) -> int | None:

@@ -17,9 +17,9 @@ rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says h
 
 Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
 custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
-those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, `gemma_rmsnorm`,
-`gemma_fused_add_rmsnorm`, MLA, cascade wrappers, `fast_decode_plan` and all else that is for CUDA graphs, quantization,
-communication, mixtures of experts.
+those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, MLA, cascade wrappers,
+`fast_decode_plan` and all else that is for CUDA graphs, quantization but in `rmsnorm_quant` and its kin, communication,
+mixtures of experts.
 """
 
 from typing import NoReturn
@@ -27,7 +27,16 @@ from typing import NoReturn
 from .activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
-from .norm import fused_add_rmsnorm, rmsnorm
+from .norm import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_quant,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
+    rmsnorm,
+    rmsnorm_quant,
+)
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -64,14 +73,20 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_quant",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "layernorm",
+    "layernorm_quant",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "rmsnorm",
+    "rmsnorm_quant",
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",

@@ -46,7 +46,7 @@ from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh
 from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention
 from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, reshape_and_cache_flash, swap_blocks
 from .collectives import all_gather_shared, all_reduce_shared
-from .layernorm import fused_add_rms_norm, rms_norm
+from .layernorm import fused_add_rms_norm, gemma_fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm
 from .linear import (
     linear_int4,
     linear_int8,
@@ -72,6 +72,9 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
+    "layer_norm",
     "linear_int4",
     "linear_int8",
     "linear_packed",
