@@ -306,9 +306,15 @@ def test_attention_on_cpus(options: dict[str, Any]) -> None:
         return results
 
     assert_close_to_reference(out, torch.cat(expected(causal)))
-    dynamic = torch.tensor([False, True, True])
-    vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *arguments, dynamic)
-    assert_close_to_reference(out, torch.cat([expected(False)[0], *expected(True)[1:]]))
+    dynamic = torch.tensor([0, 1, 1], dtype=torch.int32)
+    if slopes is None:
+        vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *arguments, dynamic)
+        assert_close_to_reference(out, torch.cat([expected(False)[0], *expected(True)[1:]]))
+        return
+    for more in ({"causal": False}, {"dynamic_causal": dynamic}):
+        changed = (*arguments[:3], more.get("causal", True), *arguments[4:], more.get("dynamic_causal"))
+        with pytest.raises(ValueError, match="^cpu_attention_with_kv_cache: alibi_slopes: expected None for rows that"):
+            vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *changed)
 
 
 def test_fp8_attention_on_cpus() -> None:

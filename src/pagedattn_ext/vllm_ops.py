@@ -290,13 +290,19 @@ def cpu_attention_with_kv_cache(
         sliding_window: the number of tokens that a row sees up to its own, itself among them. If the rows are not
             causal, a row sees as many from its own on. -1 for no window.
         s_aux: sinks, [num_heads].
-        dynamic_causal: bool [num_seqs], which sequences are causal, in place of causal.
+        alibi_slopes: [num_heads], for causal rows alone: vLLM and the ops differ where a row sees later tokens.
+        dynamic_causal: int32 or bool [num_seqs], which sequences are causal, in place of causal.
     """
     name = "cpu_attention_with_kv_cache"
     check_scale(name, "scale", scale)
     if output.shape != query.shape or output.dtype != query.dtype:
         expected = f"{list(query.shape)} of {query.dtype}, as query"
         raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
+    if alibi_slopes is not None and (dynamic_causal is not None or not causal):
+        raise ValueError(f"{name}: alibi_slopes: expected None for rows that are not causal, got a tensor")
+    if dynamic_causal is not None and dynamic_causal.shape != seq_lens.shape:
+        expected = f"shape {list(seq_lens.shape)}, as seq_lens"
+        raise ValueError(f"{name}: dynamic_causal: expected {expected}, got {list(dynamic_causal.shape)}")
     k_scale_, v_scale_ = _scales(cpu_attention_with_kv_cache, k_scale, v_scale)
 
     def attend(causal: bool) -> Tensor:
@@ -314,11 +320,8 @@ def cpu_attention_with_kv_cache(
     if dynamic_causal is None:
         output.copy_(attend(causal))
         return
-    if dynamic_causal.dtype != torch.bool or dynamic_causal.shape != seq_lens.shape:
-        got = f"{dynamic_causal.dtype} {list(dynamic_causal.shape)}"
-        raise ValueError(f"{name}: dynamic_causal: expected torch.bool {list(seq_lens.shape)}, got {got}")
     sequence, _ = rows_of(query_start_loc, len(query))
-    output.copy_(torch.where(dynamic_causal[sequence, None, None], attend(True), attend(False)))
+    output.copy_(torch.where(dynamic_causal.bool()[sequence, None, None], attend(True), attend(False)))
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
