@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from brute_force import HEAD_SIZE, Pages, rows, starts
+from torch import Tensor
 
 HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
