@@ -432,13 +432,12 @@ def test_decode_in_a_graph(plan_of: str, mode: str) -> None:
     assert wrapper.is_cuda_graph_enabled
 
 
-PLANS_OF_A_GRAPH = [("NHD tuple", [[3, 1, 2], [1, 5, 0], [1, 0, 3]]), ("ragged", [[3, 1, 2], [1, 5, 0]])]
-
-
-@pytest.mark.parametrize(("form", "lengths_of_plans"), PLANS_OF_A_GRAPH)
-def test_prefill_in_a_graph(form: str, lengths_of_plans: list[list[int]]) -> None:
-    """Fewer rows than at the capture leave rows of zeros, in pages; a ragged batch has as many."""
-    cases = [Case(form, lengths, [6, 4, 5]) for lengths in lengths_of_plans]
+@pytest.mark.parametrize("kind", ["NONE", "ROPE_LLAMA", "ALIBI", "mask"])
+@pytest.mark.parametrize("form", ["NHD tuple", "ragged"])
+def test_prefill_in_a_graph(form: str, kind: str) -> None:
+    """Later plans may have fewer rows, which leaves rows of zeros, and fewer keys. ALiBi is not causal."""
+    lengths = ([3, 1, 2], [6, 4, 5]), ([1, 5, 0], [2, 7, 3]), ([1, 0, 3], [1, 0, 9])
+    cases = [Case(form, *lengths_of_case) for lengths_of_case in lengths]
     first = cases[0]
     buffers = {"qo_indptr_buf": first.starts.clone(), "kv_indptr_buf": starts([6, 4, 5])}
     if form != "ragged":
@@ -449,18 +448,31 @@ def test_prefill_in_a_graph(form: str, lengths_of_plans: list[list[int]]) -> Non
     q, keys, values = (tensor.clone() for tensor in first.flat_tensors)
     graph = CPUGraph()
     for case in cases:
-        wrapper.plan(*case.plan.args, **case.plan.keywords, causal=True)
-        num_rows = sum(map(len, case.q))
-        for tensor, given in zip((q[:num_rows], keys, values), case.flat_tensors, strict=True):
+        options: dict[str, Any] = {"mode": "NONE" if kind == "mask" else kind}
+        seen = case.sees(causal=kind != "ALIBI")
+        if kind == "mask":
+            seen = [torch.rand(mask.shape) < 0.6 for mask in seen]
+            mask = {"custom_mask": torch.cat([mask.flatten() for mask in seen])}
+            wrapper.plan(*case.plan.args, **case.plan.keywords, **mask)
+        else:
+            wrapper.plan(*case.plan.args, **case.plan.keywords, causal=kind != "ALIBI", pos_encoding_mode=kind)
+        num_rows, num_keys = sum(map(len, case.q)), sum(map(len, case.batch.key)) if form == "ragged" else len(keys)
+        for tensor, given in zip((q[:num_rows], keys[:num_keys], values[:num_keys]), case.flat_tensors, strict=True):
             tensor.copy_(given)
         if case is first:
             with torch.inference_mode(), graph.capture():
                 cache = (keys, values) if form == "ragged" else ((keys, values),)
                 results = wrapper.run(q, *cache, return_lse=True)
         graph.replay()
-        seen = case.sees(causal=True)
-        case.expect((results[0][:num_rows], results[1][:num_rows]), seen)
+        case.expect((results[0][:num_rows], results[1][:num_rows]), seen, **options)
         assert not results[0][num_rows:].any()
+    too_many = Case(form, [4, 3, 1], [5, 4, 3])
+    if form == "ragged" or kind != "NONE":
+        with pytest.raises(
+            ValueError, match=r"\.plan: qo_indptr: expected at most 6 last, as in the first plan, got 8$"
+        ):
+            mask = {"custom_mask": torch.ones(35)} if kind == "mask" else {"pos_encoding_mode": kind}
+            wrapper.plan(*too_many.plan.args, **too_many.plan.keywords, **mask)
 
 
 def test_refused_in_graphs() -> None:
@@ -488,12 +500,13 @@ def test_refused_in_graphs() -> None:
             WORKSPACE, use_cuda_graph=True, paged_kv_indptr_buffer=batch.indptr
         )
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, starts([1, 1]), *buffers)
-    with pytest.raises(ValueError, match=r"\.plan: custom_mask: expected None with use_cuda_graph, got a mask$"):
+    prefill.plan(starts([1, 1]), **batch.prefill_plan)
+    with pytest.raises(ValueError, match=r"\.plan: custom_mask: expected None, as in the first plan, got a mask$"):
         prefill.plan(starts([1, 1]), **batch.prefill_plan, custom_mask=torch.ones(6))
     with pytest.raises(
-        ValueError, match=r"\.plan: pos_encoding_mode: expected .* with use_cuda_graph, got 'ROPE_LLAMA'$"
+        ValueError, match=r"\.plan: pos_encoding_mode: expected 'NONE', as in the first plan, got 'ALIBI'$"
     ):
-        prefill.plan(starts([1, 1]), **batch.prefill_plan, pos_encoding_mode="ROPE_LLAMA")
+        prefill.plan(starts([1, 1]), **batch.prefill_plan, pos_encoding_mode="ALIBI")
 
 
 @pytest.mark.parametrize(

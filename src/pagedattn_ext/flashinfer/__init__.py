@@ -15,8 +15,11 @@ More than theirs: fp32, and dtypes that `plan` was not told, because `run` looks
 Taken, and without effect: workspaces, backend, use_tensor_cores, use_fp16_qk_reduction and use_fp16_softmax, data
 types, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
 
-use_cuda_graph makes wrappers whose captured `run` sees later plans: of a `CPUGraph` on a CPU. Causal or not, windows,
-soft caps, sinks and ALiBi of causal rows are for these wrappers; masks and "ROPE_LLAMA" are refused.
+With use_cuda_graph a captured `run` sees later plans: in a `CPUGraph` on a CPU. Masks and positions are of one kind in
+all plans of such a wrapper, and other options are those of the plan before the capture.
+
+What costs more than in FlashInfer, because `run` makes copies for ops that have no such argument: masks, "ROPE_LLAMA",
+"ALIBI" of rows that see later keys, and values of another width than the keys. `_ragged.py` says how much.
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with

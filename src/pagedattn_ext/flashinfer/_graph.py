@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._plan import refusal
+from ._plan import Plan, refusal
 from ._positions import Rotation
 from ._ragged import RaggedBatch
 
-Tokens = tuple[Tensor, Tensor]  # of each key its page and its place in the page
 Buffers = Mapping[str, tuple[str, Tensor | None]]  # by arguments of `plan`: a buffer's name, and the buffer
 
 
@@ -26,6 +25,8 @@ class GraphMemory:
                 raise refusal(function, name, "a tensor with use_cuda_graph", type(buffer).__name__)
             self._buffers[argument] = name, buffer
         self._kept: dict[str, Tensor] = {}
+        self._ends: dict[str, int] = {}  # of the first plan
+        self.first: Plan | None = None
 
     def fill(self, function: Callable[..., Any], values: Mapping[str, Tensor], may_be_shorter: str = "") -> None:
         """Copies arguments of `plan` into their buffers, which are as long, but for the argument `may_be_shorter`.
@@ -54,23 +55,47 @@ class GraphMemory:
         block_tables = self.keep("block_tables", block_tables, batch, num_pages)
         return query_starts, block_tables, self.keep("seq_lens", seq_lens, batch)
 
-    def keep_ragged(self, batch: RaggedBatch, tokens: Tokens, num_keys: int) -> tuple[RaggedBatch, Tokens]:
-        """The same of a rotated batch, with room for num_keys keys. One sequence more, without rows, has the keys that
-        no other sequence has."""
-        assert batch.rotation is not None
-        starts = torch.cat([batch.query_starts, batch.query_starts[-1:]]), pad(batch.key_starts, (0, 1), value=num_keys)
-        query_starts, key_starts = (
-            self.keep(name, start, *start.shape)
-            for name, start in zip(("row_starts", "key_starts"), starts, strict=True)
-        )
-        rows, keys, cos_sin = batch.rotation.rows, batch.rotation.keys, batch.rotation.cos_sin
-        rotation = Rotation(
-            self.keep("row_positions", rows, *rows.shape),
-            self.keep("key_positions", keys, num_keys),
-            self.keep("cos_sin", cos_sin[:num_keys], num_keys, cos_sin.shape[1]),
-        )
-        pages, offsets = (self.keep(f"tokens {i}", part, num_keys) for i, part in enumerate(tokens))
-        return RaggedBatch(query_starts, key_starts, None, rotation), (pages, offsets)
+    def check_kind(self, plan: Plan) -> None:
+        """A captured `run` computes as its own plan says, whatever later plans say of masks and positions."""
+        if self.first is None:
+            return
+        if plan.has_mask != self.first.has_mask:
+            expected, got = ("a mask", "None") if self.first.has_mask else ("None", "a mask")
+            raise refusal(plan.function, "custom_mask", f"{expected}, as in the first plan", got)
+        if plan.pos_encoding_mode != self.first.pos_encoding_mode:
+            expected = f"{self.first.pos_encoding_mode!r}, as in the first plan"
+            raise refusal(plan.function, "pos_encoding_mode", expected, repr(plan.pos_encoding_mode))
+        if plan.biases_future != self.first.biases_future:
+            raise refusal(plan.function, "causal", f"{self.first.causal}, as in the first plan", plan.causal)
+
+    def check_ends(self, function: Callable[..., Any], **starts: Tensor) -> None:
+        """The first plan of a ragged batch says how many rows, and how many keys without pages, there may be."""
+        for argument, start in starts.items():
+            end = int(start[-1])
+            if end > self._ends.get(argument, end):
+                raise refusal(function, argument, f"at most {self._ends[argument]} last, as in the first plan", end)
+
+    def keep_ragged(self, batch: RaggedBatch, num_keys: int | None = None) -> RaggedBatch:
+        """The same, with room for the rows of the first plan and for num_keys keys, or those of the first plan. Two
+        sequences more have the rows that no other has, without keys, and the keys that no other has, without rows."""
+        num_rows = self._ends.setdefault("qo_indptr", int(batch.query_starts[-1]))
+        if num_keys is None:
+            num_keys = self._ends.setdefault("kv_indptr", int(batch.key_starts[-1]))
+        query_starts = torch.cat([batch.query_starts, batch.query_starts.new_tensor([num_rows, num_rows])])
+        key_starts = torch.cat([batch.key_starts, batch.key_starts[-1:], batch.key_starts.new_tensor([num_keys])])
+        visible, rotation = batch.visible, batch.rotation
+        if visible is not None:
+            kept = self.keep("visible", visible[0], num_rows, num_keys)
+            visible = kept, self.keep("num_visible", visible[1], num_rows)
+        if rotation is not None:
+            head_dim = rotation.cos_sin.shape[1]
+            rotation = Rotation(
+                self.keep("row_positions", rotation.rows, num_rows),
+                self.keep("key_positions", rotation.keys, num_keys),
+                self.keep("cos_sin", rotation.cos_sin, 2 ** max(num_rows, num_keys).bit_length(), head_dim),
+            )
+        query_starts = self.keep("row_starts", query_starts, *query_starts.shape)
+        return RaggedBatch(query_starts, self.keep("key_starts", key_starts, *key_starts.shape), visible, rotation)
 
     def keep(self, name: str, values: Tensor, *room: int) -> Tensor:
         """Memory of the shape `room` that is the same at each call of this name, with the values at its start. In one

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from .. import ops
 from .._adapters import call_as, rows_of
 from .._index_checks import check_page_lists, check_starts
-from ._graph import Buffers, GraphMemory, Tokens
+from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, refusal, results_of
 from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
@@ -23,7 +23,6 @@ class Wrapper:
 
     run: Callable[..., Any]
     forward: Callable[..., Any]
-    rotates_in_graphs = False
     _mask: Mask | None
     _batch: RaggedBatch | None  # None: `run` attends to the pages themselves
 
@@ -53,17 +52,15 @@ class Wrapper:
     def _new_plan(self, **options: Any) -> Plan:
         plan = Plan(**options)
         if self._graph is not None:
-            if plan.has_mask:
-                raise refusal(plan.function, "custom_mask", "None with use_cuda_graph", "a mask")
-            if plan.biases_future or (plan.pos_encoding_mode == "ROPE_LLAMA" and not self.rotates_in_graphs):
-                expected = "one of decode steps, 'NONE', or 'ALIBI' of causal rows, with use_cuda_graph"
-                raise refusal(plan.function, "pos_encoding_mode", expected, repr(plan.pos_encoding_mode))
+            self._graph.check_kind(plan)
         return plan
 
     def _set_plan(self, plan: Plan, mask: Mask | None) -> None:
         self._mask = mask
         self._batch = self._ragged_batch(plan)
         self._planned = plan
+        if self._graph is not None:
+            self._graph.first = self._graph.first or plan
 
     def _ragged_batch(self, plan: Plan) -> RaggedBatch | None:
         raise NotImplementedError
@@ -72,6 +69,11 @@ class Wrapper:
         """Of the plan, or of one that `run` has made of it."""
         if plan.window_left == self._plan.window_left or self._batch is None or self._batch.visible is None:
             return self._batch
+        if self._graph is not None:
+            planned = self._plan.window_left
+            raise refusal(
+                type(self).run, "window_left", f"{planned}, as planned, with use_cuda_graph", plan.window_left
+            )
         return self._ragged_batch(plan)
 
     def _replace_options(self, **options: Any) -> None:
@@ -118,7 +120,7 @@ class PagedWrapper(Wrapper):
     _query_starts: Tensor | None  # None: one row a sequence
     _block_tables: Tensor
     _seq_lens: Tensor
-    _tokens: Tokens  # of the keys of _batch, if there is one
+    _tokens: tuple[Tensor, Tensor]  # of the keys of _batch, if there is one: their pages, and their places there
     _names: dict[str, str]  # what the last plan calls the arguments of the ops
 
     def _plan_pages(
@@ -148,6 +150,8 @@ class PagedWrapper(Wrapper):
         _, of_indices, of_last_page_len = lists
         if self._graph is not None:
             given = lists if qo_indptr is None else lists | {"qo_indptr": qo_indptr}
+            if is_ragged(plan):
+                self._graph.check_ends(function, qo_indptr=starts_of(query_starts, seq_lens)[0])
             self._graph.fill(function, given, may_be_shorter=of_indices)
             room = self._graph.room(of_indices)
             query_starts, block_tables, seq_lens = self._graph.keep_pages(query_starts, block_tables, seq_lens, room)
@@ -156,16 +160,18 @@ class PagedWrapper(Wrapper):
         self._set_plan(plan, mask)
 
     def _ragged_batch(self, plan: Plan) -> RaggedBatch | None:
-        if self._mask is None and plan.pos_encoding_mode != "ROPE_LLAMA" and not plan.biases_future:
+        if not is_ragged(plan):
             return None
         batch = RaggedBatch.of(plan, self._mask, *starts_of(self._query_starts, self._seq_lens))
         self._tokens = self._tokens_of(batch, plan.key_shape[0])
         if self._graph is not None:
             num_keys = self._block_tables.shape[1] * plan.key_shape[0]
-            batch, self._tokens = self._graph.keep_ragged(batch, self._tokens, num_keys)
+            batch = self._graph.keep_ragged(batch, num_keys)
+            pages, offsets = self._tokens
+            self._tokens = self._graph.keep("pages", pages, num_keys), self._graph.keep("offsets", offsets, num_keys)
         return batch
 
-    def _tokens_of(self, batch: RaggedBatch, page_size: int) -> Tokens:
+    def _tokens_of(self, batch: RaggedBatch, page_size: int) -> tuple[Tensor, Tensor]:
         sequence, place = rows_of(batch.key_starts, int(batch.key_starts[-1]))
         return self._block_tables[sequence, place // page_size], place % page_size
 
@@ -234,6 +240,11 @@ class PagedWrapper(Wrapper):
             starts = starts_of(self._query_starts, self._seq_lens)
             lse = with_alibi_of_flashinfer(lse, plan, options, *starts)
         return out, lse
+
+
+def is_ragged(plan: Plan) -> bool:
+    """Whether the plan says what only `attend_ragged` can."""
+    return plan.has_mask or plan.pos_encoding_mode == "ROPE_LLAMA" or plan.biases_future
 
 
 def starts_of(query_starts: Tensor | None, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

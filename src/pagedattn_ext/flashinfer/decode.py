@@ -15,8 +15,6 @@ from .page import PagedCache
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """One new token of each sequence over its cached tokens."""
 
-    rotates_in_graphs = True
-
     def __init__(
         self,
         float_workspace_buffer: Tensor,

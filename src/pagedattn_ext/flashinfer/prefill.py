@@ -36,9 +36,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers and at most
-        the pages that paged_kv_indices_buf holds; rows of q behind qo_indptr[-1] are zeros. `plan` writes to the
-        buffers, but for those of masks: a mask is refused then."""
+        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers, and at most
+        the pages that paged_kv_indices_buf holds. Rows of q behind qo_indptr[-1] are zeros. `plan` writes to the
+        buffers, but for those of masks. With a mask or "ROPE_LLAMA", `run` copies as many pages as the buffer holds."""
         expect_defaults(type(self).__init__, variant_owns_mask=variant_owns_mask)
         buffers = {
             "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
@@ -208,8 +208,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        """With use_cuda_graph a captured `run` sees later plans of the same batch size. `plan` writes to the buffers,
-        but for those of masks: a mask is refused then."""
+        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers, and at most
+        as many rows and keys as the first. `plan` writes to the buffers, but for those of masks."""
         expect_defaults(type(self).__init__, variant_owns_mask=variant_owns_mask)
         buffers = {"qo_indptr": ("qo_indptr_buf", qo_indptr_buf), "kv_indptr": ("kv_indptr_buf", kv_indptr_buf)}
         super().__init__(kv_layout, use_cuda_graph, buffers, jit_args)
@@ -273,14 +273,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         starts = qo_indptr, kv_indptr.to(qo_indptr.device)
         mask = mask_of(plan.function, custom_mask, packed_custom_mask, *starts)
         if self._graph is not None:
+            self._graph.check_ends(plan.function, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
             self._graph.fill(plan.function, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr})
-            kept = (self._graph.keep(str(i), start, start.shape[0]) for i, start in enumerate(starts))
-            starts = next(kept), next(kept)
         self._starts = starts
         self._set_plan(plan, mask)
 
     def _ragged_batch(self, plan: Plan) -> RaggedBatch:
-        return RaggedBatch.of(plan, self._mask, *self._starts)
+        batch = RaggedBatch.of(plan, self._mask, *self._starts)
+        return batch if self._graph is None else self._graph.keep_ragged(batch)
 
     def run(
         self,
