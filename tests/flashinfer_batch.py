@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from brute_force import HEAD_SIZE, Pages, rows, starts
+from torch import Tensor
 
 HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
@@ -39,6 +40,10 @@ class Batch:
             "head_dim": HEAD_SIZE,
             "page_size": PAGE_SIZE,
         }
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indices, self.indptr, self.last_page_len
 
     @property
     def prefill_plan(self) -> dict[str, Any]:
