@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import rows_of
+from ._positions import rows_of
 from .quantization import unpack_bits
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, rows_of
+from .._adapters import call_as
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
-from ._positions import Rotation
+from ._positions import Rotation, rows_of
 
 
 @dataclass(frozen=True)

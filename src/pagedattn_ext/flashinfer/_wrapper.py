@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, rows_of
+from .._adapters import call_as
 from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, refusal, results_of
+from ._positions import rows_of
 from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
