@@ -34,8 +34,10 @@ class Wrapper:
         check_layout(type(self), kv_layout)
         self._kv_layout = kv_layout
         self._takes_sinks = jit_args is not None
-        if jit_args is not None and (list(jit_args[7]), list(jit_args[9])) != (["sink"], ["sm_scale"]):
-            raise refusal(type(self).__init__, "jit_args", "those of attention with sinks, or None", list(jit_args[7]))
+        if jit_args is not None:
+            names = [list(part) for part in (*jit_args[7:8], *jit_args[9:10])]  # of additional tensors and scalars
+            if names != [["sink"], ["sm_scale"]]:
+                raise refusal(type(self).__init__, "jit_args", "those of attention with sinks, or None", names)
         self._graph = GraphMemory(type(self).__init__, buffers) if use_cuda_graph else None
         self._int_workspace_buffer = torch.empty(0)  # callers make wrappers share it
         self._planned: Plan | None = None
@@ -102,6 +104,9 @@ class Wrapper:
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Does nothing: there is no workspace."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: there is nothing to compile."""
 
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
@@ -189,7 +194,7 @@ class PagedWrapper(Wrapper):
         key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
         plan.check_tensors(function, q=q, keys=key_cache, values=value_cache)
         q_scale, k_scale, v_scale = scales
-        options = plan.options(q_scale, k_scale, q.device) | {"sinks": sinks}
+        options = plan.options(function, q_scale, k_scale, q.device) | {"sinks": sinks}
         batch = self._batch_of(plan)
         width = plan.value_shape[-1]
         if batch is None and width < plan.key_shape[-1]:
@@ -202,7 +207,8 @@ class PagedWrapper(Wrapper):
                 self._tokens = self._tokens_of(batch, plan.key_shape[0])
         if batch is None:
             attended, natural_lse = self._attend_to_pages(function, plan, q, key_cache, value_cache, options)
-            attended = attended[..., :width]
+            if attended.shape[-1] > width:
+                attended = attended[..., :width]
         else:
             keys, values = (cache[self._tokens] for cache in (key_cache, value_cache))  # copies
             attended, natural_lse = attend_ragged(function, self._names, plan, batch, q, keys, values, options)
