@@ -10,7 +10,7 @@ mask 110 ms; 8 rows of each 12 ms, under a mask 23 ms.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class RaggedBatch:
     # What each row sees, if that is not what causal and window_left say: see `visible_keys`.
     visible: tuple[Tensor, Tensor] | None = None
     rotation: Rotation | None = None
+    # Of each key that lies in pages, its page and its place there.
+    tokens: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, plan: Plan, mask: Mask | None, query_starts: Tensor, key_starts: Tensor) -> "RaggedBatch":
@@ -43,6 +45,10 @@ class RaggedBatch:
             rope = plan.query_shape[1], plan.rope_scale, plan.rope_theta
             rotation = Rotation.of(*rope, query_starts, key_starts)
         return cls(query_starts, key_starts, visible, rotation)
+
+    def in_pages(self, block_tables: Tensor, page_size: int) -> "RaggedBatch":
+        sequence, place = rows_of(self.key_starts, int(self.key_starts[-1]))
+        return replace(self, tokens=(block_tables[sequence, place // page_size], place % page_size))
 
     def to(self, device: torch.device) -> "RaggedBatch":
         visible = self.visible and (self.visible[0].to(device), self.visible[1].to(device))

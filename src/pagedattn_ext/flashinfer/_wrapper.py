@@ -14,7 +14,6 @@ from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, refusal, results_of
-from ._positions import rows_of
 from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
@@ -126,7 +125,6 @@ class PagedWrapper(Wrapper):
     _query_starts: Tensor | None  # None: one row a sequence
     _block_tables: Tensor
     _seq_lens: Tensor
-    _tokens: tuple[Tensor, Tensor]  # of the keys of _batch, if there is one: their pages, and their places there
     _names: dict[str, str]  # what the last plan calls the arguments of the ops
 
     def _plan_pages(
@@ -168,18 +166,14 @@ class PagedWrapper(Wrapper):
     def _ragged_batch(self, plan: Plan) -> RaggedBatch | None:
         if not is_ragged(plan):
             return None
-        batch = RaggedBatch.of(plan, self._mask, *starts_of(self._query_starts, self._seq_lens))
-        self._tokens = self._tokens_of(batch, plan.key_shape[0])
-        if self._graph is not None:
-            num_keys = self._block_tables.shape[1] * plan.key_shape[0]
-            batch = self._graph.keep_ragged(batch, num_keys)
-            pages, offsets = self._tokens
-            self._tokens = self._graph.keep("pages", pages, num_keys), self._graph.keep("offsets", offsets, num_keys)
-        return batch
+        batch = self._batch_in_pages(plan)
+        if self._graph is None:
+            return batch
+        return self._graph.keep_ragged(batch, num_keys=self._block_tables.shape[1] * plan.key_shape[0])
 
-    def _tokens_of(self, batch: RaggedBatch, page_size: int) -> tuple[Tensor, Tensor]:
-        sequence, place = rows_of(batch.key_starts, int(batch.key_starts[-1]))
-        return self._block_tables[sequence, place // page_size], place % page_size
+    def _batch_in_pages(self, plan: Plan) -> RaggedBatch:
+        batch = RaggedBatch.of(plan, self._mask, *starts_of(self._query_starts, self._seq_lens))
+        return batch.in_pages(self._block_tables, page_size=plan.key_shape[0])
 
     def _attend(
         self,
@@ -203,14 +197,13 @@ class PagedWrapper(Wrapper):
             elif self._graph is not None:
                 raise refusal(function, "values", "the start of the keys, or no narrower, with use_cuda_graph", width)
             else:
-                batch = RaggedBatch.of(plan, None, *starts_of(self._query_starts, self._seq_lens))
-                self._tokens = self._tokens_of(batch, plan.key_shape[0])
+                batch = self._batch_in_pages(plan)
         if batch is None:
             attended, natural_lse = self._attend_to_pages(function, plan, q, key_cache, value_cache, options)
             if attended.shape[-1] > width:
                 attended = attended[..., :width]
         else:
-            keys, values = (cache[self._tokens] for cache in (key_cache, value_cache))  # copies
+            keys, values = key_cache[batch.tokens], value_cache[batch.tokens]  # copies
             attended, natural_lse = attend_ragged(function, self._names, plan, batch, q, keys, values, options)
         return results_of(function, attended, natural_lse, v_scale, **results)
 
@@ -225,7 +218,6 @@ class PagedWrapper(Wrapper):
     ) -> tuple[Tensor, Tensor]:
         if self._graph is not None and self._query_starts is not None:
             self._query_starts[-1:].fill_(q.shape[0])
-
         q = with_dense_heads(q)
 
         def attend(values: Tensor) -> Any:
