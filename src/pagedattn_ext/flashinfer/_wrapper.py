@@ -203,6 +203,11 @@ class PagedWrapper(Wrapper):
             if attended.shape[-1] > width:
                 attended = attended[..., :width]
         else:
+            assert batch.tokens is not None
+            pages, offsets = batch.tokens
+            # The op checks the pages, here and at each replay.
+            sizes = key_cache.shape[1], key_cache.shape[0]
+            call_as(function, self._names, ops.compute_slot_mapping, offsets, pages[:, None], *sizes)
             keys, values = key_cache[batch.tokens], value_cache[batch.tokens]  # copies
             attended, natural_lse = attend_ragged(function, self._names, plan, batch, q, keys, values, options)
         return results_of(function, attended, natural_lse, v_scale, **results)
