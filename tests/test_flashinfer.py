@@ -458,6 +458,12 @@ def test_refused() -> None:
     for given in ([1.0], [TENSOR, 1.0]):
         with pytest.raises(ValueError, match=rf"^{name}\.run: args: expected no more positional arguments, got "):
             wrapper.run(q, batch.cache, *given)
+    wrapper.plan(**batch.plan)
+    for argument in ("q_scale", "k_scale", "v_scale"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}\.run: {argument}: expected one number for all heads, got shape"
+        ):
+            wrapper.run(q, batch.cache, **{argument: torch.ones(4)})  # type: ignore[arg-type]
     for argument in ("skip_softmax_threshold_scale_factor", "kv_cache_sf"):
         with pytest.raises(ValueError, match=rf"^{name}\.run: {argument}: expected None, got a tensor$"):
             wrapper.run(q, batch.cache, **{argument: TENSOR})  # type: ignore[arg-type]

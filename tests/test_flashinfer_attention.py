@@ -475,6 +475,50 @@ def test_prefill_in_a_graph(form: str, kind: str) -> None:
             wrapper.plan(*too_many.plan.args, **too_many.plan.keywords, **mask)
 
 
+@pytest.mark.parametrize("kind", ["mask", "rotation", "narrow values"])
+@pytest.mark.parametrize("page", [-1, 16])
+def test_copies_of_pages_that_are_not_there(page: int, kind: str) -> None:
+    """Where `run` copies, torch would take -1 as the last page."""
+    batch, width = Batch([4]), HEAD_SIZE // 2 if kind == "narrow values" else HEAD_SIZE
+    batch.indices[1] = page
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    options: dict[str, Any] = {"custom_mask": torch.ones(8)} if kind == "mask" else {"head_dim_vo": width}
+    options["pos_encoding_mode"] = "ROPE_LLAMA" if kind == "rotation" else "NONE"
+    wrapper.plan(starts([2]), **batch.prefill_plan, **options)
+    key_cache, value_cache = batch.cache
+    with pytest.raises(ValueError, match=rf"\.run: paged_kv_indices: expected blocks of 0 to 15, got {page}"):
+        wrapper.run(torch.randn(2, HEADS, HEAD_SIZE), (key_cache, value_cache[..., :width]))
+
+
+def test_replay_of_pages_that_are_not_there() -> None:
+    batch = Batch([4])
+    buffers = [tensor.clone() for tensor in (batch.indptr, batch.indices, batch.last_page_len)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
+    wrapper.plan(**batch.plan, pos_encoding_mode="ROPE_LLAMA")
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        wrapper.run(torch.randn(1, HEADS, HEAD_SIZE), batch.cache)
+    batch.indices[1] = -1
+    wrapper.plan(**batch.plan, pos_encoding_mode="ROPE_LLAMA")
+    with pytest.raises(ValueError, match=r"block_tables: expected blocks of 0 to 15, got -1"):
+        graph.replay()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_rows_than_planned(form: str) -> None:
+    case = Case(form)
+    mask = torch.ones(sum(q * k for q, k in zip(LENGTHS_Q, LENGTHS_K, strict=True)))
+    for options in ({"custom_mask": mask}, {"pos_encoding_mode": "ROPE_LLAMA"}):
+        case.plan(**options)
+        q, *rest = case.tensors
+        with pytest.raises(ValueError, match=r"\.run: q: expected 8 rows, as planned, got 7$"):
+            case.wrapper.run(q[:-1], *rest)
+        if form == "ragged":
+            k, v = rest
+            with pytest.raises(ValueError, match=r"\.run: k: expected 18 rows, as planned, got 17$"):
+                case.wrapper.run(q, k[:-1], v[:-1])
+
+
 def test_refused_in_graphs() -> None:
     """Nothing is written to the buffers before an error."""
     batch = Batch([4, 2])

@@ -78,12 +78,12 @@ class GraphMemory:
     def keep_ragged(self, batch: RaggedBatch, num_keys: int | None = None) -> RaggedBatch:
         """The same, with room for the rows of the first plan and for num_keys keys, or those of the first plan. Two
         sequences more have the rows that no other has, without keys, and the keys that no other has, without rows."""
-        num_rows = self._ends.setdefault("qo_indptr", int(batch.query_starts[-1]))
+        num_rows = self._ends.setdefault("qo_indptr", batch.num_rows)
         if num_keys is None:
-            num_keys = self._ends.setdefault("kv_indptr", int(batch.key_starts[-1]))
+            num_keys = self._ends.setdefault("kv_indptr", batch.num_keys)
         query_starts = torch.cat([batch.query_starts, batch.query_starts.new_tensor([num_rows, num_rows])])
         key_starts = torch.cat([batch.key_starts, batch.key_starts[-1:], batch.key_starts.new_tensor([num_keys])])
-        visible, rotation = batch.visible, batch.rotation
+        visible, rotation, tokens = batch.visible, batch.rotation, batch.tokens
         if visible is not None:
             kept = self.keep("visible", visible[0], num_rows, num_keys)
             visible = kept, self.keep("num_visible", visible[1], num_rows)
@@ -94,8 +94,11 @@ class GraphMemory:
                 self.keep("key_positions", rotation.keys, num_keys),
                 self.keep("cos_sin", rotation.cos_sin, 2 ** max(num_rows, num_keys).bit_length(), head_dim),
             )
+        if tokens is not None:
+            tokens = self.keep("pages", tokens[0], num_keys), self.keep("offsets", tokens[1], num_keys)
         query_starts = self.keep("row_starts", query_starts, *query_starts.shape)
-        return RaggedBatch(query_starts, self.keep("key_starts", key_starts, *key_starts.shape), visible, rotation)
+        key_starts = self.keep("key_starts", key_starts, *key_starts.shape)
+        return RaggedBatch(query_starts, key_starts, num_rows, num_keys, visible, rotation, tokens)
 
     def keep(self, name: str, values: Tensor, *room: int) -> Tensor:
         """Memory of the shape `room` that is the same at each call of this name, with the values at its start. In one

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import rows_of
+from ._positions import rows_of
 from .quantization import unpack_bits
 
 
@@ -60,9 +60,9 @@ def visible_keys(
     num_keys = lengths[sequence][:, None]
     key = torch.arange(int(lengths.max()) if len(lengths) else 0, device=key_starts.device)
     seen = key < num_keys
-    if mask is not None:
+    if mask is not None and mask.bits.numel() > 0:
         bit = (mask.starts[sequence] + place * num_keys[:, 0])[:, None] + key
-        seen = seen & mask.bits[bit.where(seen, 0)] if mask.bits.numel() else seen
+        seen &= mask.bits[bit.where(seen, 0)]
     if window_left >= 0:
         position = lengths[sequence] - query_starts.diff()[sequence] + place
         seen &= key >= position[:, None] - window_left

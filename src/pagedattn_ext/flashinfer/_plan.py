@@ -34,7 +34,7 @@ class Plan:
     function: Callable[..., Any]  # whose arguments these are
     query_shape: tuple[int, int]  # num_qo_heads, head_dim
     key_shape: tuple[int, ...]  # of a page [page_size, num_kv_heads, head_dim], or of a ragged batch without page_size
-    head_dim_vo: int | None = None  # of the values; None: head_dim
+    value_shape: tuple[int, ...]  # like key_shape; values may have another width
     causal: bool
     has_mask: bool = False
     pos_encoding_mode: str = "NONE"
@@ -56,36 +56,43 @@ class Plan:
             raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ROPE_LLAMA' with a mask", repr(mode))
 
     @property
-    def value_shape(self) -> tuple[int, ...]:
-        return (*self.key_shape[:-1], self.head_dim_vo or self.key_shape[-1])
-
-    @property
     def biases_future(self) -> bool:
         """Whether rows see keys after their own with ALiBi. FlashInfer's bias goes on to grow there, while that of the
         ops falls to both sides."""
         return self.pos_encoding_mode == "ALIBI" and not self.causal
 
-    def options(self, q_scale: Scale, k_scale: Scale, device: torch.device) -> dict[str, Any]:
+    def options(
+        self, function: Callable[..., Any], q_scale: Scale, k_scale: Scale, device: torch.device
+    ) -> dict[str, Any]:
         """Keyword arguments of the attention ops."""
         scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
-        factors = [float(factor) for factor in (q_scale, k_scale) if factor is not None]
-        slopes = alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None
+        if q_scale is not None:
+            scale *= one_factor(function, "q_scale", q_scale)
+        if k_scale is not None:
+            scale *= one_factor(function, "k_scale", k_scale)
         return {
-            "scale": scale * math.prod(factors),
+            "scale": scale,
             "causal": self.causal,
             "sliding_window": window_of(self.window_left),
             "softcap": self.logits_soft_cap or 0.0,
-            "alibi_slopes": slopes,
+            "alibi_slopes": alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None,
         }
 
     def check_tensors(self, function: Callable[..., Any], **tensors: Tensor) -> None:
         """tensors: queries, keys and values, under the function's names."""
-        for (name, tensor), shape in zip(
-            tensors.items(), (self.query_shape, self.key_shape, self.value_shape), strict=True
-        ):
+        shapes = self.query_shape, self.key_shape, self.value_shape
+        if tuple(tensor.shape[1:] for tensor in tensors.values()) == shapes:
+            return
+        for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
             if tensor.shape[1:] != shape:
                 planned = ", ".join(map(str, ("*", *shape)))
                 raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+
+
+def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -> float:
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise refusal(function, name, "one number for all heads", f"shape {list(scale.shape)}")
+    return float(scale)
 
 
 def results_of(
@@ -109,7 +116,7 @@ def results_of(
     check_result(function, "out", out, attended)
     check_result(function, "lse", lse, natural_lse)
     if v_scale is not None:
-        attended = attended.mul_(v_scale)
+        attended = attended.mul_(one_factor(function, "v_scale", v_scale))
     attended = attended if out is None else out.copy_(attended)
     if not return_lse:
         return attended

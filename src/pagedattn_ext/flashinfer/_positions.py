@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import rows_of
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+
+def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
+
+    starts: [num_seqs + 1], from 0 to num_rows.
+    """
+    row = torch.arange(num_rows, dtype=starts.dtype, device=starts.device)
+    sequence = torch.searchsorted(starts[1:], row, right=True)
+    return sequence, row.long() - starts[sequence]
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,11 @@ class Rotation:
         # A sequence of more rows than keys begins with its first row: only distances count.
         of_row, row = rows_of(query_starts, int(query_starts[-1]))
         of_key, key = rows_of(key_starts, int(key_starts[-1]))
-        rows, keys = first.clamp(min=0)[of_row] + row, (-first).clamp(min=0)[of_key] + key
+        rows, keys = row + first.clamp(min=0)[of_row], key + (-first).clamp(min=0)[of_key]
         longest = int(torch.maximum(num_rows, num_keys).max()) if len(num_rows) else 0
         num_positions = 2 ** max(longest - 1, 0).bit_length()
         cos_sin = cosines_and_sines(num_positions, head_dim, rope_scale or 1.0, rope_theta or 1e4, rows.device)
-        return cls(rows.long(), keys.long(), cos_sin)
+        return cls(rows, keys, cos_sin)
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(self.rows.to(device), self.keys.to(device), self.cos_sin.to(device))

@@ -10,7 +10,7 @@ mask 110 ms; 8 rows of each 12 ms, under a mask 23 ms.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, rows_of
+from .._adapters import call_as
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
-from ._positions import Rotation
+from ._positions import Rotation, rows_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,13 @@ class RaggedBatch:
 
     query_starts: Tensor
     key_starts: Tensor
+    num_rows: int
+    num_keys: int
     # What each row sees, if that is not what causal and window_left say: see `visible_keys`.
     visible: tuple[Tensor, Tensor] | None = None
     rotation: Rotation | None = None
+    # Of each key that lies in pages, its page and its place there.
+    tokens: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, plan: Plan, mask: Mask | None, query_starts: Tensor, key_starts: Tensor) -> "RaggedBatch":
@@ -42,12 +46,17 @@ class RaggedBatch:
         if plan.pos_encoding_mode == "ROPE_LLAMA":
             rope = plan.query_shape[1], plan.rope_scale, plan.rope_theta
             rotation = Rotation.of(*rope, query_starts, key_starts)
-        return cls(query_starts, key_starts, visible, rotation)
+        return cls(query_starts, key_starts, int(query_starts[-1]), int(key_starts[-1]), visible, rotation)
+
+    def in_pages(self, block_tables: Tensor, page_size: int) -> "RaggedBatch":
+        sequence, place = rows_of(self.key_starts, self.num_keys)
+        return replace(self, tokens=(block_tables[sequence, place // page_size], place % page_size))
 
     def to(self, device: torch.device) -> "RaggedBatch":
         visible = self.visible and (self.visible[0].to(device), self.visible[1].to(device))
         rotation = self.rotation and self.rotation.to(device)
-        return RaggedBatch(self.query_starts.to(device), self.key_starts.to(device), visible, rotation)
+        starts = self.query_starts.to(device), self.key_starts.to(device)
+        return RaggedBatch(*starts, self.num_rows, self.num_keys, visible, rotation)
 
 
 def attend_ragged(
@@ -64,10 +73,11 @@ def attend_ragged(
     batch, q = batch.to(q.device), with_dense_heads(q)
     if k.itemsize == 1:
         k, v = k.to(q.dtype), v.to(q.dtype)
+    if batch.visible is not None or batch.rotation is not None:
+        for name, tensor, size in (("query", q, batch.num_rows), ("key", k, batch.num_keys)):
+            if tensor.shape[0] != size:
+                raise refusal(function, names[name], f"{size} rows, as planned", tensor.shape[0])
     if batch.rotation is not None:
-        for name, tensor, positions in (("query", q, batch.rotation.rows), ("key", k, batch.rotation.keys)):
-            if tensor.shape[0] != positions.shape[0]:
-                raise refusal(function, names[name], f"{positions.shape[0]} rows, as planned", tensor.shape[0])
         q, k = batch.rotation.rotate(q, batch.rotation.rows), batch.rotation.rotate(k, batch.rotation.keys)
 
     def attend(values: Tensor) -> Any:

@@ -36,7 +36,7 @@ def attend_one(
         function=function,
         query_shape=(q.shape[1], q.shape[2]),
         key_shape=(k.shape[1], q.shape[2]),
-        head_dim_vo=v.shape[2],
+        value_shape=(k.shape[1], v.shape[2]),
         has_mask=custom_mask is not None or packed_custom_mask is not None,
         **options,
     )
@@ -44,4 +44,4 @@ def attend_one(
     starts = torch.tensor([[0, len(q)], [0, len(k)]], dtype=torch.int32, device=q.device).unbind()
     mask = mask_of(function, custom_mask, packed_custom_mask, *starts)
     batch = RaggedBatch.of(plan, mask, *starts)
-    return attend_ragged(function, NAMES, plan, batch, q, k, v, plan.options(*scales, q.device))
+    return attend_ragged(function, NAMES, plan, batch, q, k, v, plan.options(function, *scales, q.device))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, rows_of
+from .._adapters import call_as
 from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
@@ -33,8 +33,10 @@ class Wrapper:
         check_layout(type(self), kv_layout)
         self._kv_layout = kv_layout
         self._takes_sinks = jit_args is not None
-        if jit_args is not None and (list(jit_args[7]), list(jit_args[9])) != (["sink"], ["sm_scale"]):
-            raise refusal(type(self).__init__, "jit_args", "those of attention with sinks, or None", list(jit_args[7]))
+        if jit_args is not None:
+            names = [list(part) for part in (*jit_args[7:8], *jit_args[9:10])]  # of additional tensors and scalars
+            if names != [["sink"], ["sm_scale"]]:
+                raise refusal(type(self).__init__, "jit_args", "those of attention with sinks, or None", names)
         self._graph = GraphMemory(type(self).__init__, buffers) if use_cuda_graph else None
         self._int_workspace_buffer = torch.empty(0)  # callers make wrappers share it
         self._planned: Plan | None = None
@@ -102,6 +104,9 @@ class Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Does nothing: there is no workspace."""
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: there is nothing to compile."""
+
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
 
@@ -120,7 +125,6 @@ class PagedWrapper(Wrapper):
     _query_starts: Tensor | None  # None: one row a sequence
     _block_tables: Tensor
     _seq_lens: Tensor
-    _tokens: tuple[Tensor, Tensor]  # of the keys of _batch, if there is one: their pages, and their places there
     _names: dict[str, str]  # what the last plan calls the arguments of the ops
 
     def _plan_pages(
@@ -162,18 +166,14 @@ class PagedWrapper(Wrapper):
     def _ragged_batch(self, plan: Plan) -> RaggedBatch | None:
         if not is_ragged(plan):
             return None
-        batch = RaggedBatch.of(plan, self._mask, *starts_of(self._query_starts, self._seq_lens))
-        self._tokens = self._tokens_of(batch, plan.key_shape[0])
-        if self._graph is not None:
-            num_keys = self._block_tables.shape[1] * plan.key_shape[0]
-            batch = self._graph.keep_ragged(batch, num_keys)
-            pages, offsets = self._tokens
-            self._tokens = self._graph.keep("pages", pages, num_keys), self._graph.keep("offsets", offsets, num_keys)
-        return batch
+        batch = self._batch_in_pages(plan)
+        if self._graph is None:
+            return batch
+        return self._graph.keep_ragged(batch, num_keys=self._block_tables.shape[1] * plan.key_shape[0])
 
-    def _tokens_of(self, batch: RaggedBatch, page_size: int) -> tuple[Tensor, Tensor]:
-        sequence, place = rows_of(batch.key_starts, int(batch.key_starts[-1]))
-        return self._block_tables[sequence, place // page_size], place % page_size
+    def _batch_in_pages(self, plan: Plan) -> RaggedBatch:
+        batch = RaggedBatch.of(plan, self._mask, *starts_of(self._query_starts, self._seq_lens))
+        return batch.in_pages(self._block_tables, page_size=plan.key_shape[0])
 
     def _attend(
         self,
@@ -188,7 +188,7 @@ class PagedWrapper(Wrapper):
         key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
         plan.check_tensors(function, q=q, keys=key_cache, values=value_cache)
         q_scale, k_scale, v_scale = scales
-        options = plan.options(q_scale, k_scale, q.device) | {"sinks": sinks}
+        options = plan.options(function, q_scale, k_scale, q.device) | {"sinks": sinks}
         batch = self._batch_of(plan)
         width = plan.value_shape[-1]
         if batch is None and width < plan.key_shape[-1]:
@@ -197,13 +197,18 @@ class PagedWrapper(Wrapper):
             elif self._graph is not None:
                 raise refusal(function, "values", "the start of the keys, or no narrower, with use_cuda_graph", width)
             else:
-                batch = RaggedBatch.of(plan, None, *starts_of(self._query_starts, self._seq_lens))
-                self._tokens = self._tokens_of(batch, plan.key_shape[0])
+                batch = self._batch_in_pages(plan)
         if batch is None:
             attended, natural_lse = self._attend_to_pages(function, plan, q, key_cache, value_cache, options)
-            attended = attended[..., :width]
+            if attended.shape[-1] > width:
+                attended = attended[..., :width]
         else:
-            keys, values = (cache[self._tokens] for cache in (key_cache, value_cache))  # copies
+            assert batch.tokens is not None
+            pages, offsets = batch.tokens
+            # The op checks the pages, here and at each replay.
+            sizes = key_cache.shape[1], key_cache.shape[0]
+            call_as(function, self._names, ops.compute_slot_mapping, offsets, pages[:, None], *sizes)
+            keys, values = key_cache[batch.tokens], value_cache[batch.tokens]  # copies
             attended, natural_lse = attend_ragged(function, self._names, plan, batch, q, keys, values, options)
         return results_of(function, attended, natural_lse, v_scale, **results)
 
@@ -218,7 +223,6 @@ class PagedWrapper(Wrapper):
     ) -> tuple[Tensor, Tensor]:
         if self._graph is not None and self._query_starts is not None:
             self._query_starts[-1:].fill_(q.shape[0])
-
         q = with_dense_heads(q)
 
         def attend(values: Tensor) -> Any:

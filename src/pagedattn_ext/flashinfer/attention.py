@@ -53,7 +53,7 @@ class BatchAttention(PagedWrapper):
             function=type(self).plan,
             query_shape=(num_qo_heads, head_dim_qk),
             key_shape=(page_size, num_kv_heads, head_dim_qk),
-            head_dim_vo=head_dim_vo,
+            value_shape=(page_size, num_kv_heads, head_dim_vo or head_dim_qk),
             causal=causal,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,

@@ -156,6 +156,9 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
     forward = run
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: there is nothing to compile."""
+
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     """The older form for one new token of each sequence: a prefix that all share, and pages of their own."""

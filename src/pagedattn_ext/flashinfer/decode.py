@@ -90,6 +90,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             function=type(self).plan,
             query_shape=(num_qo_heads, head_dim),
             key_shape=(page_size, num_kv_heads, head_dim),
+            value_shape=(page_size, num_kv_heads, head_dim),
             causal=True,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,

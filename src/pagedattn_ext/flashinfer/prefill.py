@@ -103,7 +103,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             function=type(self).plan,
             query_shape=(num_qo_heads, head_dim_qk),
             key_shape=(page_size, num_kv_heads, head_dim_qk),
-            head_dim_vo=head_dim_vo,
+            value_shape=(page_size, num_kv_heads, head_dim_vo or head_dim_qk),
             causal=causal,
             has_mask=custom_mask is not None or packed_custom_mask is not None,
             pos_encoding_mode=pos_encoding_mode,
@@ -258,7 +258,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             function=type(self).plan,
             query_shape=(num_qo_heads, head_dim_qk),
             key_shape=(num_kv_heads, head_dim_qk),
-            head_dim_vo=head_dim_vo,
+            value_shape=(num_kv_heads, head_dim_vo or head_dim_qk),
             causal=causal,
             has_mask=custom_mask is not None or packed_custom_mask is not None,
             pos_encoding_mode=pos_encoding_mode,
@@ -308,7 +308,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         plan, sinks = self._plan_and_sinks(run, args, None)
         plan.check_tensors(run, q=q, k=k, v=v)
         assert self._batch is not None
-        options = plan.options(q_scale, k_scale, q.device) | {"sinks": sinks}
+        options = plan.options(run, q_scale, k_scale, q.device) | {"sinks": sinks}
         attended, natural_lse = attend_ragged(run, NAMES, plan, self._batch, q, k, v, options)
         return results_of(run, attended, natural_lse, v_scale, out, lse, return_lse, lse_base, lse_layout)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import rows_of
+from ._positions import rows_of
 
 BIT_ORDERS = ("big", "little")
 
