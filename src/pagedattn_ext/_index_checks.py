@@ -26,14 +26,22 @@ def check_indices(function: Callable[..., Any], name: str, tensor: Tensor, size:
         raise ValueError(f"{function.__qualname__}: {name}: expected {size} elements, got {tensor.shape[0]}")
 
 
+def num_seqs_of(function: Callable[..., Any], name: str, starts: Tensor) -> int:
+    """Of int32 or int64 [num_seqs + 1], where each sequence begins and the last ends."""
+    check_indices(function, name, starts)
+    if starts.shape[0] == 0:
+        raise ValueError(f"{function.__qualname__}: {name}: expected at least 1 element, got 0")
+    return starts.shape[0] - 1
+
+
 def check_starts(
     function: Callable[..., Any], name: str, starts: Tensor, num_seqs: int | None = None, largest: int | None = None
 ) -> None:
     """int32 or int64 [num_seqs + 1], where each sequence begins and the last ends: 0 first, no offset less than the one
     before, none more than `largest`. None is any number of sequences, or any end."""
-    check_indices(function, name, starts, None if num_seqs is None else num_seqs + 1)
-    if starts.shape[0] == 0:
-        raise ValueError(f"{function.__qualname__}: {name}: expected at least 1 element, got 0")
+    if num_seqs is None:
+        num_seqs = num_seqs_of(function, name, starts)
+    check_indices(function, name, starts, num_seqs + 1)
     if not values_are_checked(starts):
         return
     offsets = starts.tolist()

@@ -30,8 +30,8 @@ from torch.nn.functional import pad
 
 from . import ops
 from ._adapters import call_as, expect_defaults, scale_tensor, window_of
-from ._index_checks import check_indices
-from .ops._call import check_rank
+from ._index_checks import check_indices, num_seqs_of
+from .ops._call import check_rank, to_int
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -171,13 +171,14 @@ def flash_attn_varlen_func(
     _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
     sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
     options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    check_indices(function, "cu_seqlens_q", cu_seqlens_q)
-    num_seqs = cu_seqlens_q.shape[0] - 1
+    num_seqs = num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
     names = NAMES | {"key_cache": "k", "value_cache": "v", "seq_lens": lengths}
     names["block_tables"] = "block_table" if page_table is None else "page_table"
     if cu_seqlens_k is not None and (block_table is None or seqused_k is None):
         check_indices(function, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
+    if seqused_k is not None:
+        check_indices(function, "seqused_k", seqused_k, num_seqs)
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
@@ -199,7 +200,9 @@ def flash_attn_varlen_func(
             cu_seqlens_k[:-1],
             cu_seqlens_k[1:],
             seqused_k,
-            num_keys if max_seqlen_k is None else min(max_seqlen_k, num_keys),
+            num_keys
+            if max_seqlen_k is None
+            else min(to_int(function.__name__, "max_seqlen_k", max_seqlen_k), num_keys),
             num_keys,
         )
     elif seqused_k is None:
@@ -295,17 +298,24 @@ def flash_attn_with_kvcache(
     _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     names = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
     names |= {"positions": "cache_seqlens", "first_positions": "cache_seqlens", "start_loc": "cu_seqlens_k_new"}
+    names["num_tokens"] = "rows of k"
     query = _rows(q)
-    if cu_seqlens_q is not None:
-        check_indices(function, "cu_seqlens_q", cu_seqlens_q)
-    num_seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    num_seqs = q.shape[0] if cu_seqlens_q is None else num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     if block_table is not None:
         expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
         names["block_tables"] = "block_table" if page_table is None else "page_table"
         check_rank(function.__name__, names["block_tables"], block_table, 2)
+        if block_table.shape[0] != num_seqs:
+            raise ValueError(
+                f"{function.__name__}: {names['block_tables']}: expected {num_seqs} rows, got {block_table.shape[0]}"
+            )
     else:  # each sequence of the cache is a page
-        names["block_tables"] = "k_cache" if cache_batch_idx is None else "cache_batch_idx"
+        names["block_tables"] = "cache_batch_idx"
         if cache_batch_idx is None:
+            if num_seqs > k_cache.shape[0]:
+                raise ValueError(
+                    f"{function.__name__}: k_cache: expected {num_seqs} sequences or more, got {k_cache.shape[0]}"
+                )
             cache_batch_idx = torch.arange(num_seqs, dtype=torch.int32, device=q.device)
         check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
         block_table = cache_batch_idx[:, None]
@@ -344,16 +354,18 @@ def flash_attn_with_kvcache(
         key = _rows(k)
         if rotary_cos is not None or rotary_sin is not None:
             cos_sin = _cos_sin(function, rotary_cos, rotary_sin)
+            first = cache_seqlens
             if rotary_seqlens is not None:
                 check_indices(function, "rotary_seqlens", rotary_seqlens, num_seqs)
-                cache_names = names | {"first_positions": "rotary_seqlens"}
-                _, positions = _positions(function, cache_names, rotary_seqlens, k, cu_seqlens_k_new)
-            first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-            key = _rotated(function, key, positions, cos_sin, rotary_interleaved)
-            sequence, positions = _positions(function, names | {"start_loc": "cu_seqlens_q"}, first, q, cu_seqlens_q)
+                first = rotary_seqlens
+                names |= {"positions": "rotary_seqlens", "first_positions": "rotary_seqlens"}
+                _, positions = _positions(function, names, first, k, cu_seqlens_k_new)
+            key = _rotated(function, names, key, positions, cos_sin, rotary_interleaved)
+            of_queries = names | {"start_loc": "cu_seqlens_q", "num_tokens": "rows of q"}
+            sequence, positions = _positions(function, of_queries, first, q, cu_seqlens_q)
             if not causal and all(side is None or side < 0 for side in window_size):
                 positions = first if sequence is None else first[sequence]  # nothing orders the rows
-            query = _rotated(function, query, positions, cos_sin, rotary_interleaved)
+            query = _rotated(function, names, query, positions, cos_sin, rotary_interleaved)
         new = key, _rows(v), k_cache, v_cache, slots
         seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
 
@@ -490,19 +502,22 @@ def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin
         raise ValueError(f"{function.__name__}: rotary_sin: expected shape {expected}, as rotary_cos has, got {got}")
     if rotary_sin.dtype != rotary_cos.dtype:
         raise TypeError(
-            f"{function.__name__}: rotary_sin: expected dtype {rotary_cos.dtype}, as rotary_cos has, got "
-            f"{rotary_sin.dtype}"
+            f"{function.__name__}: rotary_sin: expected {rotary_cos.dtype}, as rotary_cos has, got {rotary_sin.dtype}"
         )
     return torch.cat([rotary_cos, rotary_sin], dim=-1)
 
 
 def _rotated(
-    function: Callable[..., Any], rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
+    function: Callable[..., Any],
+    names: dict[str, str],
+    rows: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
 ) -> Tensor:
     rotated = rows.clone()
-    names = NAMES | {"cos_sin_cache": "rotary_cos", "positions": "cache_seqlens"}
     arguments = positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved
-    call_as(function, names, ops.rotary_embedding, *arguments)
+    call_as(function, names | {"cos_sin_cache": "rotary_cos"}, ops.rotary_embedding, *arguments)
     return rotated
 
 
