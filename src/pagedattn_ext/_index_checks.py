@@ -17,11 +17,13 @@ from .ops._call import check_rank, check_tensors
 
 def check_indices(function: Callable[..., Any], name: str, tensor: Tensor, size: int | None = None) -> None:
     """int32 or int64 [size]; None is any size."""
-    check_tensors(function.__qualname__, **{name: tensor})
+    if not isinstance(tensor, Tensor):
+        check_tensors(function.__qualname__, **{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(f"{function.__qualname__}: {name}: expected dtype int32 or int64, got {dtype}")
-    check_rank(function.__qualname__, name, tensor, 1)
+    if tensor.dim() != 1:
+        check_rank(function.__qualname__, name, tensor, 1)
     if size is not None and tensor.shape[0] != size:
         raise ValueError(f"{function.__qualname__}: {name}: expected {size} elements, got {tensor.shape[0]}")
 
