@@ -1,4 +1,4 @@
-"""pagedattn_ext.flashinfer's rotary embedding beside the formula in fp64."""
+"""pagedattn_ext.flashinfer's rotary embedding and norms beside the formulas in fp64."""
 
 import inspect
 import math
@@ -186,6 +186,76 @@ def test_refused_rope(name: str, changes: dict[str, Any], message: str) -> None:
     assert_same_bits(arguments["q"], before)
 
 
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def test_norms_of_heads() -> None:
+    """Gemma's, and layer norm with fp32 weights; of heads of a fused qkv."""
+    (q, k), weight, bias = qk(torch.bfloat16), torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE)
+    gemma = weight.bfloat16()
+    assert_close_to_reference(flashinfer.rmsnorm(q, gemma), reference.rms_norm(q, gemma, 1e-6))
+    expected = reference.rms_norm(q, 1 + gemma.double(), 1e-5)
+    out = torch.empty_like(q)
+    assert flashinfer.gemma_rmsnorm(q, gemma, 1e-5, out) is out
+    assert_close_to_reference(out, expected)
+    assert_close_to_reference(flashinfer.layernorm(q, weight, bias), reference.layer_norm(q, weight, bias, 1e-6))
+    residual = torch.randn(5, KV_HEADS, HEAD_SIZE).bfloat16()
+    expected, total = reference.fused_add_rms_norm(k, residual, 1 + gemma.double(), 1e-6)
+    flashinfer.gemma_fused_add_rmsnorm(k, residual, gemma)
+    assert_close_to_reference(k, expected)
+    assert_close_to_reference(residual, total)
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("scale", [0.02, torch.tensor([1e-4])], ids=["float", "tensor"])
+def test_norms_into_fp8(scale: float | Tensor, fp8: torch.dtype) -> None:
+    """Divided by the scale, and saturating."""
+    x, residual = torch.randn(2, 3, HEAD_SIZE).bfloat16()
+    weight, bias, largest = torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.finfo(fp8).max
+
+    def assert_quantized(out: Tensor, normed: Tensor) -> None:
+        expected = (normed.float() / scale).clamp(-largest, largest)
+        assert ((out.float() - expected).abs() <= expected.abs() / 2 ** (2 if fp8 is torch.float8_e5m2 else 3)).all()
+
+    out = torch.empty(3, HEAD_SIZE, dtype=fp8)
+    flashinfer.norm.rmsnorm_quant(out, x, weight.bfloat16(), scale)
+    assert_quantized(out, reference.rms_norm(x, weight.bfloat16(), 1e-6))
+    flashinfer.norm.layernorm_quant(out, x, weight, bias, scale)
+    assert_quantized(out, reference.layer_norm(x, weight, bias, 1e-6))
+    expected, total = reference.fused_add_rms_norm(x, residual, weight.bfloat16(), 1e-6)
+    before = x.clone()
+    flashinfer.norm.fused_add_rmsnorm_quant(out, x, residual, weight.bfloat16(), scale)
+    assert_quantized(out, expected)
+    assert_close_to_reference(residual, total)
+    assert_same_bits(x, before)
+
+
+X, WEIGHT = torch.randn(3, 8), torch.randn(8)
+FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("rmsnorm", (X, WEIGHT[:4]), r"weight: expected shape \[8\], got \[4\]"),
+        ("gemma_rmsnorm", (X, WEIGHT, -1.0), "eps: expected a number that is not negative, got -1"),
+        ("gemma_rmsnorm", (X, WEIGHT, 1e-6, X[:1]), r"out: expected shape \[3, 8\], got \[1, 8\]"),
+        ("layernorm", (X, WEIGHT.half(), WEIGHT), "gemma: expected dtype float32 or float32, got float16"),
+        ("layernorm", (X, WEIGHT, WEIGHT[:4]), r"beta: expected shape \[8\], got \[4\]"),
+        ("rmsnorm_quant", (FP8, X, WEIGHT, True), "scale: expected a number, got True"),
+        ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),
+        ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], as input, got \[1, 8\]"),
+        ("fused_add_rmsnorm_quant", (X, X, X, WEIGHT, 1.0), "out: expected dtype float8_e4m3fn or float8_e5m2, got"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected \[3, 8\] of .*, got \[1, 8\]"),
+    ],
+)
+def test_refused_norms(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}"):
+        getattr(flashinfer, name)(*arguments)
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
 ROPE = {"rotary_dim": None, "interleave": False, "rope_scale": 1, "rope_theta": 1e4}
 LLAMA31 = ROPE | {"rope_scale": 8, "rope_theta": 5e5, "low_freq_factor": 1, "high_freq_factor": 4}
 LLAMA31 |= {"old_context_len": 8192}
@@ -199,6 +269,28 @@ SIGNATURES = {
     for llama31 in (True, False)
     for pos_ids in (True, False)
     for in_place in (True, False)
+}
+NO_DEFAULT = inspect.Parameter.empty
+SCALED = {"scale": NO_DEFAULT, "eps": 1e-6}
+PDL = {"enable_pdl": None}
+NORM = dict.fromkeys(["input", "weight"], NO_DEFAULT)
+ADD = dict.fromkeys(["input", "residual", "weight"], NO_DEFAULT)
+LAYER = dict.fromkeys(["input", "gemma", "beta"], NO_DEFAULT)
+OUT = {"out": NO_DEFAULT}
+SIGNATURES |= {
+    name: list(signature.items())
+    for name, signature in {
+        "gemma_rmsnorm": NORM | {"eps": 1e-6, "out": None} | PDL,
+        "gemma_fused_add_rmsnorm": ADD | {"eps": 1e-6} | PDL,
+        "layernorm": LAYER | {"eps": 1e-6},
+        "rmsnorm_quant": OUT | NORM | SCALED | PDL,
+        "fused_add_rmsnorm_quant": OUT | ADD | SCALED | PDL,
+        "layernorm_quant": OUT | LAYER | SCALED,
+        "apply_rope_with_cos_sin_cache": dict.fromkeys(
+            ["positions", "query", "key", "head_size", "cos_sin_cache"], NO_DEFAULT
+        )
+        | {"is_neox": True},
+    }.items()
 }
 
 
