@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pagedattn_ext import flashinfer
 HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
 EMPTY = inspect.Parameter.empty
+INDEX = torch.int32
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,10 @@ class Batch:
             "head_dim": HEAD_SIZE,
             "page_size": PAGE_SIZE,
         }
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indices, self.indptr, self.last_page_len
 
     @property
     def prefill_plan(self) -> dict[str, Any]:
@@ -237,8 +243,7 @@ def test_append(layout: str) -> None:
     where = flashinfer.get_batch_indices_positions(starts(new), seq_lens, sum(new))
     assert [tensor.tolist() for tensor in where] == [[0, 0, 2, 2, 2], [5, 6, 1, 2, 3]]
     before = [tensor.clone() for tensor in (batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1))]
-    pages = batch.indices, batch.indptr, batch.last_page_len
-    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *pages, batch.kv_layout)
+    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *batch.pages, batch.kv_layout)
     after = batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1)
     for new_rows, old, cache in zip((key, value), before, after, strict=True):
         for row, sequence, position in zip(new_rows, *(tensor.tolist() for tensor in where), strict=True):
@@ -249,18 +254,98 @@ def test_append(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_append_of_fp8(dtype: torch.dtype) -> None:
-    """FlashInfer's callers bring the cache's dtype themselves: every finite number arrives as it is."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
-    numbers = numbers[numbers.float().isfinite()]
-    key = numbers[: len(numbers) // HEAD_SIZE * HEAD_SIZE].view(-1, 1, HEAD_SIZE)
+    """FlashInfer's callers bring the cache's dtype themselves: all bits arrive as they are, infinities and NaN too."""
+    key = torch.arange(256, dtype=torch.uint8).view(dtype).view(-1, 1, HEAD_SIZE)
     value = key.flip(0)
     tokens = torch.arange(len(key), dtype=torch.int32)
     cache = torch.zeros(len(key), 2, 1, 1, HEAD_SIZE).to(dtype)
     flashinfer.append_paged_kv_cache(
-        key, value, torch.zeros_like(tokens), tokens, cache, tokens, starts([len(key)]), torch.ones(1)
+        key, value, torch.zeros_like(tokens), tokens, cache, tokens, starts([len(key)]), torch.ones(1, dtype=INDEX)
     )
     assert_same_bits(cache[:, 0, 0].view(torch.uint8), key.view(torch.uint8))
     assert_same_bits(cache[:, 1, 0].view(torch.uint8), value.view(torch.uint8))
+
+
+def test_tokens_behind_the_batch_are_padding() -> None:
+    """Their sequence is -1, in memory of the caller's too, and appends skip them."""
+    indptr, lengths = starts([1, 2]), torch.tensor([5, 6], dtype=INDEX)
+    buffers = torch.full((2, 5), 7, dtype=INDEX).unbind()
+    for given in ((), buffers):
+        where = flashinfer.get_batch_indices_positions(indptr, lengths, 5, *given)
+        assert [tensor.tolist() for tensor in where] == [[0, 1, 1, -1, -1], [4, 4, 5, 0, 0]]
+        assert [tensor.dtype for tensor in where] == [INDEX, INDEX]
+    assert (where[0] is buffers[0], where[1] is buffers[1]) == (True, True)
+    batch = Batch([6, 6])
+    kept = [cache.clone() for cache in batch.cache]
+    key, value = torch.randn(2, 5, KV_HEADS, HEAD_SIZE)
+    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *batch.pages)
+    for cache, old, rows_of_new in zip(batch.cache, kept, (key, value), strict=True):
+        for page, offset, row in ((1, 1, 0), (3, 1, 1), (3, 2, 2)):
+            old[batch.indices[page], offset] = rows_of_new[row]
+        assert_same_bits(cache, old)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"positions": [3, 9]},
+            "positions: expected 0 or more, and room for the new tokens, got .* 9 to 9 in .* for 6 ",
+        ),
+        (
+            {"positions": [-1, 4]},
+            "positions: expected 0 or more, and room for the new tokens, got .* -1 to -1 in .* 9 ",
+        ),
+        ({"positions": [3, 2**31 - 1]}, "positions: expected 0 or more, and room"),
+        ({"batch_indices": [0, 2]}, "batch_indices: expected sequences below 2, got 2 at token 1$"),
+        ({"batch_indices": [0]}, r"batch_indices: expected shape \[2\], got \[1\]$"),
+        ({"kv_indptr": [0, 3, 6]}, r"kv_indptr: expected at most 5 \(the size of kv_indices\) last, got 6$"),
+        ({"kv_indptr": [0, 4, 3]}, "kv_indptr: expected offsets that do not decrease, got 4 and then 3 at sequence 1$"),
+        ({"kv_indptr": [1, 3, 5]}, "kv_indptr: expected 0 first, got 1$"),
+        ({"kv_indices": [0, 1, 2, 3, 16]}, "kv_indices: expected blocks of 0 to 15, got 16 at sequence 1, entry 1$"),
+        ({"kv_indices": [0, -1, 2, 4, 3]}, "kv_indices: expected blocks of 0 to 15, got -1 at sequence 0, entry 1$"),
+        ({"kv_last_page_len": [4, 1]}, "kv_last_page_len: expected 1 to 3 .*, got 4 at sequence 0$"),
+        ({"kv_last_page_len": [1]}, r"kv_last_page_len: expected shape \[2\], got \[1\]$"),
+        (
+            {"append_key": torch.zeros(3, KV_HEADS, HEAD_SIZE)},
+            r"append_key: expected shape \[2, 2, 16\], got \[3, 2, 16",
+        ),
+        ({"append_value": torch.zeros(2, 1, HEAD_SIZE)}, r"append_value: expected shape \[2, 2, 16\], got \[2, 1, 16"),
+    ],
+    ids=str,
+)
+def test_append_outside_of_its_pages(changes: dict[str, Any], message: str) -> None:
+    """A sequence's tokens reach no page of another, and nothing is written before the error."""
+    batch = Batch([7, 4])
+    arguments = {"batch_indices": [0, 1], "positions": [3, 4], "kv_indptr": [0, 3, 5], "kv_last_page_len": [1, 1]}
+    arguments |= {"kv_indices": batch.indices.tolist()} | changes
+    tensors = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=INDEX)
+        for name, value in arguments.items()
+    }
+    rows_of_new = dict.fromkeys(("append_key", "append_value"), torch.zeros(2, KV_HEADS, HEAD_SIZE))
+    kept = [cache.clone() for cache in batch.cache]
+    with pytest.raises(ValueError, match=f"^append_paged_kv_cache: {message}"):
+        flashinfer.append_paged_kv_cache(paged_kv_cache=batch.cache, **rows_of_new | tensors)
+    for cache, old in zip(batch.cache, kept, strict=True):
+        assert_same_bits(cache, old)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "lengths", "nnz", "message"),
+    [
+        ([0, 1, 3], [5, 1], 3, "seq_lens: expected 0 tokens or more before those of sequence 1, got -1$"),
+        ([0, 1, 3], [5], 3, "seq_lens: expected 2 elements, got 1$"),
+        ([0, 3, 1], [5, 6], 3, "append_indptr: expected offsets that do not decrease, got 3 and then 1 at sequence 1$"),
+        ([1, 2, 3], [5, 6], 3, "append_indptr: expected 0 first, got 1$"),
+        ([0, 1, 3], [5, 6], 2, r"append_indptr: expected at most 2 \(nnz\) last, got 3$"),
+        ([0, 1, 3], [5, 6], -1, "nnz: expected a number that is not negative, got -1$"),
+    ],
+)
+def test_positions_that_do_not_fit_together(indptr: list[int], lengths: list[int], nnz: int, message: str) -> None:
+    tensors = torch.tensor(indptr, dtype=INDEX), torch.tensor(lengths, dtype=INDEX)
+    with pytest.raises(ValueError, match=f"^get_batch_indices_positions: {message}"):
+        flashinfer.get_batch_indices_positions(*tensors, nnz)
 
 
 def test_merges() -> None:
@@ -545,6 +630,102 @@ def test_refused() -> None:
         flashinfer.single_prefill_with_kv_cache(q, q, q, custom_mask=TENSOR)
     with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_layout: expected 'NHD' or 'HND', got 'x'$"):
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
+
+
+NOT_FITTING: list[tuple[str, Tensor, str]] = [
+    ("last_page_len", torch.tensor([4, 1], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 4 at sequence 0$"),
+    ("last_page_len", torch.tensor([1, 0], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 0 at sequence 1$"),
+    ("last_page_len", torch.tensor([1, -5], dtype=INDEX), r"expected 1 to 3 \(page_size\), got -5 at sequence 1$"),
+    ("last_page_len", torch.tensor([1], dtype=INDEX), "expected 2 elements, got 1$"),
+    ("last_page_len", torch.ones(2), "expected dtype int32 or int64, got float32$"),
+    ("indptr", torch.tensor([1, 3, 5], dtype=INDEX), "expected 0 first, got 1$"),
+    ("indptr", torch.tensor([0, 5, 3], dtype=INDEX), "expected offsets that do not decrease, got 5 and then 3 at "),
+    ("indptr", torch.tensor([0, -2, 5], dtype=INDEX), "expected offsets that do not decrease, got 0 and then -2 at "),
+    ("indptr", torch.tensor([0, 3, 6], dtype=INDEX), "expected at most 5 last, got 6$"),
+    ("indptr", torch.tensor([], dtype=INDEX), "expected at least 1 element, got 0$"),
+    ("indptr", torch.tensor([[0, 3, 5]], dtype=INDEX), "expected 1 dimensions, got 2"),
+    ("indptr", torch.tensor([0.0, 3.0, 5.0]), "expected dtype int32 or int64, got float32$"),
+    ("indices", torch.zeros(5), "expected dtype int32 or int64, got float32$"),
+    ("indices", torch.zeros(4, dtype=INDEX), "expected at most 4 last, got 5$"),  # of indptr
+    ("page_size", torch.tensor(0), "expected 1 or more, got 0$"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), NOT_FITTING)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_lists_that_do_not_fit_together(argument: str, value: Any, message: str, phase: str) -> None:
+    """Or a sequence reads the pages of another. A plan that is refused leaves the plan before as it was."""
+    batch = Batch([7, 4])
+    q = torch.randn(2, HEADS, HEAD_SIZE)
+    plan: Callable[..., None]
+    named = "indptr" if argument == "indices" and len(value) == 4 else argument
+    if phase == "decode":
+        wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        plan, lists, prefix = wrapper.plan, batch.plan, ""
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        plan, lists, prefix = partial(wrapper.plan, starts([1, 1])), batch.prefill_plan, "paged_kv_"
+    plan(**lists)
+    expected = wrapper.run(q, batch.cache)
+    prefix = "" if argument == "page_size" else prefix
+    with pytest.raises((ValueError, TypeError), match=rf"KVCacheWrapper\.plan: {prefix}{named}: {message}"):
+        plan(**lists | {prefix + argument: value})
+    assert_same_bits(wrapper.run(q, batch.cache), expected)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("qo_indptr", [1, 2, 3], "expected 0 first, got 1$"),
+        ("qo_indptr", [0, 2, 1], "expected offsets that do not decrease, got 2 and then 1 at sequence 1$"),
+        ("qo_indptr", [0, 3], "expected 3 elements, got 2$"),
+        ("kv_indptr", [2, 4, 9], "expected 0 first, got 2$"),
+        ("kv_indptr", [0, 10, 9], "expected offsets that do not decrease, got 10 and then 9 at sequence 1$"),
+        ("kv_indptr", [0, 4, 5, 9], "expected 3 elements, got 4$"),
+    ],
+)
+def test_offsets_that_do_not_fit_together(argument: str, value: list[int], message: str) -> None:
+    """Of a ragged batch; and of the rows of a batch in pages."""
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    good = {"qo_indptr": starts([1, 2]), "kv_indptr": starts([4, 5])}
+    bad = {argument: torch.tensor(value, dtype=INDEX)}
+    named = "kv_indptr" if len(value) == 2 else argument  # which is compared with the first
+    with pytest.raises(ValueError, match=rf"RaggedKVCacheWrapper\.plan: {named}: "):
+        ragged.plan(**good | bad, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=HEAD_SIZE)
+    if argument == "qo_indptr":
+        paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        with pytest.raises(ValueError, match=rf"PagedKVCacheWrapper\.plan: qo_indptr: {message}"):
+            paged.plan(bad["qo_indptr"], **Batch([7, 4]).prefill_plan)
+
+
+def test_run_checks_what_it_is_given() -> None:
+    """Rows, pages, keys and memory for results that do not meet the plan, by FlashInfer's names."""
+    batch, q = Batch([7, 4]), torch.randn(3, HEADS, HEAD_SIZE)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    decode.plan(**batch.plan)
+    name = r"^BatchDecodeWithPagedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "q: expected one row for each of the 2 sequences"):
+        decode.run(q, batch.cache)
+    with pytest.raises(ValueError, match=name + r"out: expected shape \[2, 4, 16\], got \[5, 2, 4, 16\]$"):
+        decode.run(q[:2], batch.cache, out=torch.empty(5, 2, HEADS, HEAD_SIZE))
+    with pytest.raises(ValueError, match=name + r"lse: expected shape \[2, 4\], got \[2, 2, 4\]$"):
+        decode.run(q[:2], batch.cache, lse=torch.empty(2, 2, HEADS), return_lse=True)
+    decode.plan(**batch.plan | {"indices": batch.indices + 16})
+    with pytest.raises(ValueError, match=name + r"indices: expected blocks of 0 to 15, got \d+ at sequence 0"):
+        decode.run(q[:2], batch.cache)
+
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    prefill.plan(starts([1, 1]), **batch.prefill_plan)
+    name = r"^BatchPrefillWithPagedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "qo_indptr: expected the number of query rows, 3, last, got 2$"):
+        prefill.run(q, batch.cache)
+
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(starts([1, 2]), starts([4, 5]), HEADS, KV_HEADS, HEAD_SIZE)
+    key = torch.randn(8, KV_HEADS, HEAD_SIZE)
+    name = r"^BatchPrefillWithRaggedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "kv_indptr: expected the number of keys, 8, last, got 9$"):
+        ragged.run(q, key, key)
 
 
 @pytest.mark.parametrize(

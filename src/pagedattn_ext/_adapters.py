@@ -1,11 +1,14 @@
 """What the modules with the functions of other libraries share: refusals, and their terms in ours."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .ops import _call
 
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
@@ -22,23 +25,42 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
 
 
-def call_for(function: str, names: dict[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """op(*args, **kwargs), with errors in the words of the caller of `function`: names has the caller's name of each
-    argument that the op calls otherwise."""
+def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) -> None:
+    """A bool is no scale, nor is a tensor of bools."""
+    _call.refuse_bools(function.__qualname__, **scales)
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and scale.dtype == torch.bool:
+            raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
+
+
+def call_as(
+    function: Callable[..., Any], names: Mapping[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `op` for `function`. Errors of the op name the function, and the function's own arguments.
+
+    names: of arguments of the op, what the function calls them.
+    """
     try:
         return op(*args, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        named, _, text = str(error).partition(": ")
-        argument, _, text = text.partition(": ")
-        if named != op.__name__ or not text:
-            raise
-        raise type(error)(f"{function}: {names.get(argument, argument)}: {text}") from None
+    except (ValueError, TypeError) as error:
+        raise type(error)(_in_terms_of(function, names, str(error))) from None
 
 
-def check_scale(function: str, name: str, value: object) -> None:
-    """A bool is no scale: it is an argument at the wrong place."""
-    if isinstance(value, bool):
-        raise TypeError(f"{function}: {name}: expected a number, got {value}")
+def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message: str) -> str:
+    """An error of an op, "op: argument: text", as one of the function. In the text names with an underscore are
+    replaced alone, because other names are words as well."""
+    wrong_type = re.search(
+        r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'", message
+    )
+    if wrong_type:  # torch's own words
+        expected, argument, got = wrong_type.groups()
+        return f"{function.__qualname__}: {names.get(argument, argument)}: expected {expected}, got {got}"
+    parts = re.fullmatch(r"\w+: (\w+): (.*)", message, re.DOTALL)
+    if not parts:
+        return message
+    argument, text = parts.groups()
+    text = re.sub(r"[a-z]+(?:_[a-z]+)+", lambda name: names.get(name[0], name[0]), text)
+    return f"{function.__qualname__}: {names.get(argument, argument)}: {text}"
 
 
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
@@ -46,7 +68,7 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     (a scale for each sequence and head, all the same)."""
     if scale is None:
         return None
-    check_scale(function.__qualname__, name, scale)
+    refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
     if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
@@ -69,13 +91,3 @@ def window_of(left: int | None) -> int | None:
     """The sliding_window of an inclusive window of `left` tokens before a row's own; None or less than 0 is no window.
     A sliding window counts the row's own token."""
     return None if left is None or left < 0 else left + 1
-
-
-def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
-
-    starts: [num_seqs + 1], from 0 to num_rows.
-    """
-    sequences = torch.arange(starts.shape[0] - 1, device=starts.device)
-    sequence = sequences.repeat_interleave(starts.diff().long(), output_size=num_rows)
-    return sequence, torch.arange(num_rows, device=starts.device) - starts[sequence]

@@ -64,6 +64,7 @@ def make_llm(directory: Path, kind: str, **options: Any) -> tuple[LLM, PreTraine
     """An engine that chunks prompts, finds prefixes, and preempts: not all of PROMPTS fit into its cache at once. And
     its model in transformers."""
     model = save_model(directory, kind, **MODELS[kind])
+    model.set_attn_implementation("eager")  # torch's own, which is the default beside vLLM, has no softcap
     llm = LLM(
         str(directory),
         skip_tokenizer_init=True,

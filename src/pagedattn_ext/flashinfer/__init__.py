@@ -18,7 +18,7 @@ rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says h
 Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
 custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
 those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, MLA, cascade wrappers,
-`fast_decode_plan` and all else that is for CUDA graphs, quantization but in `rmsnorm_quant` and its kin, communication,
+`fast_decode_plan` and all else that is for CUDA graphs, quantization but of norms and rotations, communication,
 mixtures of experts.
 """
 
@@ -55,6 +55,9 @@ from .rope import (
     apply_rope_pos_ids_inplace,
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
 )
 
 __all__ = [
@@ -85,8 +88,11 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla_rope_quantize_fp8",
     "rmsnorm",
     "rmsnorm_quant",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
