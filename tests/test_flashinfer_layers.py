@@ -1,4 +1,4 @@
-"""pagedattn_ext.flashinfer's rotary embedding beside the formula in fp64."""
+"""pagedattn_ext.flashinfer's rotary embedding and norms beside the formulas in fp64."""
 
 import inspect
 import math
@@ -93,6 +93,14 @@ def test_rope(llama31: bool, pos_ids: bool, dtype: torch.dtype) -> None:
     assert_same_bits(k.contiguous(), results[1])
 
 
+def test_rows_behind_the_last_sequence_stay() -> None:
+    q, k = qk()
+    before = q.clone()
+    flashinfer.apply_rope_inplace(q, k, torch.tensor([0, 3]), torch.tensor([9]))
+    assert_same_bits(q[3:].contiguous(), before[3:])
+    assert not torch.equal(q[:3], before[:3])
+
+
 def test_default_scales() -> None:
     """All of a head, in halves: theta 1e4 without a scale; Llama 3.1's own numbers."""
     q, k = qk()
@@ -139,27 +147,15 @@ IDS = {"pos_ids": POSITIONS}
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "apply_rope",
-            {"indptr": torch.tensor([0, 3, 2, 5])},
-            r"indptr: expected rows from 0 to 5 in asc.*, got \[0, 3",
-        ),
-        (
-            "apply_rope",
-            {"indptr": torch.tensor([0, 2, 4, 6])},
-            r"indptr: expected rows from 0 to 5 .*, got \[0, 2, 4, 6\]",
-        ),
-        (
-            "apply_rope",
-            {"indptr": torch.tensor([1, 2, 4, 5])},
-            r"indptr: expected rows from 0 to 5 .*, got \[1, 2, 4, 5\]",
-        ),
-        ("apply_rope", {"indptr": torch.tensor(0)}, r"indptr: expected 1 dimensions, got 0 \(shape \[\]\)"),
-        ("apply_rope", {"offsets": OFFSETS[:2]}, r"offsets: expected shape \[3\], one less than indptr, got \[2\]"),
-        ("apply_rope", {"offsets": -OFFSETS}, r"offsets: expected positions of 0 and more, got -1000"),
+        ("apply_rope", {"indptr": torch.tensor([0, 3, 2, 5])}, "indptr: expected offsets that do not decrease, got 3 "),
+        ("apply_rope", {"indptr": torch.tensor([0, 2, 4, 6])}, "indptr: expected at most 5 .* last, got 6"),
+        ("apply_rope", {"indptr": torch.tensor([1, 2, 4, 5])}, "indptr: expected 0 first, got 1"),
+        ("apply_rope", {"indptr": torch.tensor(0)}, "indptr: expected"),
+        ("apply_rope", {"offsets": OFFSETS[:2]}, r"indptr: expected .*3.*, got .*4"),
+        ("apply_rope", {"offsets": -OFFSETS}, "offsets: expected 0 .*, got -7"),
         ("apply_rope", {"offsets": OFFSETS.float()}, "offsets: expected dtype int32 or int64, got float32"),
         ("apply_llama31_rope", {"q": torch.randn(5, 48)}, r"q: expected 3 dimensions, got 2 \(shape \[5, 48\]\)"),
-        ("apply_rope_pos_ids", {"pos_ids": POSITIONS[:4]}, r"pos_ids: expected shape \[5\], got \[4\]"),
+        ("apply_rope_pos_ids", {"pos_ids": POSITIONS[:4]}, "pos_ids: expected 5 elements, got 4"),
         (
             "apply_rope_pos_ids",
             {"k": torch.randn(4, 2, 16), **IDS},
@@ -186,6 +182,140 @@ def test_refused_rope(name: str, changes: dict[str, Any], message: str) -> None:
     assert_same_bits(arguments["q"], before)
 
 
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "MLA"])
+def test_rope_into_fp8_pages(layout: str, fp8: torch.dtype) -> None:
+    """Queries and keys, rotated in their first part, and values, each times its scale; padding is skipped."""
+    is_mla, rope_dim, rest, page_size = layout == "MLA", 32, 64, 4
+    q, k = torch.randn(5, HEADS, rope_dim + rest).half(), torch.randn(5, KV_HEADS, rope_dim + rest).half()
+    v, cache = torch.randn(5, KV_HEADS, rope_dim + rest).half(), torch.randn(9, rope_dim)
+    if is_mla:
+        k = k[:, 0]
+    pos_ids, scales = torch.tensor([8, 0, 3, 1, 2], dtype=torch.int32), (2.0, 4.0)
+    shapes = [(6, page_size, KV_HEADS, rope_dim + rest)] * 2
+    if is_mla:
+        shapes = [(6, page_size, rest), (6, page_size, rope_dim)]
+    pages = [torch.zeros(shape).to(fp8) for shape in shapes]
+    if layout == "HND":
+        pages = [page.transpose(1, 2).contiguous() for page in pages]
+    kv_indices, kv_indptr = torch.tensor([5, 0, 2], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    batch, positions = torch.tensor([0, 0, 1, 0, -1]), torch.tensor([0, 6, 3, 2, 0])
+    q_rope, q_nope = flashinfer.rope_quantize_fp8_append_paged_kv_cache(
+        q[..., :rope_dim], k[..., :rope_dim], q[..., rope_dim:], k[..., rope_dim:], None if is_mla else v, cache,
+        pos_ids, tuple(pages), kv_indices, kv_indptr, batch, positions, False, None, *scales, page_size,
+        "NHD" if is_mla else layout,
+    )  # fmt: skip
+    largest = torch.finfo(fp8).max
+
+    def quantized(heads: Tensor, scale: float, *, rotates: bool) -> Tensor:
+        rows = heads.flatten(1).double()
+        if rotates:
+            rows = reference.rotary_embedding(pos_ids.long(), rows, None, rope_dim + rest, cache, False)[0]
+        return (rows * scale).clamp(-largest, largest).view(heads.shape)
+
+    def assert_rounded(actual: Tensor, expected: Tensor) -> None:
+        step = 2.0 ** (-2 if fp8 is torch.float8_e5m2 else -3)  # of a number's own size; the rest is subnormal
+        assert ((actual.double() - expected).abs() <= expected.abs() * step / 2 * 1.001 + 2.0**-10).all()
+
+    assert_rounded(torch.cat([q_rope.half(), q_nope.half()], -1), quantized(q, 2.0, rotates=True))
+    key, value = quantized(k, 4.0, rotates=True), quantized(v, 4.0, rotates=False)
+    expected = [key[..., rope_dim:], key[..., :rope_dim]] if is_mla else [key, value]
+    for result, rows in zip(pages, expected, strict=True):
+        heads = (result.transpose(1, 2) if layout == "HND" else result).double()
+        right = torch.zeros_like(heads)
+        for token, (page, place) in enumerate([(5, 0), (0, 2), (2, 3), (5, 2)]):
+            right[page, place] = rows[token]
+        assert_rounded(heads, right)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantize_dtype": torch.half}, "quantize_dtype: expected float8_e4m3fn or float8_e5m2, got torch.float16"),
+        ({"quant_scale_q": True}, "quant_scale_q: expected a number, got True"),
+        ({"pos_ids": POSITIONS}, r"pos_ids: expected 0 to 8 \(the rows of cos_sin_cache\), got 1000 at token 2"),
+        ({"q_rope_out": torch.empty(5, 1, 16).to(torch.float8_e5m2)}, r"q_rope_out: expected \[5, 3, 16\] of torch.fl"),
+        ({"k_rope": torch.randn(4, 2, 16)}, r"k_rope: expected shape \[5, \*, 16\], got \[4, 2, 16\]"),
+    ],
+)
+def test_refused_rope_into_fp8(changes: dict[str, Any], message: str) -> None:
+    q, k = qk()
+    arguments = {"q_rope": q, "k_rope": k, "q_nope": None, "k_nope": None, "cos_sin_cache": torch.randn(9, 16)}
+    arguments |= {"pos_ids": POSITIONS % 9}
+    with pytest.raises((ValueError, TypeError), match=f"^rope_quantize_fp8: {message}"):
+        flashinfer.rope_quantize_fp8(**arguments | changes)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def test_norms_of_heads() -> None:
+    """Gemma's, and layer norm with fp32 weights; of heads of a fused qkv."""
+    (q, k), weight, bias = qk(torch.bfloat16), torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE)
+    gemma = weight.bfloat16()
+    assert_close_to_reference(flashinfer.rmsnorm(q, gemma), reference.rms_norm(q, gemma, 1e-6))
+    expected = reference.rms_norm(q, 1 + gemma.double(), 1e-5)
+    out = torch.empty_like(q)
+    assert flashinfer.gemma_rmsnorm(q, gemma, 1e-5, out) is out
+    assert_close_to_reference(out, expected)
+    assert_close_to_reference(flashinfer.layernorm(q, weight, bias), reference.layer_norm(q, weight, bias, 1e-6))
+    residual = torch.randn(5, KV_HEADS, HEAD_SIZE).bfloat16()
+    expected, total = reference.fused_add_rms_norm(k, residual, 1 + gemma.double(), 1e-6)
+    flashinfer.gemma_fused_add_rmsnorm(k, residual, gemma)
+    assert_close_to_reference(k, expected)
+    assert_close_to_reference(residual, total)
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("scale", [0.02, torch.tensor([1e-4])], ids=["float", "tensor"])
+def test_norms_into_fp8(scale: float | Tensor, fp8: torch.dtype) -> None:
+    """Divided by the scale, and saturating."""
+    x, residual = torch.randn(2, 3, HEAD_SIZE).bfloat16()
+    weight, bias, largest = torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.finfo(fp8).max
+
+    def assert_quantized(out: Tensor, normed: Tensor) -> None:
+        expected = (normed.float() / scale).clamp(-largest, largest)
+        assert ((out.float() - expected).abs() <= expected.abs() / 2 ** (2 if fp8 is torch.float8_e5m2 else 3)).all()
+
+    out = torch.empty(3, HEAD_SIZE, dtype=fp8)
+    flashinfer.norm.rmsnorm_quant(out, x, weight.bfloat16(), scale)
+    assert_quantized(out, reference.rms_norm(x, weight.bfloat16(), 1e-6))
+    flashinfer.norm.layernorm_quant(out, x, weight, bias, scale)
+    assert_quantized(out, reference.layer_norm(x, weight, bias, 1e-6))
+    expected, total = reference.fused_add_rms_norm(x, residual, weight.bfloat16(), 1e-6)
+    before = x.clone()
+    flashinfer.norm.fused_add_rmsnorm_quant(out, x, residual, weight.bfloat16(), scale)
+    assert_quantized(out, expected)
+    assert_close_to_reference(residual, total)
+    assert_same_bits(x, before)
+
+
+X, WEIGHT = torch.randn(3, 8), torch.randn(8)
+FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("rmsnorm", (X, WEIGHT[:4]), r"weight: expected shape \[8\], got \[4\]"),
+        ("gemma_rmsnorm", (X, WEIGHT, -1.0), "eps: expected a number that is not negative, got -1"),
+        ("gemma_rmsnorm", (X, WEIGHT, 1e-6, X[:1]), r"out: expected shape \[3, 8\], got \[1, 8\]"),
+        ("layernorm", (X, WEIGHT.half(), WEIGHT), "gemma: expected dtype float32 or float32, got float16"),
+        ("layernorm", (X, WEIGHT, WEIGHT[:4]), r"beta: expected shape \[8\], got \[4\]"),
+        ("rmsnorm_quant", (FP8, X, WEIGHT, True), "scale: expected a number, got True"),
+        ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),
+        ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], as input, got \[1, 8\]"),
+        ("fused_add_rmsnorm_quant", (X, X, X, WEIGHT, 1.0), "out: expected dtype float8_e4m3fn or float8_e5m2, got"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected \[3, 8\] of .*, got \[1, 8\]"),
+    ],
+)
+def test_refused_norms(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}"):
+        getattr(flashinfer, name)(*arguments)
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
 ROPE = {"rotary_dim": None, "interleave": False, "rope_scale": 1, "rope_theta": 1e4}
 LLAMA31 = ROPE | {"rope_scale": 8, "rope_theta": 5e5, "low_freq_factor": 1, "high_freq_factor": 4}
 LLAMA31 |= {"old_context_len": 8192}
@@ -199,6 +329,28 @@ SIGNATURES = {
     for llama31 in (True, False)
     for pos_ids in (True, False)
     for in_place in (True, False)
+}
+NO_DEFAULT = inspect.Parameter.empty
+SCALED = {"scale": NO_DEFAULT, "eps": 1e-6}
+PDL = {"enable_pdl": None}
+NORM = dict.fromkeys(["input", "weight"], NO_DEFAULT)
+ADD = dict.fromkeys(["input", "residual", "weight"], NO_DEFAULT)
+LAYER = dict.fromkeys(["input", "gemma", "beta"], NO_DEFAULT)
+OUT = {"out": NO_DEFAULT}
+SIGNATURES |= {
+    name: list(signature.items())
+    for name, signature in {
+        "gemma_rmsnorm": NORM | {"eps": 1e-6, "out": None} | PDL,
+        "gemma_fused_add_rmsnorm": ADD | {"eps": 1e-6} | PDL,
+        "layernorm": LAYER | {"eps": 1e-6},
+        "rmsnorm_quant": OUT | NORM | SCALED | PDL,
+        "fused_add_rmsnorm_quant": OUT | ADD | SCALED | PDL,
+        "layernorm_quant": OUT | LAYER | SCALED,
+        "apply_rope_with_cos_sin_cache": dict.fromkeys(
+            ["positions", "query", "key", "head_size", "cos_sin_cache"], NO_DEFAULT
+        )
+        | {"is_neox": True},
+    }.items()
 }
 
 

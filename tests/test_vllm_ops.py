@@ -313,8 +313,7 @@ def test_attention_on_cpus(options: dict[str, Any]) -> None:
         return
     for more in ({"causal": False}, {"dynamic_causal": dynamic}):
         changed = (*arguments[:3], more.get("causal", True), *arguments[4:], more.get("dynamic_causal"))
-        match = "^cpu_attention_with_kv_cache: alibi_slopes: expected None for rows that"
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=r"^cpu_attention_with_kv_cache: alibi_slopes: expected None for rows"):
             vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *changed)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from .ops import _call
 
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
@@ -23,6 +23,14 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
         if isinstance(value, Tensor) or value != default:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
+
+
+def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) -> None:
+    """A bool is no scale, nor is a tensor of bools."""
+    _call.refuse_bools(function.__qualname__, **scales)
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and scale.dtype == torch.bool:
+            raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
 
 
 def call_as(
@@ -55,31 +63,12 @@ def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message
     return f"{function.__qualname__}: {names.get(argument, argument)}: {text}"
 
 
-def call_for(function: str, names: dict[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """op(*args, **kwargs), with errors in the words of the caller of `function`: names has the caller's name of each
-    argument that the op calls otherwise."""
-    try:
-        return op(*args, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        named, _, text = str(error).partition(": ")
-        argument, _, text = text.partition(": ")
-        if named != op.__name__ or not text:
-            raise
-        raise type(error)(f"{function}: {names.get(argument, argument)}: {text}") from None
-
-
-def check_scale(function: str, name: str, value: object) -> None:
-    """A bool is no scale: it is an argument at the wrong place."""
-    if isinstance(value, bool):
-        raise TypeError(f"{function}: {name}: expected a number, got {value}")
-
-
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
     """The scale of a cache as the ops take it, fp32 of one element. A tensor may be one element expanded to any shape
     (a scale for each sequence and head, all the same)."""
     if scale is None:
         return None
-    check_scale(function.__qualname__, name, scale)
+    refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
     if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
@@ -102,11 +91,3 @@ def window_of(left: int | None) -> int | None:
     """The sliding_window of an inclusive window of `left` tokens before a row's own; None or less than 0 is no window.
     A sliding window counts the row's own token."""
     return None if left is None or left < 0 else left + 1
-
-
-def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
-
-    starts: [num_seqs + 1], from 0 to num_rows.
-    """
-    return ops.batch_positions(starts, torch.zeros_like(starts[:-1]), num_rows)

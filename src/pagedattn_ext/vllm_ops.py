@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_for, check_scale, expect_defaults, packed_heads, rows_of, scale_tensor
+from ._adapters import call_as, expect_defaults, packed_heads, refuse_bools, scale_tensor
 from .ops._call import call, to_int
 
 __all__ = [
@@ -83,7 +83,7 @@ def paged_attention_v1(
 ) -> None:
     """`ops.paged_attention_v1` in vLLM's order."""
     _refuse_block_sparse(paged_attention_v1, blocksparse_vert_stride)
-    check_scale("paged_attention_v1", "scale", scale)
+    refuse_bools(paged_attention_v1, scale=scale)
     packed = packed_heads(out)
     call(
         "paged_attention_v1", packed, packed_heads(query), key_cache, value_cache, num_kv_heads, scale, block_tables,
@@ -119,7 +119,7 @@ def paged_attention_v2(
 ) -> None:
     """`ops.paged_attention_v2` in vLLM's order. Scratch is checked, and not used."""
     _refuse_block_sparse(paged_attention_v2, blocksparse_vert_stride)
-    check_scale("paged_attention_v2", "scale", scale)
+    refuse_bools(paged_attention_v2, scale=scale)
     packed = packed_heads(out)
     call(
         "paged_attention_v2", packed, exp_sum, max_logits, tmp_out, packed_heads(query), key_cache, value_cache,
@@ -255,8 +255,8 @@ def cpu_attn_reshape_and_cache(
     """
     num_tokens = len(slot_mapping)
     k_scale_, v_scale_ = _scales(cpu_attn_reshape_and_cache, k_scale, v_scale)
-    call_for(
-        "cpu_attn_reshape_and_cache", {}, ops.reshape_and_cache,
+    call_as(
+        cpu_attn_reshape_and_cache, {}, ops.reshape_and_cache,
         packed_heads(key[:num_tokens]), packed_heads(value[:num_tokens]),
         key_cache.transpose(1, 2), value_cache.transpose(1, 2), slot_mapping,
         kv_cache_dtype=kv_cache_dtype, k_scale=k_scale_, v_scale=v_scale_,
@@ -294,7 +294,7 @@ def cpu_attention_with_kv_cache(
         dynamic_causal: int32 or bool [num_seqs], which sequences are causal, in place of causal.
     """
     name = "cpu_attention_with_kv_cache"
-    check_scale(name, "scale", scale)
+    refuse_bools(cpu_attention_with_kv_cache, scale=scale)
     if output.shape != query.shape or output.dtype != query.dtype:
         expected = f"{list(query.shape)} of {query.dtype}, as query"
         raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
@@ -306,8 +306,8 @@ def cpu_attention_with_kv_cache(
     k_scale_, v_scale_ = _scales(cpu_attention_with_kv_cache, k_scale, v_scale)
 
     def attend(causal: bool) -> Tensor:
-        out, _ = call_for(
-            name, {"block_tables": "block_table", "sinks": "s_aux"}, ops.paged_attention,
+        out, _ = call_as(
+            cpu_attention_with_kv_cache, {"block_tables": "block_table", "sinks": "s_aux"}, ops.paged_attention,
             packed_heads(query), key_cache.transpose(1, 2), value_cache.transpose(1, 2), block_table, seq_lens,
             query_start_loc=query_start_loc, scale=scale, causal=causal, alibi_slopes=alibi_slopes,
             sliding_window=None if sliding_window < 0 else sliding_window,
@@ -320,7 +320,10 @@ def cpu_attention_with_kv_cache(
     if dynamic_causal is None:
         output.copy_(attend(causal))
         return
-    sequence, _ = rows_of(query_start_loc, len(query))
+    sequence, _ = call_as(
+        cpu_attention_with_kv_cache, {"start_loc": "query_start_loc", "first_positions": "seq_lens"},
+        ops.batch_positions, query_start_loc, seq_lens, len(query),
+    )  # fmt: skip
     output.copy_(torch.where(dynamic_causal.bool()[sequence, None, None], attend(True), attend(False)))
 
 
@@ -408,7 +411,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     fp8_of = dict.fromkeys(("auto", "fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
     if kv_dtype not in fp8_of:
         raise ValueError(f"convert_fp8: kv_dtype: expected one of {', '.join(fp8_of)}, got {kv_dtype!r}")
-    check_scale("convert_fp8", "scale", scale)
+    refuse_bools(convert_fp8, scale=scale)
     if output.shape != input.shape:
         expected = f"shape {list(input.shape)}, as input"
         raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")

@@ -23,8 +23,8 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
-a mask. Left out: MLA, sparse attention, quantization but for packed masks and in `rmsnorm_quant` and its kin,
-communication, mixtures of experts, and the functions of one backend alone (trtllm, cudnn, xqa).
+a mask. Left out: MLA, sparse attention, quantization but for packed masks, norms and rotations, communication, mixtures
+of experts, and the functions of one backend alone (trtllm, cudnn, xqa).
 """
 
 from typing import NoReturn
@@ -74,6 +74,9 @@ from .rope import (
     apply_rope_pos_ids_inplace,
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
 )
 
 __all__ = [
@@ -111,9 +114,12 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla_rope_quantize_fp8",
     "packbits",
     "rmsnorm",
     "rmsnorm_quant",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
     "segment_packbits",
     "silu_and_mul",
     "single_decode_with_kv_cache",

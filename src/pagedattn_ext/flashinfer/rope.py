@@ -13,15 +13,20 @@ Bad arguments raise ValueError or TypeError before anything is written.
 """
 
 import math
-import os
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _C, ops
-from .._adapters import call_for, check_scale
+from .. import ops
+from .._adapters import call_as, refuse_bools
+from .._index_checks import check_indices
 from ..ops._call import check_bool, check_rank, check_tensors, to_int
+from .page import check_layout, pages_of
+
+Function = Callable[..., Any]
 
 # ---- from positions --------------------------------------------------------------------------------------------------
 
@@ -39,12 +44,11 @@ def apply_rope(
     """(q, k) rotated, as new tensors. Sequence i has rows indptr[i] to indptr[i + 1], at positions from offsets[i].
 
     Args:
-        indptr: int [num_seqs + 1], from 0 to nnz, in ascending order.
+        indptr: int [num_seqs + 1], from 0 to nnz at most, in ascending order. Rows behind the last sequence stay.
         offsets: int [num_seqs], not negative.
     """
-    call = "apply_rope"
-    positions = _ragged_positions(call, q, indptr, offsets)
-    return _rotate(call, *_copies(call, q, k), positions, rotary_dim, interleave, rope_scale, rope_theta)
+    positions = _ragged_positions(apply_rope, q, indptr, offsets)
+    return _rotate(apply_rope, *_copies(apply_rope, q, k), positions, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_inplace(
@@ -58,9 +62,8 @@ def apply_rope_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """`apply_rope` into q and k."""
-    call = "apply_rope_inplace"
-    positions = _ragged_positions(call, q, indptr, offsets)
-    _rotate(call, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta)
+    positions = _ragged_positions(apply_rope_inplace, q, indptr, offsets)
+    _rotate(apply_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope(
@@ -77,10 +80,18 @@ def apply_llama31_rope(
     old_context_len: int = 8192,
 ) -> tuple[Tensor, Tensor]:
     """`apply_rope` with the scale of Llama 3.1."""
-    call = "apply_llama31_rope"
-    positions = _ragged_positions(call, q, indptr, offsets)
+    positions = _ragged_positions(apply_llama31_rope, q, indptr, offsets)
     passage = low_freq_factor, high_freq_factor, old_context_len
-    return _rotate(call, *_copies(call, q, k), positions, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    return _rotate(
+        apply_llama31_rope,
+        *_copies(apply_llama31_rope, q, k),
+        positions,
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        passage,
+    )
 
 
 def apply_llama31_rope_inplace(
@@ -97,10 +108,9 @@ def apply_llama31_rope_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """`apply_llama31_rope` into q and k."""
-    call = "apply_llama31_rope_inplace"
-    positions = _ragged_positions(call, q, indptr, offsets)
+    positions = _ragged_positions(apply_llama31_rope_inplace, q, indptr, offsets)
     passage = low_freq_factor, high_freq_factor, old_context_len
-    _rotate(call, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    _rotate(apply_llama31_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, passage)
 
 
 def apply_rope_pos_ids(
@@ -113,8 +123,9 @@ def apply_rope_pos_ids(
     rope_theta: float = 1e4,
 ) -> tuple[Tensor, Tensor]:
     """(q, k) rotated, as new tensors, at the positions pos_ids, int [nnz]."""
-    call = "apply_rope_pos_ids"
-    return _rotate(call, *_copies(call, q, k), pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
+    return _rotate(
+        apply_rope_pos_ids, *_copies(apply_rope_pos_ids, q, k), pos_ids, rotary_dim, interleave, rope_scale, rope_theta
+    )
 
 
 def apply_rope_pos_ids_inplace(
@@ -127,8 +138,7 @@ def apply_rope_pos_ids_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """`apply_rope_pos_ids` into q and k."""
-    call = "apply_rope_pos_ids_inplace"
-    _rotate(call, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
+    _rotate(apply_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope_pos_ids(
@@ -144,9 +154,17 @@ def apply_llama31_rope_pos_ids(
     old_context_len: int = 8192,
 ) -> tuple[Tensor, Tensor]:
     """`apply_rope_pos_ids` with the scale of Llama 3.1."""
-    call = "apply_llama31_rope_pos_ids"
     passage = low_freq_factor, high_freq_factor, old_context_len
-    return _rotate(call, *_copies(call, q, k), pos_ids, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    return _rotate(
+        apply_llama31_rope_pos_ids,
+        *_copies(apply_llama31_rope_pos_ids, q, k),
+        pos_ids,
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        passage,
+    )
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -162,46 +180,25 @@ def apply_llama31_rope_pos_ids_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """`apply_llama31_rope_pos_ids` into q and k."""
-    call = "apply_llama31_rope_pos_ids_inplace"
     passage = low_freq_factor, high_freq_factor, old_context_len
-    _rotate(call, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    _rotate(apply_llama31_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, passage)
 
 
-def _ragged_positions(call: str, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
+def _ragged_positions(function: Function, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
     """The position of each row of q, int64 [nnz]."""
-    check_tensors(call, q=q, indptr=indptr, offsets=offsets)
-    check_rank(call, "q", q, 3)
-    check_rank(call, "indptr", indptr, 1)
-    for name, values in (("indptr", indptr), ("offsets", offsets)):
-        _check_ints(call, name, values, q)
-    if len(indptr) == 0 or offsets.shape != (len(indptr) - 1,):
-        expected = f"expected shape [{max(0, len(indptr) - 1)}], one less than indptr"
-        raise ValueError(f"{call}: offsets: {expected}, got {list(offsets.shape)}")
-    if _are_readable(indptr):
-        starts = indptr.tolist()
-        if starts[0] != 0 or starts[-1] != len(q) or starts != sorted(starts):
-            raise ValueError(f"{call}: indptr: expected rows from 0 to {len(q)} in ascending order, got {starts}")
-        if len(offsets) > 0 and int(offsets.min()) < 0:
-            raise ValueError(f"{call}: offsets: expected positions of 0 and more, got {int(offsets.min())}")
-    before = (offsets - indptr[:-1]).repeat_interleave(indptr.diff(), output_size=len(q))
-    return before + torch.arange(len(q), device=q.device)
+    check_tensors(function.__qualname__, q=q)
+    names = {"start_loc": "indptr", "first_positions": "offsets"}
+    positions: Tensor = call_as(function, names, ops.batch_positions, indptr, offsets, len(q))[1]
+    return positions
 
 
-def _are_readable(values: Tensor) -> bool:
-    """Whether values may be looked at now: not while they are compiled or captured, and not without need on a GPU,
-    where Python would wait for them."""
-    if torch.compiler.is_compiling() or _C.CpuGraph.is_capturing():
-        return False
-    return values.is_cpu or os.environ.get("PAGEDATTN_CHECK") == "1"
-
-
-def _copies(call: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    check_tensors(call, q=q, k=k)
+def _copies(function: Function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    check_tensors(function.__qualname__, q=q, k=k)
     return q.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
 
 
 def _rotate(
-    call: str,
+    function: Function,
     q: Tensor,
     k: Tensor,
     positions: Tensor,
@@ -212,23 +209,22 @@ def _rotate(
     passage: tuple[float, float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotates q and k in place. passage is (low_freq_factor, high_freq_factor, old_context_len) of Llama 3.1."""
-    check_tensors(call, q=q, k=k, pos_ids=positions)
-    check_rank(call, "q", q, 3)
-    check_rank(call, "k", k, 3)
-    _check_ints(call, "pos_ids", positions, q)
-    if positions.shape != q.shape[:1]:
-        raise ValueError(f"{call}: pos_ids: expected shape [{q.shape[0]}], got {list(positions.shape)}")
-    check_bool(call, "interleave", interleave)
-    rotary_dim = q.shape[2] if rotary_dim is None else to_int(call, "rotary_dim", rotary_dim)
+    check_tensors(function.__qualname__, q=q, k=k, pos_ids=positions)
+    check_rank(function.__qualname__, "q", q, 3)
+    check_rank(function.__qualname__, "k", k, 3)
+    check_indices(function, "pos_ids", positions, len(q))
+    check_bool(function.__qualname__, "interleave", interleave)
+    rotary_dim = q.shape[2] if rotary_dim is None else to_int(function.__qualname__, "rotary_dim", rotary_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2]:
-        raise ValueError(f"{call}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}")
-    check_scale(call, "rope_scale", rope_scale)
-    check_scale(call, "rope_theta", rope_theta)
+        raise ValueError(
+            f"{function.__qualname__}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}"
+        )
+    refuse_bools(function, rope_scale=rope_scale, rope_theta=rope_theta)
     phases, frequencies = _waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
     cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
     rows = torch.arange(len(q), device=q.device)
     names = {"query": "q", "key": "k"}
-    call_for(call, names, ops.rotary_embedding, rows, q, k, q.shape[2], cos_sin, not interleave)
+    call_as(function, names, ops.rotary_embedding, rows, q, k, q.shape[2], cos_sin, not interleave)
     return q, k
 
 
@@ -254,15 +250,6 @@ def _waves(
     return phases, frequencies
 
 
-def _check_ints(call: str, name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"{call}: {name}: expected dtype int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}"
-        )
-    if tensor.device != q.device:
-        raise ValueError(f"{call}: {name}: expected a tensor on {q.device}, got one on {tensor.device}")
-
-
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------
 
 
@@ -277,9 +264,8 @@ def apply_rope_with_cos_sin_cache(
         cos_sin_cache: [max_position, rotary_dim], cosines, then sines, of any floating dtype.
         is_neox: pairs are of the two halves; otherwise they are neighbours.
     """
-    call = "apply_rope_with_cos_sin_cache"
-    query, key = _copies(call, query, key)
-    _rotate_by_cache(call, positions, query, key, head_size, cos_sin_cache, is_neox)
+    query, key = _copies(apply_rope_with_cos_sin_cache, query, key)
+    _rotate_by_cache(apply_rope_with_cos_sin_cache, positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key
 
 
@@ -287,16 +273,208 @@ def apply_rope_with_cos_sin_cache_inplace(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> None:
     """`apply_rope_with_cos_sin_cache` into query and key."""
-    call = "apply_rope_with_cos_sin_cache_inplace"
-    _rotate_by_cache(call, positions, query, key, head_size, cos_sin_cache, is_neox)
+    _rotate_by_cache(apply_rope_with_cos_sin_cache_inplace, positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 def _rotate_by_cache(
-    call: str, positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    function: Function,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
 ) -> None:
-    check_tensors(call, positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
-    check_rank(call, "positions", positions, 1)
-    _check_ints(call, "positions", positions, query)
+    check_tensors(function.__qualname__, positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
+    check_indices(function, "positions", positions, query.shape[0])
     if cos_sin_cache.dtype != query.dtype:
         cos_sin_cache = cos_sin_cache.float()
-    call_for(call, {}, ops.rotary_embedding, positions.long(), query, key, head_size, cos_sin_cache, is_neox)
+    call_as(function, {}, ops.rotary_embedding, positions.long(), query, key, head_size, cos_sin_cache, is_neox)
+
+
+# ---- with a quantization to fp8 --------------------------------------------------------------------------------------
+
+
+def rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+    backend: str = "cuda",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q_rope, k_rope, q_nope, k_nope) as fp8, the first two rotated, each times its scale and saturating.
+
+    Args:
+        q_rope, q_nope: [nnz, num_heads, any width]; None is no width.
+        k_rope, k_nope: the same of keys, or [nnz, any width], as MLA's latent keys are.
+        cos_sin_cache, pos_ids: as cos_sin_cache and positions of `apply_rope_with_cos_sin_cache`.
+        quantize_dtype: float8_e4m3fn or float8_e5m2; by default that of the results that are given, or the first.
+        q_rope_out, k_rope_out, q_nope_out, k_nope_out: written; allocated by default.
+    """
+    return _rope_quantize(
+        rope_quantize_fp8, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, quantize_dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
+    )  # fmt: skip
+
+
+def mla_rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor,
+    k_nope: Tensor,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rope_quantize_fp8`."""
+    return _rope_quantize(
+        mla_rope_quantize_fp8, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, quantize_dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
+    )  # fmt: skip
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope_quantize_fp8` of queries and keys, and of v, with keys and values appended to fp8 pages.
+
+    Args:
+        v: [nnz, num_kv_heads, head_dim]; None for MLA's latent keys.
+        paged_kv_cache: (keys, values) as in `append_paged_kv_cache`; for MLA (k_nope, k_rope), [num_pages, page_size,
+            width] each.
+        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`.
+
+    Returns:
+        (q_rope, q_nope) as fp8.
+    """
+    function = rope_quantize_fp8_append_paged_kv_cache
+    check_layout(function, kv_layout)
+    if (v is None) != (k_rope.dim() == 2):
+        expected = "None for keys without heads" if v is not None else "values for keys with heads"
+        raise ValueError(f"{function.__qualname__}: v: expected {expected}, got {'None' if v is None else 'a tensor'}")
+    caches = paged_kv_cache if v is None else pages_of(paged_kv_cache, kv_layout)
+    dtype = caches[0].dtype if quantize_dtype is None else quantize_dtype
+    if caches[0].shape[1] != page_size or {cache.dtype for cache in caches} != {dtype}:
+        got = f"{caches[0].shape[1]} and {', '.join(str(cache.dtype) for cache in caches)}"
+        raise ValueError(
+            f"{function.__qualname__}: paged_kv_cache: expected pages of {page_size} and {dtype}, got {got}"
+        )
+    slots = call_as(
+        function, SLOT_NAMES, ops.compute_slot_mapping, positions, kv_indices, page_size, caches[0].shape[0],
+        batch_indices=batch_indices, block_start_loc=kv_indptr,
+    )  # fmt: skip
+    q_rope, k_rope, q_nope, k_nope = _rope_quantize(
+        function, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, None, q_nope_out, None),
+    )  # fmt: skip
+    if v is None:  # the halves of an element are appended as a key and a value
+        halves = [(rows.chunk(2, -1), cache.chunk(2, -1)) for rows, cache in zip((k_nope, k_rope), caches, strict=True)]
+        for rows, parts in halves:
+            _append(function, [row[:, None] for row in rows], [part[:, :, None] for part in parts], slots)
+    else:
+        value = _quantize(v, quant_scale_kv, torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format))
+        _append(function, [torch.cat([k_rope, k_nope], -1), value], caches, slots)
+    return q_rope, q_nope
+
+
+SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
+
+
+def _append(function: Function, rows: Sequence[Tensor], caches: Sequence[Tensor], slots: Tensor) -> None:
+    """fp8 bit for bit: two elements are moved as one of fp16."""
+    pairs = [tensor.view(torch.float16) for tensor in (*(row.contiguous() for row in rows), *caches)]
+    names = dict.fromkeys(["key_cache", "value_cache"], "paged_kv_cache")
+    call_as(function, names, ops.reshape_and_cache, *pairs, slots)
+
+
+Optionals = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _rope_quantize(
+    function: Function,
+    parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool,
+    dtype: torch.dtype | None,
+    scale_q: float,
+    scale_kv: float,
+    outs: Optionals,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """parts and outs are (q_rope, k_rope, q_nope, k_nope)."""
+    q_rope, k_rope, q_nope, k_nope = parts
+    check_tensors(function.__qualname__, q_rope=q_rope, k_rope=k_rope, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    check_rank(function.__qualname__, "q_rope", q_rope, 3)
+    refuse_bools(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
+    check_indices(function, "pos_ids", pos_ids, len(q_rope))
+    dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise TypeError(f"{function.__qualname__}: quantize_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype}")
+    whole = (
+        q_rope, k_rope,
+        q_rope[..., :0] if q_nope is None else q_nope,
+        k_rope[..., :0] if k_nope is None else k_nope,
+    )  # fmt: skip
+    written = []
+    for name, part, out in zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), whole, outs, strict=True):
+        if out is None:
+            out = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
+        elif out.shape != part.shape or out.dtype != dtype:
+            expected, got = (f"{list(tensor.shape)} of {kind}" for tensor, kind in ((part, dtype), (out, out.dtype)))
+            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}")
+        written.append(out)
+    query, key = (part.float().contiguous() for part in whole[:2])
+    query, key = (each.clone() if each is part else each for each, part in zip((query, key), whole[:2], strict=True))
+    names = {"query": "q_rope", "key": "k_rope", "positions": "pos_ids"}
+    heads = key[:, None] if key.dim() == 2 else key
+    call_as(
+        function, names, ops.rotary_embedding, pos_ids.long(), query, heads, query.shape[2],
+        cos_sin_cache.float(), is_neox,
+    )  # fmt: skip
+    for part, scale, out in zip((query, key, *whole[2:]), (scale_q, scale_kv) * 2, written, strict=True):
+        _quantize(part, scale, out)
+    return written[0], written[1], written[2], written[3]
+
+
+def _quantize(values: Tensor, scale: float, out: Tensor) -> Tensor:
+    largest = torch.finfo(out.dtype).max
+    return out.copy_((values.float() * scale).clamp(-largest, largest))
