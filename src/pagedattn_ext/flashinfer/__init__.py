@@ -17,7 +17,7 @@ rope_scale, rope_theta, non_blocking, block_tables, seq_lens and all that says h
 
 Refused, with a ValueError that names the argument: use_cuda_graph, jit_args, a pos_encoding_mode other than "NONE",
 custom_mask and packed_custom_mask, prefix_len_ptr and all of multi-item scoring, values whose heads are not as wide as
-those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `sampling`, `gemma_rmsnorm`,
+those of the keys, q_len_per_req, block scales of 4-bit caches. Left out: `gemma_rmsnorm`,
 `gemma_fused_add_rmsnorm`, MLA, cascade wrappers, `fast_decode_plan` and all else that is for CUDA graphs, quantization,
 communication, mixtures of experts.
 """
@@ -36,6 +36,20 @@ from .prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from .rope import apply_rope_with_cos_sin_cache_inplace
+from .sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -43,6 +57,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "append_paged_kv_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "chain_speculative_sampling",
     "fused_add_rmsnorm",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
@@ -51,11 +66,22 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "min_p_sampling_from_probs",
     "rmsnorm",
+    "sampling_from_logits",
+    "sampling_from_probs",
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
 ]
 
 
