@@ -21,7 +21,7 @@ from pagedattn_ext import _C, CPUGraph, ops
 CPU = pytest.mark.devices("cpu")
 NAN, INF = math.nan, math.inf
 SEED = 2**63 + 12345  # all of its bits count
-VOCAB_SIZES = [1, 5, 63, 64, 65, 300, 1500]
+VOCAB_SIZES = [1, 5, 65, 700]
 FILTERS = [
     {},
     {"top_k": 3},
@@ -34,7 +34,7 @@ FILTERS = [
     {"top_k": 40, "top_p": 0.5, "top_k_first": False},
     {"top_k": 2000, "top_p": 1.0, "min_p": 0.0},
 ]
-SPREADS = [0.2, 2.0, 8.0]  # of logits: from flat to a few tokens that have all
+SPREADS = [0.2, 4.0]  # of logits: flat, and a few tokens that have all
 
 
 def make_probs(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: float, device: torch.device) -> Tensor:
