@@ -51,6 +51,7 @@ all_gather_shared(Tensor(a!) out, Tensor input, int group) -> ()
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
 PACKING = ["pack_linear_weight", "pack_linear_weight_int4", "pack_linear_weight_int8"]
+SAMPLING = ["sample_from_probs", "chain_speculative_sampling"]  # write no floating-point numbers
 QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
 # Those without CUDA kernels.
 CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]

@@ -133,9 +133,12 @@ def sample_from_probs(
     op = "sample_from_probs"
     check_tensors(op, probs=probs)
     check_bool(op, "top_k_first", top_k_first)
+    rows, dtype = probs, torch.int32
+    if indices is not None:
+        check_tensors(op, indices=indices)
+        rows, dtype = indices, indices.dtype
     device = probs.device
-    rows = probs if indices is None else indices
-    tokens = torch.empty(rows.shape[:1], dtype=torch.int32 if indices is None else indices.dtype, device=device)
+    tokens = torch.empty(rows.shape[:1], dtype=dtype, device=device)
     valid = torch.empty(rows.shape[:1], dtype=torch.bool, device=device)
     call(
         op,
