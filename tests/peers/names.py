@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from on_cpu import CAPABILITY
-from torch.utils._triton import has_triton_package
 
 import pagedattn_ext
 
@@ -29,10 +28,10 @@ OURS = {
     "flash_attn.flash_attn_interface": "flash_attn",
     "flash_attn_interface": "flash_attn_interface",
 }
-LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface", "triton")
+LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface")
 INSIDES = (
     *("flashinfer.jit", "flashinfer.cutile", "flashinfer.trace", "flashinfer.fp4_quantization"),
-    *("flashinfer.quantization.nvfp4_quantization_utils", "flash_attn.cute.cache_utils", "triton"),
+    *("flashinfer.quantization.nvfp4_quantization_utils", "flash_attn.cute.cache_utils"),
 )
 
 
@@ -83,7 +82,6 @@ def with_other_names(module: ModuleType, name: str, kind: Callable[[str], object
 
 def use_our_names(flash_attn_checkout: Path) -> None:
     """From now on, for this process."""
-    has_triton_package()  # keeps its answer, so that torch does not take our "triton" for one
     sys.meta_path.append(OtherModules())  # type: ignore[arg-type]
     for name, ours in OURS.items():
         with contextlib.suppress(ModuleNotFoundError):

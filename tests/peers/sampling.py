@@ -10,9 +10,10 @@ import pytest
 # What takes long on a CPU is left out: by its longest sequence, and by the product of all its numbers.
 MAX_LENGTH = 4096
 MAX_SIZE = 2**25
+FEWER_TRIALS = {5_000_000: 100_000, 5_000: 20}  # of tests of random numbers
 
 
-def sampled(axes: list[list[dict[str, Any]]], count: int, seed: str) -> list[dict[str, Any]]:
+def sampled(axes: list[list[dict[str, Any]]], count: int, seed: str, num_trials: int = 1) -> list[dict[str, Any]]:
     """At most `count` combinations of the axes, none twice. An axis is a list of values for the same arguments. Each
     value comes about equally often, beside values of the other axes that chance has picked."""
     generator = random.Random(seed)
@@ -20,7 +21,7 @@ def sampled(axes: list[list[dict[str, Any]]], count: int, seed: str) -> list[dic
     columns = [shuffled_for_ever(axis, generator) for axis in axes]
     for _ in range(20 * count):
         case = {name: value for column in columns for name, value in next(column).items()}
-        if is_wanted(case):
+        if is_wanted(case, num_trials):
             cases.setdefault(repr(case), case)
         if len(cases) == min(count, math.prod(map(len, axes))):
             break
@@ -32,11 +33,21 @@ def shuffled_for_ever(values: list[Any], generator: random.Random) -> Iterator[A
         yield from generator.sample(values, len(values))
 
 
-def is_wanted(case: Mapping[str, Any]) -> bool:
+def is_wanted(case: Mapping[str, Any], num_trials: int) -> bool:
     numbers = {name: value for name, value in case.items() if type(value) is int and value}
     longest = max((value for name, value in numbers.items() if "len" in name), default=0)
-    is_training = case.get("dropout_p", 0) > 0
-    return longest <= MAX_LENGTH and math.prod(map(abs, numbers.values())) <= MAX_SIZE and not is_training
+    is_for_gpu = case.get("dropout_p", 0) > 0 or case.get("compiled", False)  # training; Triton
+    size = num_trials * math.prod(map(abs, numbers.values()))
+    return longest <= MAX_LENGTH and size <= MAX_SIZE and not is_for_gpu
+
+
+def with_fewer_trials(function: Any) -> int:
+    """Changes the function. Returns how many trials it makes now."""
+    code = function.__code__
+    if not {"num_trials", "num_trails"} & {*code.co_varnames}:
+        return 1
+    function.__code__ = code.replace(co_consts=tuple(FEWER_TRIALS.get(value, value) for value in code.co_consts))
+    return max(value for value in function.__code__.co_consts if value in FEWER_TRIALS.values())
 
 
 class Sampling:
@@ -50,7 +61,8 @@ class Sampling:
         axes = [axis_of(mark) for mark in metafunc.definition.iter_markers("parametrize")]
         if axes:
             names = [name for axis in axes for name in axis[0]]
-            cases = sampled(axes, self.count, metafunc.function.__qualname__)
+            function = metafunc.function
+            cases = sampled(axes, self.count, function.__qualname__, with_fewer_trials(function))
             metafunc.parametrize(names, [tuple(case.values()) for case in cases])
             # Else pytest itself would add what the marks say.
             metafunc.definition.iter_markers = lambda name=None: iter(())  # type: ignore[method-assign]
