@@ -25,7 +25,6 @@ import pagedattn_ext
 OURS = {
     "flashinfer": "flashinfer",
     "flash_attn": "flash_attn",
-    "flash_attn.flash_attn_interface": "flash_attn",
     "flash_attn_interface": "flash_attn_interface",
 }
 LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface")
@@ -52,6 +51,10 @@ class MissingName:
         return MissingName(f"{self._name}.{name}")
 
 
+def does_nothing(name: str) -> MagicMock:
+    return MagicMock(name=name)
+
+
 class OtherModules:
     """Finds every module of the libraries that no other finder has found."""
 
@@ -66,7 +69,7 @@ class OtherModules:
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         inside = any(name == each or name.startswith(f"{each}.") for each in INSIDES)
-        with_other_names(module, name, MagicMock if inside else MissingName)
+        with_other_names(module, name, does_nothing if inside else MissingName)
 
 
 def with_other_names(module: ModuleType, name: str, kind: Callable[[str], object]) -> None:
