@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 # What takes long on a CPU is left out: by its longest sequence, and by the product of all its numbers.
-MAX_LENGTH = 1024
+MAX_LENGTH = 640
 MAX_SIZE = 2**25
 FEWER_TRIALS = {5_000_000: 100_000, 5_000: 20}  # of tests of random numbers
 
