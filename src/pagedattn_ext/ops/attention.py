@@ -37,7 +37,7 @@ def paged_attention_v1(
         seq_lens: int32 or int64 [num_seqs], tokens in the cache, the new one included.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens; default the slots of a row of block_tables.
-        alibi_slopes: fp32 [num_heads].
+        alibi_slopes: fp32 [num_heads], or [num_seqs, num_heads].
         kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
         out: like query; allocated by default.
 
@@ -187,7 +187,7 @@ def paged_attention(
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
             than sequences are long, CUDA kernels choose their way by it.
-        alibi_slopes: fp32 [num_heads].
+        alibi_slopes: fp32 [num_heads], or [num_seqs, num_heads].
         sliding_window: tokens that a row sees up to its own, which counts; default all.
         softcap: default 0, none.
         sinks: fp32 [num_heads], a logit more in the softmax's denominator, without a value (counted in lse).
