@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -545,6 +546,103 @@ def test_refused() -> None:
         flashinfer.single_prefill_with_kv_cache(q, q, q, custom_mask=TENSOR)
     with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_layout: expected 'NHD' or 'HND', got 'x'$"):
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
+
+
+INDEX = torch.int32
+NOT_FITTING: list[tuple[str, Tensor, str]] = [
+    ("last_page_len", torch.tensor([4, 1], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 4 at sequence 0$"),
+    ("last_page_len", torch.tensor([1, 0], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 0 at sequence 1$"),
+    ("last_page_len", torch.tensor([1, -5], dtype=INDEX), r"expected 1 to 3 \(page_size\), got -5 at sequence 1$"),
+    ("last_page_len", torch.tensor([1], dtype=INDEX), "expected 2 elements, got 1$"),
+    ("last_page_len", torch.ones(2), "expected dtype int32 or int64, got float32$"),
+    ("indptr", torch.tensor([1, 3, 5], dtype=INDEX), "expected 0 first, got 1$"),
+    ("indptr", torch.tensor([0, 5, 3], dtype=INDEX), "expected offsets that do not decrease, got 5 and then 3 at "),
+    ("indptr", torch.tensor([0, -2, 5], dtype=INDEX), "expected offsets that do not decrease, got 0 and then -2 at "),
+    ("indptr", torch.tensor([0, 3, 6], dtype=INDEX), "expected at most 5 last, got 6$"),
+    ("indptr", torch.tensor([], dtype=INDEX), "expected at least 1 element, got 0$"),
+    ("indptr", torch.tensor([[0, 3, 5]], dtype=INDEX), "expected 1 dimensions, got 2"),
+    ("indptr", torch.tensor([0.0, 3.0, 5.0]), "expected dtype int32 or int64, got float32$"),
+    ("indices", torch.zeros(5), "expected dtype int32 or int64, got float32$"),
+    ("indices", torch.zeros(4, dtype=INDEX), "expected at most 4 last, got 5$"),  # of indptr
+    ("page_size", torch.tensor(0), "expected 1 or more, got 0$"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), NOT_FITTING)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_lists_that_do_not_fit_together(argument: str, value: Any, message: str, phase: str) -> None:
+    """Or a sequence reads the pages of another. A plan that is refused leaves the plan before as it was."""
+    batch = Batch([7, 4])
+    q = torch.randn(2, HEADS, HEAD_SIZE)
+    plan: Callable[..., None]
+    named = "indptr" if argument == "indices" and len(value) == 4 else argument
+    if phase == "decode":
+        wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        plan, lists, prefix = wrapper.plan, batch.plan, ""
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        plan, lists, prefix = partial(wrapper.plan, starts([1, 1])), batch.prefill_plan, "paged_kv_"
+    plan(**lists)
+    expected = wrapper.run(q, batch.cache)
+    prefix = "" if argument == "page_size" else prefix
+    with pytest.raises((ValueError, TypeError), match=rf"KVCacheWrapper\.plan: {prefix}{named}: {message}"):
+        plan(**lists | {prefix + argument: value})
+    assert_same_bits(wrapper.run(q, batch.cache), expected)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("qo_indptr", [1, 2, 3], "expected 0 first, got 1$"),
+        ("qo_indptr", [0, 2, 1], "expected offsets that do not decrease, got 2 and then 1 at sequence 1$"),
+        ("qo_indptr", [0, 3], "expected 3 elements, got 2$"),
+        ("kv_indptr", [2, 4, 9], "expected 0 first, got 2$"),
+        ("kv_indptr", [0, 10, 9], "expected offsets that do not decrease, got 10 and then 9 at sequence 1$"),
+        ("kv_indptr", [0, 4, 5, 9], "expected 3 elements, got 4$"),
+    ],
+)
+def test_offsets_that_do_not_fit_together(argument: str, value: list[int], message: str) -> None:
+    """Of a ragged batch; and of the rows of a batch in pages."""
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    good = {"qo_indptr": starts([1, 2]), "kv_indptr": starts([4, 5])}
+    bad = {argument: torch.tensor(value, dtype=INDEX)}
+    named = "kv_indptr" if len(value) == 2 else argument  # which is compared with the first
+    with pytest.raises(ValueError, match=rf"RaggedKVCacheWrapper\.plan: {named}: "):
+        ragged.plan(**good | bad, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=HEAD_SIZE)
+    if argument == "qo_indptr":
+        paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        with pytest.raises(ValueError, match=rf"PagedKVCacheWrapper\.plan: qo_indptr: {message}"):
+            paged.plan(bad["qo_indptr"], **Batch([7, 4]).prefill_plan)
+
+
+def test_run_checks_what_it_is_given() -> None:
+    """Rows, pages, keys and memory for results that do not meet the plan, by FlashInfer's names."""
+    batch, q = Batch([7, 4]), torch.randn(3, HEADS, HEAD_SIZE)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    decode.plan(**batch.plan)
+    name = r"^BatchDecodeWithPagedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "q: expected one row for each of the 2 sequences"):
+        decode.run(q, batch.cache)
+    with pytest.raises(ValueError, match=name + r"out: expected shape \[2, 4, 16\], got \[5, 2, 4, 16\]$"):
+        decode.run(q[:2], batch.cache, out=torch.empty(5, 2, HEADS, HEAD_SIZE))
+    with pytest.raises(ValueError, match=name + r"lse: expected shape \[2, 4\], got \[2, 2, 4\]$"):
+        decode.run(q[:2], batch.cache, lse=torch.empty(2, 2, HEADS), return_lse=True)
+    decode.plan(**batch.plan | {"indices": batch.indices + 16})
+    with pytest.raises(ValueError, match=name + r"indices: expected blocks of 0 to 15, got \d+ at sequence 0"):
+        decode.run(q[:2], batch.cache)
+
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    prefill.plan(starts([1, 1]), **batch.prefill_plan)
+    name = r"^BatchPrefillWithPagedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "qo_indptr: expected the number of query rows, 3, last, got 2$"):
+        prefill.run(q, batch.cache)
+
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(starts([1, 2]), starts([4, 5]), HEADS, KV_HEADS, HEAD_SIZE)
+    key = torch.randn(8, KV_HEADS, HEAD_SIZE)
+    name = r"^BatchPrefillWithRaggedKVCacheWrapper\.run: "
+    with pytest.raises(ValueError, match=name + "kv_indptr: expected the number of keys, 8, last, got 9$"):
+        ragged.run(q, key, key)
 
 
 @pytest.mark.parametrize(

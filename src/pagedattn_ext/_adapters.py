@@ -1,7 +1,8 @@
 """What the modules with the functions of other libraries share: refusals, and their terms in ours."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,36 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
         if isinstance(value, Tensor) or value != default:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
+
+
+def call_as(
+    function: Callable[..., Any], names: Mapping[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `op` for `function`. Errors of the op name the function, and the function's own arguments.
+
+    names: of arguments of the op, what the function calls them.
+    """
+    try:
+        return op(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise type(error)(_in_terms_of(function, names, str(error))) from None
+
+
+def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message: str) -> str:
+    """An error of an op, "op: argument: text", as one of the function. In the text names with an underscore are
+    replaced alone, because other names are words as well."""
+    wrong_type = re.search(
+        r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'", message
+    )
+    if wrong_type:  # torch's own words
+        expected, argument, got = wrong_type.groups()
+        return f"{function.__qualname__}: {names.get(argument, argument)}: expected {expected}, got {got}"
+    parts = re.fullmatch(r"\w+: (\w+): (.*)", message, re.DOTALL)
+    if not parts:
+        return message
+    argument, text = parts.groups()
+    text = re.sub(r"[a-z]+(?:_[a-z]+)+", lambda name: names.get(name[0], name[0]), text)
+    return f"{function.__qualname__}: {names.get(argument, argument)}: {text}"
 
 
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import expect_defaults, window_of
+from .._adapters import call_as, expect_defaults, window_of
+from .._index_checks import check_page_lists, check_result, check_starts
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
 Scale = float | Tensor | None
@@ -28,9 +29,17 @@ def options_of(scale: float, causal: bool, window_left: int, logits_soft_cap: fl
 
 
 def results_of(
-    attended: Tensor, natural_lse: Tensor, v_scale: Scale, out: Tensor | None, lse: Tensor | None, return_lse: bool
+    function: Callable[..., Any],
+    attended: Tensor,
+    natural_lse: Tensor,
+    v_scale: Scale,
+    out: Tensor | None,
+    lse: Tensor | None,
+    return_lse: bool,
 ) -> Any:
     """What `run` returns, of the results of the op."""
+    check_result(function, "out", out, attended)
+    check_result(function, "lse", lse, natural_lse)
     if v_scale is not None:
         attended = attended.mul_(v_scale)
     attended = attended if out is None else out.copy_(attended)
@@ -38,6 +47,12 @@ def results_of(
         return attended
     binary_lse = natural_lse * math.log2(math.e)
     return attended, binary_lse if lse is None else lse.copy_(binary_lse)
+
+
+# What FlashInfer calls the arguments of the ops.
+NAMES = {"query": "q", "key": "k", "value": "v", "key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
+NAMES |= {"scale": "sm_scale", "sliding_window": "window_left", "softcap": "logits_soft_cap"}
+NAMES |= {"query_start_loc": "qo_indptr", "key_start_loc": "kv_indptr"}
 
 
 @dataclass(frozen=True)
@@ -108,10 +123,18 @@ class PagedWrapper(Wrapper):
     _query_starts: Tensor | None  # None: one row a sequence
     _block_tables: Tensor
     _seq_lens: Tensor
+    _names: dict[str, str]  # what the last plan calls the arguments of the ops
 
     def _plan_pages(
-        self, qo_indptr: Tensor | None, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int
+        self, function: Callable[..., Any], qo_indptr: Tensor | None, page_size: int, **lists: Tensor
     ) -> None:
+        """lists: those of `check_page_lists`."""
+        check_page_lists(function, page_size, **lists)
+        indptr, indices, last_page_len = lists.values()
+        if qo_indptr is not None:
+            check_starts(function, "qo_indptr", qo_indptr, num_seqs=indptr.shape[0] - 1)
+        _, of_indices, of_last_page_len = lists
+        self._names = NAMES | {"block_tables": of_indices, "seq_lens": of_last_page_len}
         indptr, last_page_len = indptr.to(indices.device), last_page_len.to(indices.device)
         self._query_starts = None if qo_indptr is None else qo_indptr.to(indices.device)
         num_pages = int(indptr.diff().max()) if indptr.shape[0] > 1 else 0
@@ -137,7 +160,10 @@ class PagedWrapper(Wrapper):
         key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
         plan.check_shapes(function, q, key_cache)
         q_scale, k_scale, v_scale = scales
-        attended, natural_lse = ops.paged_attention(
+        attended, natural_lse = call_as(
+            function,
+            self._names,
+            ops.paged_attention,
             q,
             key_cache,
             value_cache,
@@ -147,16 +173,18 @@ class PagedWrapper(Wrapper):
             sinks=sinks,
             **plan.options(q_scale, k_scale),
         )
-        return results_of(attended, natural_lse, v_scale, out, lse, return_lse)
+        return results_of(function, attended, natural_lse, v_scale, out, lse, return_lse)
 
 
 def attend_one(
     function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, kv_layout: str, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """The last rows of one sequence, which is a page."""
     check_layout(function, kv_layout)
     key_cache, value_cache = pages_of((k[None], v[None]), kv_layout)
     lengths = torch.tensor([[0, q.shape[0]], [0, key_cache.shape[1]]], dtype=torch.int32, device=q.device)
-    return ops.paged_attention(
-        q, key_cache, value_cache, lengths[:1, :1], lengths[1, 1:], query_start_loc=lengths[0], **options
+    names = NAMES | {"key_cache": "k", "value_cache": "v"}
+    tables = lengths[:1, :1], lengths[1, 1:]
+    return call_as(
+        function, names, ops.paged_attention, q, key_cache, value_cache, *tables, query_start_loc=lengths[0], **options
     )

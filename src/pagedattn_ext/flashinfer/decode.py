@@ -64,7 +64,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale: default head_dim ** -0.5.
         """
         expect_defaults(type(self).plan, pos_encoding_mode=pos_encoding_mode, q_len_per_req=q_len_per_req)
-        self._plan_pages(None, indptr, indices, last_page_len, page_size)
+        lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._plan_pages(type(self).plan, None, page_size, **lists)
         shapes = (num_qo_heads, head_dim), (page_size, num_kv_heads, head_dim)
         self._planned = Plan(*shapes, True, window_left, logits_soft_cap, sm_scale)
 
@@ -144,4 +145,4 @@ def single_decode_with_kv_cache(
     scale = scale_of(sm_scale, q.shape[-1], q_scale, k_scale)
     options = options_of(scale, True, window_left, logits_soft_cap)
     out, lse = attend_one(single_decode_with_kv_cache, q[None], k, v, kv_layout, options)
-    return results_of(out[0], lse[0], v_scale, None, None, return_lse)
+    return results_of(single_decode_with_kv_cache, out[0], lse[0], v_scale, None, None, return_lse)

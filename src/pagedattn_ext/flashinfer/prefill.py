@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import expect_defaults
-from ._wrapper import Dtype, PagedWrapper, Plan, Scale, Wrapper, attend_one, options_of, results_of, scale_of
+from .._adapters import call_as, expect_defaults
+from .._index_checks import check_starts
+from ._wrapper import NAMES, Dtype, PagedWrapper, Plan, Scale, Wrapper, attend_one, options_of, results_of, scale_of
 from .page import PagedCache
 
 
@@ -95,7 +96,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
         )
-        self._plan_pages(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        self._plan_pages(
+            type(self).plan,
+            qo_indptr,
+            page_size,
+            paged_kv_indptr=paged_kv_indptr,
+            paged_kv_indices=paged_kv_indices,
+            paged_kv_last_page_len=paged_kv_last_page_len,
+        )
         shapes = (num_qo_heads, head_dim_qk), (page_size, num_kv_heads, head_dim_qk)
         self._planned = Plan(*shapes, causal, window_left, logits_soft_cap, sm_scale)
 
@@ -213,6 +221,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
         )
+        check_starts(type(self).plan, "qo_indptr", qo_indptr)
+        check_starts(type(self).plan, "kv_indptr", kv_indptr, num_seqs=qo_indptr.shape[0] - 1)
         self._starts = qo_indptr, kv_indptr
         shapes = (num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk)
         self._planned = Plan(*shapes, causal, window_left, logits_soft_cap, sm_scale)
@@ -236,8 +246,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         plan = self._plan
         plan.check_shapes(type(self).run, q, k)
         starts = (indptr.to(q.device) for indptr in self._starts)
-        attended, natural_lse = ops.varlen_attention(q, k, v, *starts, **plan.options(q_scale, k_scale))
-        return results_of(attended, natural_lse, v_scale, out, lse, return_lse)
+        options = plan.options(q_scale, k_scale)
+        attended, natural_lse = call_as(type(self).run, NAMES, ops.varlen_attention, q, k, v, *starts, **options)
+        return results_of(type(self).run, attended, natural_lse, v_scale, out, lse, return_lse)
 
     begin_forward = plan
 
@@ -299,7 +310,7 @@ def single_prefill_with_kv_cache(
     )
     options = options_of(scale_of(sm_scale, q.shape[-1]), causal, window_left, logits_soft_cap)
     out, lse = attend_one(single_prefill_with_kv_cache, q, k, v, kv_layout, options)
-    return results_of(out, lse, None, None, None, return_lse)
+    return results_of(single_prefill_with_kv_cache, out, lse, None, None, None, return_lse)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
