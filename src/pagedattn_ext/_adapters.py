@@ -23,6 +23,21 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
 
 
+def refuse_bools(function: Callable[..., Any], **scales: object) -> None:
+    """A bool is no scale: the caller has most likely another order of arguments in mind."""
+    for name, scale in scales.items():
+        if isinstance(scale, bool) or (isinstance(scale, Tensor) and scale.dtype == torch.bool):
+            got = scale if isinstance(scale, bool) else "a tensor of bools"
+            raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {got}")
+
+
+def is_one_scale(scale: float | Tensor | None) -> bool:
+    """Whether a scale is the same for the whole cache: none, a float, or a tensor of one element, expanded or not."""
+    if not isinstance(scale, Tensor):
+        return True
+    return all(size == 1 or stride == 0 for size, stride in zip(scale.shape, scale.stride(), strict=True))
+
+
 def call_as(
     function: Callable[..., Any], names: Mapping[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -58,9 +73,10 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     (a scale for each sequence and head, all the same)."""
     if scale is None:
         return None
+    refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
-    if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
+    if not is_one_scale(scale):
         raise ValueError(
             f"{function.__qualname__}: {name}: expected a scale for the whole cache (a float, or a tensor of one "
             f"element, expanded or not), got shape {list(scale.shape)}"

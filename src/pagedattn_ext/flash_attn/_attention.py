@@ -1,25 +1,4 @@
-"""flash-attn's functions on the ops of this package, on a CPU as on CUDA.
-
-    from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-
-Names, order, defaults and meaning of the arguments are those of flash-attn 2.8. Behind them, as keywords, stand the
-arguments that FlashAttention-3 and 4 and sgl_kernel have added or renamed: page_table is block_table, s_aux and
-learnable_sink are sinks, return_lse asks for the lse beside the output.
-
-More than theirs: fp32; pages of any size, whose table is int32 or int64, and -1 or anything else behind a sequence's
-own pages; fp8 caches beside queries of 16 or 32 bits; caches of any strides whose last dimension is contiguous.
-
-Taken, and without effect: max_seqlen_q, max_seqlen_k (a bound, where there is seqused_k and no block table),
-deterministic (all results are), num_splits, pack_gqa, sm_margin, scheduler_metadata, ver.
-
-Different: a row without keys has an lse of -inf, as in FlashAttention-3 (flash-attn 2 says +inf). With ALiBi the lse is
-that of the bias -slope * |t - p|, where flash-attn 2 leaves a constant out of causal rows.
-
-Refused, with a ValueError that names the argument: dropout_p, qv, attention_chunk, q_descale, seqused_q; scales that
-differ by head; alibi_slopes that differ by sequence; values whose heads are not as wide as those of the keys;
-cache_leftpad or cache_batch_idx with a block table. Tensors that require grad raise RuntimeError, because there is no
-backward. Head sizes are those of the ops, multiples of 16 bytes.
-"""
+"""The functions of flash-attn on the ops; `pagedattn_ext.flash_attn` says what they take."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +7,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import ops
-from ._adapters import expect_defaults, rows_of, scale_tensor, window_of
-from .ops._call import check_rank
-
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+from .. import ops
+from .._adapters import call_as, expect_defaults, refuse_bools, rows_of, window_of
+from ..ops._call import check_rank, to_int
+from ._attend import FP8, Extras, append, attend_pages, attend_ragged
 
 WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or less than 0 is no window
+
+# The names of the ops' arguments in those of the functions.
+DENSE_NAMES = {
+    "query": "q", "key_cache": "k", "value_cache": "v", "seq_lens": "k", "block_tables": "k", "scale": "softmax_scale",
+    "softcap": "softcap", "sliding_window": "window_size", "right_window": "window_size",
+    "alibi_slopes": "alibi_slopes", "k_scale": "k_descale", "v_scale": "v_descale",
+}  # fmt: skip
+VARLEN_NAMES = DENSE_NAMES | {
+    "key": "k", "value": "v", "query_start_loc": "cu_seqlens_q", "key_start_loc": "cu_seqlens_k",
+    "seq_lens": "seqused_k", "block_tables": "block_table",
+}  # fmt: skip
+CACHE_NAMES = VARLEN_NAMES | {
+    "key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens", "slot_mapping": "cache_seqlens",
+    "cos_sin_cache": "rotary_cos", "positions": "cache_seqlens",
+}  # fmt: skip
 
 
 def flash_attn_func(
@@ -61,6 +54,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> Any:
     """Attention of a batch whose sequences are equally long.
 
@@ -69,36 +63,44 @@ def flash_attn_func(
 
     Args:
         q: [batch, seqlen_q, num_heads, head_size].
-        k, v: [batch, seqlen_k, num_kv_heads, head_size].
+        k: [batch, seqlen_k, num_kv_heads, head_size].
+        v: [batch, seqlen_k, num_kv_heads, head_size_v].
         softmax_scale: default head_size ** -0.5.
         softcap: logits become softcap * tanh(logit / softcap), if it is not 0.
-        alibi_slopes: fp32 [num_heads]; -slope * |t - p| is added to the logit of token t.
+        alibi_slopes: fp32 [num_heads], [1, num_heads] or [batch, num_heads]; -slope * |t - p| is added to the logit of
+            token t.
+        attention_chunk: if it is not 0, a row at p sees only tokens t with t // attention_chunk == p //
+            attention_chunk (the chunked attention of Llama 4).
         learnable_sink, s_aux: [num_heads], a logit more in the softmax's denominator; one of the two.
-        k_descale, v_descale: what fp8 keys and values are multiplied with; one element, expanded or not.
+        q_descale, k_descale, v_descale: what fp8 queries, keys and values are multiplied with: one element, expanded or
+            not, or [batch, num_kv_heads]. fp8 queries need fp8 keys.
+        out: where the result goes, [batch, seqlen_q, num_heads, head_size_v]; allocated by default.
 
     Returns:
-        out, like q. With return_lse (out, lse), lse fp32 [batch, num_heads, seqlen_q], natural. With return_attn_probs
-        (out, lse, an empty tensor), as flash-attn without dropout.
+        out, of q's dtype, or bf16 if q is fp8. With return_lse (out, lse), lse fp32 [batch, num_heads, seqlen_q],
+        natural. With return_attn_probs (out, lse, an empty tensor), as flash-attn without dropout.
     """
     function = flash_attn_func
-    expect_defaults(function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
-    _refuse_gradients(function, q=q, k=k, v=v)
+    expect_defaults(function, dropout_p=dropout_p, qv=qv)
+    refuse_gradients(function, q=q, k=k, v=v)
     _check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
+    _check_out(function, out, q, v)
     batch, seqlen_k = k.shape[:2]
+    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
+    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk))
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
-    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux)
-    out, lse = ops.paged_attention(
-        _rows(q),
+    keys = (
         _with_contiguous_heads(k),
         _with_contiguous_heads(v),
         torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
-        query_start_loc=_starts(q, None),
-        **_options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks),
-        **_scales(function, k_descale, v_descale),
     )
-    return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+    attended, lse = call_as(
+        function, DENSE_NAMES, attend_pages, function, _rows(q), keys, _starts(q, None), options, extras
+    )
+    return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -135,40 +137,50 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
     ver: int = 3,
+    fa_version: int = 2,
 ) -> Any:
     """`flash_attn_func` for a ragged batch, over keys and values that lie one after the other or in pages.
 
     Args:
         q: [total_q, num_heads, head_size].
-        k, v: [total_k, num_kv_heads, head_size]; with a block table [num_blocks, block_size, num_kv_heads, head_size].
+        k, v: [total_k, num_kv_heads, head_size or head_size_v]; with a block table [num_blocks, block_size,
+            num_kv_heads, head_size or head_size_v].
         cu_seqlens_q: int32 [batch + 1], from 0 to total_q.
         cu_seqlens_k: int32 [batch + 1], from 0 to total_k. With a block table its differences are the lengths, unless
             seqused_k has them.
         block_table, page_table: int32 or int64 [batch, max_num_blocks_per_seq]; one of the two.
+        seqused_q: int32 [batch], rows of each sequence; the rows behind them give zeros and an lse of -inf.
         seqused_k: int32 [batch], lengths of the sequences. The keys behind them are not used.
+        out: where the result goes, [total_q, num_heads, head_size_v]; allocated by default.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
-        As `flash_attn_func`: out like q, lse [num_heads, total_q].
+        As `flash_attn_func`: out [total_q, num_heads, head_size_v], lse [num_heads, total_q]. return_softmax_lse is
+        return_lse.
     """
     function = flash_attn_varlen_func
-    expect_defaults(
-        function, dropout_p=dropout_p, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk, seqused_q=seqused_q
-    )
-    _refuse_gradients(function, q=q, k=k, v=v)
+    expect_defaults(function, dropout_p=dropout_p, qv=qv)
+    refuse_gradients(function, q=q, k=k, v=v)
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
-    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    _check_out(function, out, q, v)
+    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk), seqused_q)
+    return_lse = return_lse or return_softmax_lse
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
         k, v = (_with_contiguous_heads(tensor) for tensor in (k, v))
-        if seqused_k is None and k.itemsize > 1:
-            out, lse = ops.varlen_attention(_rows(q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
-            return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+        if seqused_k is None and k.itemsize > 1 and not extras.need_pages(q):
+            attended, lse = call_as(
+                function, VARLEN_NAMES, attend_ragged, _rows(q), k, v, cu_seqlens_q, cu_seqlens_k, options
+            )
+            return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
         k, v = k[:, None], v[:, None]  # tokens are pages
         if seqused_k is None:
             seqused_k = cu_seqlens_k.diff()
@@ -179,17 +191,11 @@ def flash_attn_varlen_func(
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without seqused_k, got None")
         seqused_k = cu_seqlens_k.diff()
-    out, lse = ops.paged_attention(
-        _rows(q),
-        k,
-        v,
-        block_table,
-        seqused_k,
-        query_start_loc=cu_seqlens_q,
-        **options,
-        **_scales(function, k_descale, v_descale),
+    keys = (k, v, block_table, seqused_k)
+    attended, lse = call_as(
+        function, VARLEN_NAMES, attend_pages, function, _rows(q), keys, cu_seqlens_q, options, extras
     )
-    return _results(q, out, lse, return_lse=return_lse, return_attn_probs=return_attn_probs)
+    return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -230,7 +236,9 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     ver: int = 3,
+    fa_version: int = 2,
 ) -> Any:
     """Attention over a cache. With k and v it first appends them to the cache, in place.
 
@@ -239,8 +247,9 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [batch, seqlen_q, num_heads, head_size]; with cu_seqlens_q [total_q, num_heads, head_size].
-        k_cache, v_cache: [batch_cache, seqlen_cache, num_kv_heads, head_size]; with a block table
-            [num_blocks, block_size, num_kv_heads, head_size]. fp8 caches hold the element / k_descale.
+        k_cache, v_cache: [batch_cache, seqlen_cache, num_kv_heads, head_size or head_size_v]; with a block table
+            [num_blocks, block_size, num_kv_heads, head_size or head_size_v]. fp8 caches hold the element / k_descale.
+            Where head_size is not head_size_v or no multiple of 16 bytes, the caches are copied at each call.
         k, v: new tokens, [batch, seqlen_new, num_kv_heads, head_size]; with cu_seqlens_k_new [total_new, ...].
         rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
             by cache_seqlens + i (by cache_seqlens alone if neither causal nor windowed). k and q stay as they are.
@@ -259,10 +268,11 @@ def flash_attn_with_kvcache(
         cu_seqlens_q [num_heads, total_q].
     """
     function = flash_attn_with_kvcache
-    expect_defaults(function, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
-    _refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    expect_defaults(function, qv=qv)
+    refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     block_table = _one_of(function, block_table=block_table, page_table=page_table)
     _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
+    _check_out(function, out, q, v_cache)
     query = _rows(q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if block_table is not None:
@@ -275,9 +285,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((batch,), cache_seqlens, device=q.device)
-    sinks = _one_of(function, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = _options(function, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    scales = _scales(function, k_descale, v_descale)
+    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk))
 
     seq_lens = cache_seqlens
     if k is None or v is None:
@@ -286,7 +296,7 @@ def flash_attn_with_kvcache(
                 raise ValueError(f"flash_attn_with_kvcache: {name}: expected None without both k and v, got a tensor")
     else:
         rank = 4 if cu_seqlens_k_new is None else 3
-        _check_ranks(function, k=(k, rank), v=(v, rank))
+        _check_new(function, k_cache, v_cache, k=(k, rank), v=(v, rank))
         key = _rows(k)
         slots = _slots(block_table, _positions(cache_seqlens, k, cu_seqlens_k_new), cu_seqlens_k_new, k_cache.shape[1])
         if rotary_cos is not None and rotary_sin is not None:
@@ -295,17 +305,19 @@ def flash_attn_with_kvcache(
             key = _rotated(key, _positions(first, k, cu_seqlens_k_new), cos_sin, rotary_interleaved)
             successive = causal or any(side is not None and side >= 0 for side in window_size)
             query = _rotated(query, _positions(first, q, cu_seqlens_q, successive), cos_sin, rotary_interleaved)
-        ops.reshape_and_cache(key, _rows(v), k_cache, v_cache, slots, **scales)
+        starts = _starts(k, cu_seqlens_k_new)
+        call_as(function, CACHE_NAMES, append, function, key, _rows(v), k_cache, v_cache, slots, starts, extras)
         seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
 
     if cache_leftpad is not None:  # tokens are pages
         block_table = _consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
         k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
         seq_lens = seq_lens - cache_leftpad
-    out, lse = ops.paged_attention(
-        query, k_cache, v_cache, block_table, seq_lens, query_start_loc=_starts(q, cu_seqlens_q), **options, **scales
+    keys = (k_cache, v_cache, block_table, seq_lens)
+    attended, lse = call_as(
+        function, CACHE_NAMES, attend_pages, function, query, keys, _starts(q, cu_seqlens_q), options, extras
     )
-    return _results(q, out, lse, return_lse=return_lse or return_softmax_lse)
+    return _results(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
 
 
 # ---- what flash-attn means in the terms of the ops -------------------------------------------------------------------
@@ -313,6 +325,7 @@ def flash_attn_with_kvcache(
 
 def _options(
     function: Callable[..., Any],
+    q: Tensor,
     softmax_scale: float | None,
     causal: bool,
     window_size: WindowSize,
@@ -321,36 +334,34 @@ def _options(
     sinks: Tensor | None,
 ) -> dict[str, Any]:
     """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
+    refuse_bools(function, softmax_scale=softmax_scale, softcap=softcap)
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}")
     left, right = window_size
-    if alibi_slopes is not None and alibi_slopes.dim() != 1:
-        expected = "expected [num_heads], the same slopes for each sequence"
-        raise ValueError(f"{function.__name__}: alibi_slopes: {expected}, got shape {list(alibi_slopes.shape)}")
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
     return {
-        "scale": softmax_scale,
+        "scale": max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale,
         "causal": causal,
         "sliding_window": window_of(left),
         "right_window": None if causal or right is None or right < 0 else right,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
-        "sinks": None if sinks is None else sinks.float(),
+        "sinks": sinks,
     }
 
 
-def _scales(function: Callable[..., Any], k_descale: Tensor | None, v_descale: Tensor | None) -> dict[str, Any]:
-    """The scales of an fp8 cache, as keyword arguments of the ops."""
-    return {
-        "k_scale": scale_tensor(function, "k_descale", k_descale),
-        "v_scale": scale_tensor(function, "v_descale", v_descale),
-    }
-
-
-def _results(q: Tensor, out: Tensor, lse: Tensor, *, return_lse: bool, return_attn_probs: bool = False) -> Any:
+def _results(
+    q: Tensor, attended: Tensor, lse: Tensor, out: Tensor | None, *, return_lse: bool, return_attn_probs: bool = False
+) -> Any:
     """What a function returns, of the op's [num_rows, num_heads, head_size] and [num_rows, num_heads]."""
-    out = out.view(q.shape)
+    attended = attended.view(*q.shape[:-1], attended.shape[-1])
+    if out is not None:
+        attended = out.copy_(attended)
     if not (return_lse or return_attn_probs):
-        return out
+        return attended
     lse = lse.view(q.shape[:-1]).transpose(-2, -1).contiguous()
-    return (out, lse, q.new_empty(0)) if return_attn_probs else (out, lse)
+    return (attended, lse, q.new_empty(0)) if return_attn_probs else (attended, lse)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -410,7 +421,7 @@ def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved
     return rotated
 
 
-def _refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
+def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
     """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
@@ -429,11 +440,49 @@ def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor 
     return next(iter(given.values()), None)
 
 
+def _sinks(function: Callable[..., Any], q: Tensor, **spellings: Tensor | None) -> Tensor | None:
+    """The sinks as the ops take them, fp32 [num_heads]."""
+    sinks = _one_of(function, **spellings)
+    if sinks is None:
+        return None
+    if sinks.shape != (num_heads := q.shape[-2],):
+        name = next(name for name, tensor in spellings.items() if tensor is not None)
+        raise ValueError(f"{function.__name__}: {name}: expected shape [{num_heads}], got {list(sinks.shape)}")
+    return sinks.float().contiguous()
+
+
+def _chunk(function: Callable[..., Any], attention_chunk: int) -> int:
+    chunk = to_int(function.__name__, "attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"{function.__name__}: attention_chunk: expected 0 or more tokens, got {chunk}")
+    return chunk
+
+
 def _check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
-    """Of each tensor its rank; and that the heads of keys and values, the last two, are equally wide."""
+    """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
     for name, (tensor, rank) in tensors.items():
         check_rank(function.__name__, name, tensor, rank)
-    (_, (key, _)), (name, (value, _)) = list(tensors.items())[-2:]
-    if value.shape[-1] != key.shape[-1]:
-        message = f"expected heads of {key.shape[-1]} elements, as the keys have, got {value.shape[-1]}"
-        raise ValueError(f"{function.__name__}: {name}: {message}")
+    (query, (q, _)), (_, (k, _)), _ = tensors.items()
+    if q.shape[-1] != k.shape[-1]:
+        message = f"expected heads of {k.shape[-1]} elements, as the keys have, got {q.shape[-1]}"
+        raise ValueError(f"{function.__name__}: {query}: {message}")
+
+
+def _check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **tensors: tuple[Tensor, int]) -> None:
+    """The rank of new keys and values, and that their heads are those of the caches."""
+    for (name, (tensor, rank)), cache in zip(tensors.items(), (k_cache, v_cache), strict=True):
+        check_rank(function.__name__, name, tensor, rank)
+        if tensor.shape[-2:] != cache.shape[-2:]:
+            expected, got = list(cache.shape[-2:]), list(tensor.shape[-2:])
+            raise ValueError(f"{function.__name__}: {name}: expected heads {expected}, as in {name}_cache, got {got}")
+
+
+def _check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out is None:
+        return
+    shape, dtype = (*q.shape[:-1], v.shape[-1]), torch.bfloat16 if q.dtype in FP8 else q.dtype
+    if out.shape != shape or out.dtype != dtype or out.device != q.device:
+        raise ValueError(
+            f"{function.__name__}: out: expected shape {list(shape)}, {dtype} on {q.device}, got {list(out.shape)}, "
+            f"{out.dtype} on {out.device}"
+        )
