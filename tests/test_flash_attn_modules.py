@@ -229,6 +229,12 @@ def test_names_of_flash_attn() -> None:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
         from flash_attn.cute import flash_attn_func as of_4
         from flash_attn.cute.interface import flash_attn_varlen_func as varlen_of_4
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func
+        from flash_attn.ops.activations import swiglu
+        from flash_attn.ops.rms_norm import RMSNorm, rms_norm
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
+        from flash_attn.ops.triton.rotary import apply_rotary
         from flash_attn_interface import flash_attn_func as of_3, get_scheduler_metadata
 
         assert flash_attn.__version__.startswith("2.8")

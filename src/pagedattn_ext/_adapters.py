@@ -31,6 +31,16 @@ def refuse_bools(function: Callable[..., Any], **scales: object) -> None:
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {got}")
 
 
+def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
+    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+
+
 def is_one_scale(scale: float | Tensor | None) -> bool:
     """Whether a scale is the same for the whole cache: none, a float, or a tensor of one element, expanded or not."""
     if not isinstance(scale, Tensor):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from . import flash_attn
-from ._adapters import call_as
-from .flash_attn._attention import WindowSize, refuse_gradients
+from ._adapters import call_as, refuse_gradients
+from .flash_attn._attention import WindowSize
 from .ops._call import check_rank
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, refuse_bools, rows_of, window_of
+from .._adapters import call_as, expect_defaults, refuse_bools, refuse_gradients, rows_of, window_of
 from ..ops._call import check_rank, to_int
 from ._attend import FP8, Extras, append, attend_pages, attend_ragged
 
@@ -419,16 +419,6 @@ def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved
     positions = positions.long().flatten()
     ops.rotary_embedding(positions, rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
     return rotated
-
-
-def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
-    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
 
 
 def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor | None:

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._adapters import call_as
+from .._adapters import call_as, refuse_gradients
 from ..ops._call import check_rank
-from ._attention import WindowSize, flash_attn_func, flash_attn_varlen_func, refuse_gradients
+from ._attention import WindowSize, flash_attn_func, flash_attn_varlen_func
 
 QKV_NAMES = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 KV_NAMES = {"k": "kv", "v": "kv"}
