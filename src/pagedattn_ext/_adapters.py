@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops import _call
+
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
     """Refuses arguments that ask for what is not offered: all but the defaults in the signature of `function`.
@@ -23,12 +25,12 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
 
 
-def refuse_bools(function: Callable[..., Any], **scales: object) -> None:
-    """A bool is no scale: the caller has most likely another order of arguments in mind."""
+def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) -> None:
+    """A bool is no scale, nor is a tensor of bools."""
+    _call.refuse_bools(function.__qualname__, **scales)
     for name, scale in scales.items():
-        if isinstance(scale, bool) or (isinstance(scale, Tensor) and scale.dtype == torch.bool):
-            got = scale if isinstance(scale, bool) else "a tensor of bools"
-            raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {got}")
+        if isinstance(scale, Tensor) and scale.dtype == torch.bool:
+            raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
 
 
 def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:

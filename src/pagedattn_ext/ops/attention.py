@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, to_int
+from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, refuse_bools, to_int
 
 
 def paged_attention_v1(
@@ -120,6 +120,7 @@ def _decode_arguments(
     check_tensors(op, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
     check_rank(op, "query", query, 3)
     check_rank(op, "block_tables", block_tables, 2)
+    refuse_bools(op, scale=scale)
     if scale is None:
         scale = _default_scale(query)
     num_kv_heads, block_size = _kv_heads_and_block_size(key_cache, value_cache)
@@ -205,6 +206,7 @@ def paged_attention(
         check_rank("paged_attention", "query", query, 3)
         scale = _default_scale(query)
     check_bool("paged_attention", "causal", causal)
+    refuse_bools("paged_attention", scale=scale, softcap=softcap)
     if max_seq_len is not None:
         check_tensors("paged_attention", key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
         check_rank("paged_attention", "value_cache", value_cache, 4)
@@ -256,6 +258,7 @@ def varlen_attention(
         check_rank("varlen_attention", "query", query, 3)
         scale = _default_scale(query)
     check_bool("varlen_attention", "causal", causal)
+    refuse_bools("varlen_attention", scale=scale, softcap=softcap)
     return call(
         "varlen_attention", query, key, value, query_start_loc, key_start_loc,
         scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
