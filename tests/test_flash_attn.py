@@ -480,6 +480,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(1, 3, HEADS, 12)}, "q: expected heads of 16 elements, as the keys have, got 12"),
     ({"k": torch.ones(1, 5, 3, HEAD_SIZE)}, "v: expected shape"),
     ({"softmax_scale": torch.inf}, "softmax_scale: expected a finite number"),
+    ({"window_size": (1, 2, 3)}, "window_size: expected"),
     ({"window_size": 5}, r"window_size: expected \(left, right\), got 5"),
     ({"softcap": -1.0}, "softcap: expected 0 or a positive number"),
     ({"window_size": (2, 2**40), "out": torch.ones(1, 1, HEADS, HEAD_SIZE)}, r"out: expected shape \[1, 3, 4, 16\]"),

@@ -22,6 +22,7 @@ from pagedattn_ext.flash_attn.layers.rotary import (
     apply_rotary_emb,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
 )
 from pagedattn_ext.flash_attn.ops import rms_norm
 from pagedattn_ext.flash_attn.ops.activations import fast_gelu_impl, swiglu
@@ -106,6 +107,8 @@ def test_apply_rotary_emb(layout: str, offsets: int | Tensor, interleaved: bool)
     first = offsets if isinstance(offsets, Tensor) else torch.tensor([offsets, offsets])
     expected = rotated(x, first[:, None] + torch.arange(5), interleaved)
     out = apply_rotary_emb(x, COS, SIN, interleaved, seqlen_offsets=offsets)
+    if layout == "whole" and first.tolist() == [3, 3]:
+        assert_close_to_reference(apply_rotary_emb_torch(x, COS[3:8], SIN[3:8], interleaved), expected)
     assert_close_to_reference(out, expected)
     assert_same_bits(x, kept)
     assert apply_rotary_emb(x, COS, SIN, interleaved, True, offsets) is x

@@ -17,6 +17,7 @@ from pagedattn_ext import flash_attn, flash_attn_interface, vllm_flash_attn
 from pagedattn_ext.flash_attn import cute
 
 HEADS, KV_HEADS = 4, 2
+PARTS = (slice(0, 4), slice(4, 4), slice(4, 6))
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,22 @@ def test_flash_attention_3() -> None:
     )
     assert_close_to_reference(results[0].flatten(0, 1), expected[0])
     assert [result.numel() for result in results[2:]] == [0, 0]
+
+
+def test_combine_of_flash_attention_3() -> None:
+    """Results over the halves of the keys, one of them without keys, whose output may be anything."""
+    q, k, v = torch.randn(2, 3, HEADS, 16), *torch.randn(2, 2, 6, KV_HEADS, 16)
+    splits = [flash_attn.flash_attn_func(q, k[:, part], v[:, part], return_lse=True) for part in PARTS]
+    out_partial, lse_partial = (torch.stack(each) for each in zip(*splits, strict=True))
+    out_partial[1] = torch.nan
+    out, lse = flash_attn_interface.flash_attn_combine(out_partial, lse_partial.transpose(-1, -2))
+    expected = flash_attn.flash_attn_func(q, k, v, return_lse=True)
+    assert_close_to_reference(out, expected[0])
+    assert_close_to_reference(lse, expected[1].transpose(1, 2))
+    with pytest.raises(ValueError, match=r"^flash_attn_combine: out: expected shape"):
+        flash_attn_interface.flash_attn_combine(
+            out_partial, lse_partial.transpose(-1, -2), torch.empty(2, 1, HEADS, 16)
+        )
 
 
 def test_packed_of_flash_attention_3() -> None:

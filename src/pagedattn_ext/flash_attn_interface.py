@@ -14,10 +14,12 @@ from torch import Tensor
 
 from . import flash_attn
 from ._adapters import call_as, refuse_gradients
+from ._index_checks import check_result
 from .flash_attn._attention import WindowSize
 from .ops._call import check_rank
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
@@ -172,6 +174,30 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse,
     )  # fmt: skip
     return (*result, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else result
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over several sets of tokens, of the results for each: (out [..., head_size], lse fp32 [...]).
+
+    Args:
+        out_partial: [num_splits, batch, seqlen, num_heads, head_size], or without batch.
+        lse_partial: fp32 [num_splits, batch, seqlen, num_heads]; -inf for a set without tokens.
+        out: where the result goes; allocated by default.
+        out_dtype: its dtype; default that of out_partial.
+    """
+    function = flash_attn_combine
+    refuse_gradients(function, out_partial=out_partial, lse_partial=lse_partial)
+    if lse_partial.shape != out_partial.shape[:-1]:
+        expected, got = list(out_partial.shape[:-1]), list(lse_partial.shape)
+        raise ValueError(f"{function.__name__}: lse_partial: expected shape {expected}, got {got}")
+    natural = lse_partial.float()
+    lse = natural.logsumexp(0)
+    weights = torch.where(natural > -torch.inf, (natural - lse).exp(), 0)[..., None]
+    combined = torch.where(weights > 0, weights * out_partial, 0).sum(0).to(out_dtype or out_partial.dtype)
+    check_result(function, "out", out, combined)
+    return (combined if out is None else out.copy_(combined)), lse
 
 
 def get_scheduler_metadata(

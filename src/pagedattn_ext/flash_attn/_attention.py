@@ -335,9 +335,11 @@ def _options(
 ) -> dict[str, Any]:
     """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
     refuse_bools(function, softmax_scale=softmax_scale, softcap=softcap)
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}")
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}") from None
+    left, right = (None if side is None else to_int(function.__name__, "window_size", side) for side in (left, right))
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
     return {

@@ -1,7 +1,7 @@
 """The functions of `flash_attn.cute`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from pagedattn_ext.flash_attn._attention import WindowSize
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 Results = tuple[Tensor, Tensor | None]
+
+
+class SchedulerMetadataTensorsTorch(NamedTuple):
+    """What FlashAttention-4 plans ahead. Nothing needs to be planned here."""
+
+    num_m_blocks_ptr: Tensor | None = None
+    num_splits_dynamic_ptr: Tensor | None = None
+    virtual_batch_idx_ptr: Tensor | None = None
+    num_nheads_in_l2_ptr: Tensor | None = None
+    tile_count_semaphore: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_total_splits_m_blocks: Tensor | None = None
 
 
 def flash_attn_func(
@@ -116,6 +128,31 @@ def flash_attn_varlen_func(
         out = out.view(*q.shape[:2], *out.shape[1:])
         lse = lse.view(-1, *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: bool | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+) -> SchedulerMetadataTensorsTorch:
+    """Metadata that say nothing. `flash_attn_varlen_func` takes any."""
+    return SchedulerMetadataTensorsTorch(cu_total_m_blocks=torch.empty(0, dtype=torch.int32))
 
 
 def _starts_of_equal(tensor: Tensor) -> Tensor:

@@ -30,6 +30,22 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """`apply_rotary_emb` in plain torch, with gradients.
+
+    Args:
+        x: [batch, seqlen, num_heads, head_size].
+        cos, sin: [seqlen, rotary_dim / 2], or [batch, seqlen, rotary_dim / 2].
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    pairs = x[..., :rotary_dim].reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
+    dim = -1 if interleaved else -2
+    first, second = pairs.unbind(dim)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim).flatten(-2)
+    return torch.cat([rotated, x[..., rotary_dim:]], -1)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
