@@ -43,6 +43,12 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             std::optional<int64_t> sliding_window, double softcap,
                                             const std::optional<Tensor>& sinks, bool causal,
                                             std::optional<int64_t> right_window);
+void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value_cache, const Tensor& block_tables,
+                           const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, double scale,
+                           std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                           std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
+                           StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
                        const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
 
@@ -58,6 +64,14 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                  const Tensor& block_mapping);
 void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping);
+std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& first_positions,
+                                           int64_t num_tokens);
+Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables, int64_t block_size, int64_t num_blocks,
+                            const std::optional<Tensor>& batch_indices, const std::optional<Tensor>& block_start_loc,
+                            const std::optional<Tensor>& last_block_lens);
+Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_blocks, const Tensor& seq_lens,
+                                int64_t max_num_blocks_per_seq, int64_t num_blocks,
+                                const std::optional<Tensor>& left_padding);
 
 // layernorm
 void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);

@@ -30,6 +30,12 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, "
       "float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
   m.def(
+      "check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, "
+      "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, "
+      "Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, "
+      "str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
+      "SymInt? right_window=None) -> ()");
+  m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
       "Tensor suffix_output, Tensor suffix_lse) -> ()");
 
@@ -45,6 +51,13 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "-> ()");
   m.def("copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
   m.def("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()");
+  m.def("batch_positions(Tensor? start_loc, Tensor first_positions, SymInt num_tokens) -> (Tensor, Tensor)");
+  m.def(
+      "compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, SymInt num_blocks, *, "
+      "Tensor? batch_indices=None, Tensor? block_start_loc=None, Tensor? last_block_lens=None) -> Tensor");
+  m.def(
+      "consecutive_block_tables(Tensor first_blocks, Tensor end_blocks, Tensor seq_lens, "
+      "SymInt max_num_blocks_per_seq, SymInt num_blocks, *, Tensor? left_padding=None) -> Tensor");
 
   // layernorm
   m.def("rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
@@ -97,12 +110,16 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention_v2", TORCH_BOX(&pagedattn::paged_attention_v2));
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
   m.impl("varlen_attention", TORCH_BOX(&pagedattn::varlen_attention));
+  m.impl("check_paged_attention", TORCH_BOX(&pagedattn::check_paged_attention));
   m.impl("merge_attn_states", TORCH_BOX(&pagedattn::merge_attn_states));
   m.impl("reshape_and_cache", TORCH_BOX(&pagedattn::reshape_and_cache));
   m.impl("reshape_and_cache_flash", TORCH_BOX(&pagedattn::reshape_and_cache_flash));
   m.impl("gather_cached_kv", TORCH_BOX(&pagedattn::gather_cached_kv));
   m.impl("copy_blocks", TORCH_BOX(&pagedattn::copy_blocks));
   m.impl("swap_blocks", TORCH_BOX(&pagedattn::swap_blocks));
+  m.impl("batch_positions", TORCH_BOX(&pagedattn::batch_positions));
+  m.impl("compute_slot_mapping", TORCH_BOX(&pagedattn::compute_slot_mapping));
+  m.impl("consecutive_block_tables", TORCH_BOX(&pagedattn::consecutive_block_tables));
   m.impl("rms_norm", TORCH_BOX(&pagedattn::rms_norm));
   m.impl("fused_add_rms_norm", TORCH_BOX(&pagedattn::fused_add_rms_norm));
   m.impl("rotary_embedding", TORCH_BOX(&pagedattn::rotary_embedding));

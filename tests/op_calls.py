@@ -14,12 +14,16 @@ paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_
 paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)
 varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)
+check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> ()
 merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
 reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
 copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
 swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
+batch_positions(Tensor? start_loc, Tensor first_positions, SymInt num_tokens) -> (Tensor, Tensor)
+compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, SymInt num_blocks, *, Tensor? batch_indices=None, Tensor? block_start_loc=None, Tensor? last_block_lens=None) -> Tensor
+consecutive_block_tables(Tensor first_blocks, Tensor end_blocks, Tensor seq_lens, SymInt max_num_blocks_per_seq, SymInt num_blocks, *, Tensor? left_padding=None) -> Tensor
 rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
 fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
 rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
@@ -57,6 +61,7 @@ CALLS = [
     *FP8_CALLS,
     *INT8_CALLS,
     "gather_cached_kv of nhd",
+    "compute_slot_mapping of lists",
     "rotary_embedding without key",
     "rotary_embedding of a batch",
     "apply_token_bitmask of every row",
@@ -148,6 +153,8 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "scale": 0.25,
             "max_seq_len": 6,
         },
+        "check_paged_attention": paged
+        | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32), "max_seq_len": 32},
         "merge_attn_states": {
             "output": torch.zeros(n, 4, 16),
             "output_lse": torch.zeros(n, 4),
@@ -161,6 +168,25 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "gather_cached_kv": key_value | one_cache,
         "copy_blocks": caches | {"block_mapping": mapping},
         "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},
+        "batch_positions": {
+            "start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "first_positions": paged["seq_lens"],
+            "num_tokens": n + 1,
+        },
+        "compute_slot_mapping": {
+            "positions": paged["seq_lens"] - 1,
+            "block_tables": paged["block_tables"],
+            "block_size": 16,
+            "num_blocks": 12,
+        },
+        "consecutive_block_tables": {
+            "first_blocks": torch.arange(0, 4 * n, 4),
+            "end_blocks": torch.arange(4, 4 * n + 1, 4),
+            "seq_lens": torch.tensor([4, 2, 1], dtype=torch.int32)[every_third],
+            "max_num_blocks_per_seq": 5,
+            "num_blocks": 40,
+            "left_padding": torch.tensor([1, 0, 1])[every_third],
+        },
         "rms_norm": {"out": torch.zeros(n, 16), "input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6},
         "fused_add_rms_norm": {
             "input": normal(n, 16),
@@ -219,7 +245,15 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     }[op_of(call)]
     batch = {"positions": rotary["positions"].view(n, 1), "query": normal(n, 1, 64), "key": normal(n, 1, 2, 16)}
     every_row = {"logits": normal(n, 70), "indices": None}
+    lists = {  # of two blocks for each of the first three sequences, and of one for all others
+        "positions": torch.tensor([4, 16, 31, *[0] * (n - 3), -1], dtype=torch.int32),
+        "batch_indices": torch.tensor([*range(n), -1], dtype=torch.int32),
+        "block_tables": torch.tensor([3, 0, 1, 5, 0, 2, *range(n - 3)], dtype=torch.int32),
+        "block_start_loc": torch.tensor([0, 2, 4, *range(6, n + 4)]),
+        "last_block_lens": torch.tensor([5, 1, 16])[every_third],
+    }
     changes = {
+        "of lists": lists,
         "fp8": fp8,
         "int8": int8,
         "of nhd": nhd,
@@ -232,7 +266,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
 
 def optional_tensors(name: str) -> dict:
     alibi_slopes, sinks = {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}
-    if name in ("paged_attention", "varlen_attention"):
+    if name in ("paged_attention", "check_paged_attention", "varlen_attention"):
         return alibi_slopes | sinks
     return alibi_slopes if name in ATTENTION else {}
 
@@ -255,6 +289,8 @@ INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_
 
 
 def inferred_by_wrapper(name: str) -> set[str]:
+    if name == "compute_slot_mapping":
+        return set()
     more = {"gather_cached_kv": {"key", "value"}} | {key: {"codes", "scales", "zeros"} for key in QUANTIZING}
     return INFERRED | more.get(name, set())
 

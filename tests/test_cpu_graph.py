@@ -306,8 +306,28 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "indices": {1: [-1, 4, INT32_MIN, INT32_MAX, 1]},
     "k_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "v_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
+    "start_loc": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 5, INT32_MAX]},
+    "first_positions": {2: [-1, INT32_MIN, INT32_MAX]},
+    "batch_indices": {1: [3, INT32_MAX]},
+    "block_tables of compute_slot_mapping": {0: [-1, 12, INT32_MIN, INT32_MAX], 5: [12]},
+    "positions of compute_slot_mapping": {1: [-1, 32, INT32_MIN, INT32_MAX]},
+    "block_start_loc": {0: [-1, 1], 1: [-1, 5, INT32_MIN, INT32_MAX], 3: [3, 7, INT32_MAX]},
+    "last_block_lens": {1: [-1, 0, 17, INT32_MIN, INT32_MAX]},
+    "first_blocks": {0: [-1, 5, INT32_MIN, INT32_MAX]},
+    "end_blocks": {1: [-1, 5, 41, INT32_MIN, INT32_MAX]},
+    "seq_lens of consecutive_block_tables": {1: [-1, 5, INT32_MIN, INT32_MAX]},
+    "left_padding": {0: [-1, 5, INT32_MIN, INT32_MAX]},
 }
-MAY_BE_INT64 = ("seq_lens", "block_tables", "query_start_loc", "key_start_loc", "slot_mapping")
+MAY_BE_INT64 = (
+    "seq_lens",
+    "block_tables",
+    "query_start_loc",
+    "key_start_loc",
+    "slot_mapping",
+    "start_loc",
+    "first_positions",
+)
+MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
 HOLDS_ANY_BITS = ("bitmask",)
 
 
@@ -319,11 +339,12 @@ def wrong_values() -> Iterator[tuple[str, str, torch.dtype, int, float]]:
                 continue
             dtypes = [torch.int32, torch.int64] if argument in MAY_BE_INT64 else [tensor.dtype]
             for dtype in dtypes:
-                for place, values in WRONG_VALUES[argument].items():
+                of_op = WRONG_VALUES.get(f"{argument} of {op_of(call)}", WRONG_VALUES[argument])
+                for place, values in of_op.items():
                     # In the first one, what int32 would hold of the value is right.
                     wide = [int(tensor.view(-1)[place]) + 2**32, INT64_MIN, INT64_MAX] if dtype == torch.int64 else []
-                    if argument == "slot_mapping":
-                        wide = [value for value in wide if value >= 0]  # a negative slot is skipped
+                    if argument in ("slot_mapping", "batch_indices"):
+                        wide = [value for value in wide if value >= 0]  # a negative one is skipped
                     yield from ((call, argument, dtype, place, value) for value in values + wide)
 
 

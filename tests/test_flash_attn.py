@@ -510,7 +510,7 @@ REFUSED_OF_CACHES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**dict(zip("kv", torch.ones(2, 1, 2, KV_HEADS, HEAD_SIZE), strict=True)), "cache_seqlens": -1},
-        "cache_seqlens: expected 0 or more, and room for the new tokens, got new tokens from -1 to 0 in caches for 5",
+        "cache_seqlens: expected 0 tokens or more before those of sequence 0, got -1",
     ),
 ]
 

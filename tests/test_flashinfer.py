@@ -18,6 +18,7 @@ from pagedattn_ext import flashinfer
 HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
 EMPTY = inspect.Parameter.empty
+INDEX = torch.int32
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,10 @@ class Batch:
             "head_dim": HEAD_SIZE,
             "page_size": PAGE_SIZE,
         }
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indices, self.indptr, self.last_page_len
 
     @property
     def prefill_plan(self) -> dict[str, Any]:
@@ -238,8 +243,7 @@ def test_append(layout: str) -> None:
     where = flashinfer.get_batch_indices_positions(starts(new), seq_lens, sum(new))
     assert [tensor.tolist() for tensor in where] == [[0, 0, 2, 2, 2], [5, 6, 1, 2, 3]]
     before = [tensor.clone() for tensor in (batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1))]
-    pages = batch.indices, batch.indptr, batch.last_page_len
-    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *pages, batch.kv_layout)
+    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *batch.pages, batch.kv_layout)
     after = batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1)
     for new_rows, old, cache in zip((key, value), before, after, strict=True):
         for row, sequence, position in zip(new_rows, *(tensor.tolist() for tensor in where), strict=True):
@@ -250,18 +254,98 @@ def test_append(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_append_of_fp8(dtype: torch.dtype) -> None:
-    """FlashInfer's callers bring the cache's dtype themselves: every finite number arrives as it is."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
-    numbers = numbers[numbers.float().isfinite()]
-    key = numbers[: len(numbers) // HEAD_SIZE * HEAD_SIZE].view(-1, 1, HEAD_SIZE)
+    """FlashInfer's callers bring the cache's dtype themselves: all bits arrive as they are, infinities and NaN too."""
+    key = torch.arange(256, dtype=torch.uint8).view(dtype).view(-1, 1, HEAD_SIZE)
     value = key.flip(0)
     tokens = torch.arange(len(key), dtype=torch.int32)
     cache = torch.zeros(len(key), 2, 1, 1, HEAD_SIZE).to(dtype)
     flashinfer.append_paged_kv_cache(
-        key, value, torch.zeros_like(tokens), tokens, cache, tokens, starts([len(key)]), torch.ones(1)
+        key, value, torch.zeros_like(tokens), tokens, cache, tokens, starts([len(key)]), torch.ones(1, dtype=INDEX)
     )
     assert_same_bits(cache[:, 0, 0].view(torch.uint8), key.view(torch.uint8))
     assert_same_bits(cache[:, 1, 0].view(torch.uint8), value.view(torch.uint8))
+
+
+def test_tokens_behind_the_batch_are_padding() -> None:
+    """Their sequence is -1, in memory of the caller's too, and appends skip them."""
+    indptr, lengths = starts([1, 2]), torch.tensor([5, 6], dtype=INDEX)
+    buffers = torch.full((2, 5), 7, dtype=INDEX).unbind()
+    for given in ((), buffers):
+        where = flashinfer.get_batch_indices_positions(indptr, lengths, 5, *given)
+        assert [tensor.tolist() for tensor in where] == [[0, 1, 1, -1, -1], [4, 4, 5, 0, 0]]
+        assert [tensor.dtype for tensor in where] == [INDEX, INDEX]
+    assert (where[0] is buffers[0], where[1] is buffers[1]) == (True, True)
+    batch = Batch([6, 6])
+    kept = [cache.clone() for cache in batch.cache]
+    key, value = torch.randn(2, 5, KV_HEADS, HEAD_SIZE)
+    flashinfer.append_paged_kv_cache(key, value, *where, batch.cache, *batch.pages)
+    for cache, old, rows_of_new in zip(batch.cache, kept, (key, value), strict=True):
+        for page, offset, row in ((1, 1, 0), (3, 1, 1), (3, 2, 2)):
+            old[batch.indices[page], offset] = rows_of_new[row]
+        assert_same_bits(cache, old)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"positions": [3, 9]},
+            "positions: expected 0 or more, and room for the new tokens, got .* 9 to 9 in .* for 6 ",
+        ),
+        (
+            {"positions": [-1, 4]},
+            "positions: expected 0 or more, and room for the new tokens, got .* -1 to -1 in .* 9 ",
+        ),
+        ({"positions": [3, 2**31 - 1]}, "positions: expected 0 or more, and room"),
+        ({"batch_indices": [0, 2]}, "batch_indices: expected sequences below 2, got 2 at token 1$"),
+        ({"batch_indices": [0]}, r"batch_indices: expected shape \[2\], got \[1\]$"),
+        ({"kv_indptr": [0, 3, 6]}, r"kv_indptr: expected at most 5 \(the size of kv_indices\) last, got 6$"),
+        ({"kv_indptr": [0, 4, 3]}, "kv_indptr: expected offsets that do not decrease, got 4 and then 3 at sequence 1$"),
+        ({"kv_indptr": [1, 3, 5]}, "kv_indptr: expected 0 first, got 1$"),
+        ({"kv_indices": [0, 1, 2, 3, 16]}, "kv_indices: expected blocks of 0 to 15, got 16 at sequence 1, entry 1$"),
+        ({"kv_indices": [0, -1, 2, 4, 3]}, "kv_indices: expected blocks of 0 to 15, got -1 at sequence 0, entry 1$"),
+        ({"kv_last_page_len": [4, 1]}, "kv_last_page_len: expected 1 to 3 .*, got 4 at sequence 0$"),
+        ({"kv_last_page_len": [1]}, r"kv_last_page_len: expected shape \[2\], got \[1\]$"),
+        (
+            {"append_key": torch.zeros(3, KV_HEADS, HEAD_SIZE)},
+            r"append_key: expected shape \[2, 2, 16\], got \[3, 2, 16",
+        ),
+        ({"append_value": torch.zeros(2, 1, HEAD_SIZE)}, r"append_value: expected shape \[2, 2, 16\], got \[2, 1, 16"),
+    ],
+    ids=str,
+)
+def test_append_outside_of_its_pages(changes: dict[str, Any], message: str) -> None:
+    """A sequence's tokens reach no page of another, and nothing is written before the error."""
+    batch = Batch([7, 4])
+    arguments = {"batch_indices": [0, 1], "positions": [3, 4], "kv_indptr": [0, 3, 5], "kv_last_page_len": [1, 1]}
+    arguments |= {"kv_indices": batch.indices.tolist()} | changes
+    tensors = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=INDEX)
+        for name, value in arguments.items()
+    }
+    rows_of_new = dict.fromkeys(("append_key", "append_value"), torch.zeros(2, KV_HEADS, HEAD_SIZE))
+    kept = [cache.clone() for cache in batch.cache]
+    with pytest.raises(ValueError, match=f"^append_paged_kv_cache: {message}"):
+        flashinfer.append_paged_kv_cache(paged_kv_cache=batch.cache, **rows_of_new | tensors)
+    for cache, old in zip(batch.cache, kept, strict=True):
+        assert_same_bits(cache, old)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "lengths", "nnz", "message"),
+    [
+        ([0, 1, 3], [5, 1], 3, "seq_lens: expected 0 tokens or more before those of sequence 1, got -1$"),
+        ([0, 1, 3], [5], 3, "seq_lens: expected 2 elements, got 1$"),
+        ([0, 3, 1], [5, 6], 3, "append_indptr: expected offsets that do not decrease, got 3 and then 1 at sequence 1$"),
+        ([1, 2, 3], [5, 6], 3, "append_indptr: expected 0 first, got 1$"),
+        ([0, 1, 3], [5, 6], 2, r"append_indptr: expected at most 2 \(nnz\) last, got 3$"),
+        ([0, 1, 3], [5, 6], -1, "nnz: expected a number that is not negative, got -1$"),
+    ],
+)
+def test_positions_that_do_not_fit_together(indptr: list[int], lengths: list[int], nnz: int, message: str) -> None:
+    tensors = torch.tensor(indptr, dtype=INDEX), torch.tensor(lengths, dtype=INDEX)
+    with pytest.raises(ValueError, match=f"^get_batch_indices_positions: {message}"):
+        flashinfer.get_batch_indices_positions(*tensors, nnz)
 
 
 def test_merges() -> None:
@@ -548,7 +632,6 @@ def test_refused() -> None:
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
 
 
-INDEX = torch.int32
 NOT_FITTING: list[tuple[str, Tensor, str]] = [
     ("last_page_len", torch.tensor([4, 1], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 4 at sequence 0$"),
     ("last_page_len", torch.tensor([1, 0], dtype=INDEX), r"expected 1 to 3 \(page_size\), got 0 at sequence 1$"),

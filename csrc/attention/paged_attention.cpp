@@ -330,6 +330,30 @@ Checked<PagedCheck> check_decode(const Door& door, Tensor& out, const Tensor& qu
   return checked;
 }
 
+// The arguments of paged_attention.
+Checked<PagedCheck> check_ragged(const Door& door, const Tensor& query, const Tensor& key_cache,
+                                 const Tensor& value_cache, const Tensor& block_tables, const Tensor& seq_lens,
+                                 const std::optional<Tensor>& query_start_loc, double scale,
+                                 std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                                 std::optional<int64_t> sliding_window, double softcap,
+                                 const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
+                                 const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                                 bool causal, std::optional<int64_t> right_window) {
+  const Windows windows = check_windows(door, sliding_window, causal, right_window);
+  const float float_softcap = check_softcap(door, softcap);
+  Checked<PagedCheck> checked =
+      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
+                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, kv_cache_dtype, k_scale, v_scale);
+  checked.params.softcap = float_softcap;
+  checked.params.sinks = check_per_head(door, "sinks", sinks, checked.params.num_heads);
+  return checked;
+}
+
+// What there is to run of an op that checks its arguments.
+struct Nothing {};
+
+void run_nothing(const Nothing&) {}
+
 }  // namespace
 
 void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -380,14 +404,25 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            bool causal, std::optional<int64_t> right_window) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention", query);
-  const Windows windows = check_windows(door, sliding_window, causal, right_window);
-  const float float_softcap = check_softcap(door, softcap);
-  Checked<PagedCheck> checked =
-      check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, cache_dtype, k_scale, v_scale);
-  checked.params.softcap = float_softcap;
-  checked.params.sinks = check_per_head(door, "sinks", sinks, checked.params.num_heads);
-  return run_into_new(door, query, std::move(checked));
+  return run_into_new(
+      door, query,
+      check_ragged(door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len,
+                   alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window));
+}
+
+// The schema says that the caches are written, so that compilers keep the op, and keep it before what writes to them.
+void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value_cache, const Tensor& block_tables,
+                           const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, double scale,
+                           std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                           std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
+                           StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
+                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window) {
+  const std::string cache_dtype = take_string(kv_cache_dtype);
+  const Door door("check_paged_attention", query);
+  const Checked<PagedCheck> checked =
+      check_ragged(door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len,
+                   alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window);
+  run_on<run_nothing>(door, checked.check, Nothing{}, [](cudaStream_t) {});
 }
 
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -100,13 +100,3 @@ def window_of(left: int | None) -> int | None:
     """The sliding_window of an inclusive window of `left` tokens before a row's own; None or less than 0 is no window.
     A sliding window counts the row's own token."""
     return None if left is None or left < 0 else left + 1
-
-
-def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
-
-    starts: [num_seqs + 1], from 0 to num_rows.
-    """
-    sequences = torch.arange(starts.shape[0] - 1, device=starts.device)
-    sequence = sequences.repeat_interleave(starts.diff().long(), output_size=num_rows)
-    return sequence, torch.arange(num_rows, device=starts.device) - starts[sequence]

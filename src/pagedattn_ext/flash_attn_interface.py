@@ -15,7 +15,7 @@ from torch import Tensor
 from . import flash_attn
 from ._adapters import call_as, refuse_gradients
 from ._index_checks import check_result
-from .flash_attn._attention import WindowSize
+from .flash_attn._arguments import WindowSize
 from .ops._call import check_rank
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The attention ops with what flash-attn takes and the ops do not: heads of any width, scales by head, fp8 queries,
 attention in chunks, rows that are not used.
 
-`attend_pages` and `append` turn such arguments into ones that the ops take, one kind after the other, and call
-themselves with the rest. Their errors are in the terms of the ops: `call_as` gives them those of the caller.
+`_prepared` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
+the terms of the ops: `call_as` gives them those of the caller.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import is_one_scale, refuse_bools, rows_of, scale_tensor
+from .._adapters import is_one_scale, refuse_bools, scale_tensor
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from (out, lse) to (out, lse)
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -43,28 +45,48 @@ def attend_pages(
 
     fp8 queries give bf16, as in FlashAttention-3. Rows that are not used give zeros and an lse of -inf.
     """
+    arguments, steps = _prepared(function, query, keys, starts, options, extras)
+    out, lse = ops.paged_attention(**arguments)
+    for step in steps:
+        out, lse = step(out, lse)
+    return out, lse
+
+
+def check_pages(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> None:
+    """Raises what `attend_pages` would raise, and computes nothing."""
+    arguments, _ = _prepared(function, query, keys, starts, options, extras)
+    ops.check_paged_attention(**arguments)
+
+
+def _prepared(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> tuple[dict[str, Any], list[Step]]:
+    """The arguments of the op, and the steps from its results to those of the function."""
     key_cache, value_cache, block_tables, seq_lens = keys
     if extras.seqused_q is not None:
         used, extras = extras.seqused_q, extras._replace(seqused_q=None)
-        return _attend_used_rows(function, query, keys, starts, used, options, extras)
+        return _of_used_rows(function, query, keys, starts, used, options, extras)
     if query.dtype in FP8 or _scales_differ(extras):
-        return _attend_scaled(function, query, keys, starts, options, extras)
+        return _scaled(function, query, keys, starts, options, extras)
     if extras.attention_chunk:
         _check_batch(query, keys, starts)
         keys, starts, sequences = _in_chunks(query.shape[0], keys, starts, extras.attention_chunk)
         slopes = options["alibi_slopes"]
         if slopes is not None and slopes.dim() == 2:
             options = options | {"alibi_slopes": slopes[sequences]}
-        return attend_pages(function, query, keys, starts, options, extras._replace(attention_chunk=0))
+        return _prepared(function, query, keys, starts, options, extras._replace(attention_chunk=0))
     if not _are_of_op(key_cache, value_cache):
         width = _width_of_op(key_cache, value_cache)
         keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
-        out, lse = attend_pages(function, _widened(query, width), keys, starts, options, extras)
-        return out[..., : value_cache.shape[-1]].contiguous(), lse
-    return ops.paged_attention(
-        query, key_cache, value_cache, block_tables, seq_lens,
-        query_start_loc=starts, **options, **_scales(function, extras),
-    )  # fmt: skip
+        arguments, steps = _prepared(function, _widened(query, width), keys, starts, options, extras)
+        return arguments, [lambda out, lse: (out[..., : value_cache.shape[-1]].contiguous(), lse), *steps]
+    arguments = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": block_tables,
+        "seq_lens": seq_lens, "query_start_loc": starts, **options, **_scales(function, extras),
+    }  # fmt: skip
+    return arguments, []
 
 
 def attend_ragged(
@@ -170,9 +192,9 @@ def _scales_differ(extras: Extras) -> bool:
     return not (is_one_scale(extras.k_descale) and is_one_scale(extras.v_descale))
 
 
-def _attend_scaled(
+def _scaled(
     function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> tuple[Tensor, Tensor]:
+) -> tuple[dict[str, Any], list[Step]]:
     """With queries and results in fp32 that carry the scales: a scale of keys is one of queries just as well, and a
     scale of values one of results. A cache that is not fp8 is not scaled."""
     _check_batch(query, keys, starts)
@@ -186,12 +208,13 @@ def _attend_scaled(
         if query.dtype in FP8:
             expected = f"{keys[0].dtype}, the dtype of the keys"
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
-        return attend_pages(function, query, keys, starts, options, extras)
+        return _prepared(function, query, keys, starts, options, extras)
     scaled = query.float() * k_scale
     if query.dtype in FP8:
         scaled = scaled * q_scale
-    out, lse = attend_pages(function, scaled, keys, starts, options, extras)
-    return (out * v_scale).to(torch.bfloat16 if query.dtype in FP8 else query.dtype), lse
+    dtype = torch.bfloat16 if query.dtype in FP8 else query.dtype
+    arguments, steps = _prepared(function, scaled, keys, starts, options, extras)
+    return arguments, [*steps, lambda out, lse: ((out * v_scale).to(dtype), lse)]
 
 
 def _by_row(
@@ -210,14 +233,14 @@ def _by_row(
             f"{function.__name__}: {name}: expected one element, or shape [{num_seqs}, {num_kv_heads}] (a scale for "
             f"each sequence and KV head), got shape {list(scale.shape)}"
         )
-    of_rows = scale.float() if starts is None else scale.float()[rows_of(starts, num_rows)[0]]
+    of_rows = scale.float() if starts is None else scale.float()[_rows_of(starts, num_rows)[0]]
     return of_rows.repeat_interleave(num_heads // num_kv_heads, 1)[..., None]
 
 
 # ---- rows and chunks -------------------------------------------------------------------------------------------------
 
 
-def _attend_used_rows(
+def _of_used_rows(
     function: Function,
     query: Tensor,
     keys: Keys,
@@ -225,7 +248,7 @@ def _attend_used_rows(
     used: Tensor,
     options: dict[str, Any],
     extras: Extras,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[dict[str, Any], list[Step]]:
     """Of each sequence the first `used` rows, which are its last tokens."""
     _check_batch(query, keys, starts)
     num_rows = query.shape[0]
@@ -239,14 +262,18 @@ def _attend_used_rows(
             f"{function.__name__}: seqused_q: expected for each of the {len(room)} sequences 0 to its rows "
             f"{room.tolist()}, got {used.tolist()}"
         )
-    sequence, place = rows_of(starts, num_rows)
+    sequence, place = _rows_of(starts, num_rows)
     rows = (place < used[sequence]).nonzero()[:, 0]
     used_starts = pad(used.cumsum(0), (1, 0))
-    used_out, used_lse = attend_pages(function, query[rows], keys, used_starts, options, extras)
-    out = used_out.new_zeros(num_rows, *used_out.shape[1:])
-    lse = used_lse.new_full((num_rows, used_lse.shape[1]), -torch.inf)
-    out[rows], lse[rows] = used_out, used_lse
-    return out, lse
+    arguments, steps = _prepared(function, query[rows], keys, used_starts, options, extras)
+
+    def among_all(used_out: Tensor, used_lse: Tensor) -> tuple[Tensor, Tensor]:
+        out = used_out.new_zeros(num_rows, *used_out.shape[1:])
+        lse = used_lse.new_full((num_rows, used_lse.shape[1]), -torch.inf)
+        out[rows], lse[rows] = used_out, used_lse
+        return out, lse
+
+    return arguments, [*steps, among_all]
 
 
 def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> tuple[Keys, Tensor, Tensor]:
@@ -259,7 +286,7 @@ def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> 
     key_cache, value_cache, block_tables, seq_lens = keys
     if starts is None:
         starts = torch.arange(num_rows + 1, device=seq_lens.device)
-    sequence, place = rows_of(starts, num_rows)
+    sequence, place = _rows_of(starts, num_rows)
     position = (seq_lens - starts.diff())[sequence] + place
     chunk_of_row = torch.div(position, chunk, rounding_mode="floor").clamp(min=-1)
     begins = torch.ones(num_rows, dtype=torch.bool, device=starts.device)
@@ -278,3 +305,8 @@ def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> 
     # Behind a chunk's own pages stand any others.
     tables = block_tables[sequences[:, None], entries.clamp(max=block_tables.shape[1] - 1)]
     return (key_cache, value_cache, tables, lengths), pad(first_rows, (0, 1), value=num_rows), sequences
+
+
+def _rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows]."""
+    return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)

@@ -8,26 +8,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, refuse_bools, refuse_gradients, rows_of, window_of
-from ..ops._call import check_rank, to_int
-from ._attend import FP8, Extras, append, attend_pages, attend_ragged
-
-WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or less than 0 is no window
-
-# The names of the ops' arguments in those of the functions.
-DENSE_NAMES = {
-    "query": "q", "key_cache": "k", "value_cache": "v", "seq_lens": "k", "block_tables": "k", "scale": "softmax_scale",
-    "softcap": "softcap", "sliding_window": "window_size", "right_window": "window_size",
-    "alibi_slopes": "alibi_slopes", "k_scale": "k_descale", "v_scale": "v_descale",
-}  # fmt: skip
-VARLEN_NAMES = DENSE_NAMES | {
-    "key": "k", "value": "v", "query_start_loc": "cu_seqlens_q", "key_start_loc": "cu_seqlens_k",
-    "seq_lens": "seqused_k", "block_tables": "block_table",
-}  # fmt: skip
-CACHE_NAMES = VARLEN_NAMES | {
-    "key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens", "slot_mapping": "cache_seqlens",
-    "cos_sin_cache": "rotary_cos", "positions": "cache_seqlens",
-}  # fmt: skip
+from .._adapters import call_as, expect_defaults, refuse_gradients
+from .._index_checks import check_indices
+from ..ops._call import check_rank
+from ._arguments import (
+    NAMES,
+    WindowSize,
+    check_new,
+    check_out,
+    check_ranks,
+    chunk_of,
+    one_of,
+    options_of,
+    results_of,
+    rows_of,
+    sinks_of,
+    with_contiguous_heads,
+)
+from ._attend import Extras, append, attend_pages, attend_ragged, check_pages
 
 
 def flash_attn_func(
@@ -83,24 +81,24 @@ def flash_attn_func(
     function = flash_attn_func
     expect_defaults(function, dropout_p=dropout_p, qv=qv)
     refuse_gradients(function, q=q, k=k, v=v)
-    _check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
-    _check_out(function, out, q, v)
+    check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
+    check_out(function, out, q, v)
     batch, seqlen_k = k.shape[:2]
-    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
-    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk))
+    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk))
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
     keys = (
-        _with_contiguous_heads(k),
-        _with_contiguous_heads(v),
+        with_contiguous_heads(k),
+        with_contiguous_heads(v),
         torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
     )
-    attended, lse = call_as(
-        function, DENSE_NAMES, attend_pages, function, _rows(q), keys, _starts(q, None), options, extras
-    )
-    return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
+    names = NAMES | dict.fromkeys(("key_cache", "seq_lens", "block_tables"), "k") | {"value_cache": "v"}
+    arguments = function, rows_of(q), keys, _starts(q, None), options, extras
+    attended, lse = call_as(function, names, attend_pages, *arguments)
+    return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -164,38 +162,52 @@ def flash_attn_varlen_func(
     function = flash_attn_varlen_func
     expect_defaults(function, dropout_p=dropout_p, qv=qv)
     refuse_gradients(function, q=q, k=k, v=v)
-    block_table = _one_of(function, block_table=block_table, page_table=page_table)
+    block_table = one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
-    _check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
-    _check_out(function, out, q, v)
-    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk), seqused_q)
+    check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
+    check_out(function, out, q, v)
+    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk), seqused_q)
     return_lse = return_lse or return_softmax_lse
+    check_indices(function, "cu_seqlens_q", cu_seqlens_q)
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    names = NAMES | {"key_cache": "k", "value_cache": "v", "seq_lens": lengths}
+    names["block_tables"] = "block_table" if page_table is None else "page_table"
+    if cu_seqlens_k is not None and (block_table is None or seqused_k is None):
+        check_indices(function, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
-        k, v = (_with_contiguous_heads(tensor) for tensor in (k, v))
+        k, v = (with_contiguous_heads(tensor) for tensor in (k, v))
         if seqused_k is None and k.itemsize > 1 and not extras.need_pages(q):
-            attended, lse = call_as(
-                function, VARLEN_NAMES, attend_ragged, _rows(q), k, v, cu_seqlens_q, cu_seqlens_k, options
-            )
-            return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
-        k, v = k[:, None], v[:, None]  # tokens are pages
+            ragged = rows_of(q), k, v, cu_seqlens_q, cu_seqlens_k, options
+            attended, lse = call_as(function, names, attend_ragged, *ragged)
+            return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
         if seqused_k is None:
             seqused_k = cu_seqlens_k.diff()
-        if max_seqlen_k is None:
-            max_seqlen_k = int(seqused_k.max())
-        block_table = _consecutive_pages(cu_seqlens_k[:-1], max_seqlen_k)
+        k, v = k[:, None], v[:, None]  # tokens are pages
+        num_keys = k.shape[0]
+        block_table = call_as(
+            function,
+            names
+            | {"max_num_blocks_per_seq": "max_seqlen_k"}
+            | dict.fromkeys(("first_blocks", "end_blocks"), "cu_seqlens_k"),
+            ops.consecutive_block_tables,
+            cu_seqlens_k[:-1],
+            cu_seqlens_k[1:],
+            seqused_k,
+            num_keys if max_seqlen_k is None else min(max_seqlen_k, num_keys),
+            num_keys,
+        )
     elif seqused_k is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without seqused_k, got None")
         seqused_k = cu_seqlens_k.diff()
     keys = (k, v, block_table, seqused_k)
-    attended, lse = call_as(
-        function, VARLEN_NAMES, attend_pages, function, _rows(q), keys, cu_seqlens_q, options, extras
-    )
-    return _results(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
+    attended, lse = call_as(function, names, attend_pages, function, rows_of(q), keys, cu_seqlens_q, options, extras)
+    return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -270,110 +282,90 @@ def flash_attn_with_kvcache(
     function = flash_attn_with_kvcache
     expect_defaults(function, qv=qv)
     refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    block_table = _one_of(function, block_table=block_table, page_table=page_table)
-    _check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
-    _check_out(function, out, q, v_cache)
-    query = _rows(q)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    block_table = one_of(function, block_table=block_table, page_table=page_table)
+    check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
+    names = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
+    names |= {"positions": "cache_seqlens", "first_positions": "cache_seqlens", "start_loc": "cu_seqlens_k_new"}
+    check_out(function, out, q, v_cache)
+    query = rows_of(q)
+    if cu_seqlens_q is not None:
+        check_indices(function, "cu_seqlens_q", cu_seqlens_q)
+    num_seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if block_table is not None:
         expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+        names["block_tables"] = "block_table" if page_table is None else "page_table"
+        check_rank(function.__name__, names["block_tables"], block_table, 2)
     else:  # each sequence of the cache is a page
+        names["block_tables"] = "k_cache" if cache_batch_idx is None else "cache_batch_idx"
         if cache_batch_idx is None:
-            cache_batch_idx = torch.arange(batch, dtype=torch.int32, device=q.device)
+            cache_batch_idx = torch.arange(num_seqs, dtype=torch.int32, device=q.device)
+        check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
         block_table = cache_batch_idx[:, None]
     if cache_seqlens is None:
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = torch.full((batch,), cache_seqlens, device=q.device)
-    sinks = _sinks(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = _options(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, _chunk(function, attention_chunk))
+        cache_seqlens = torch.full((num_seqs,), cache_seqlens, device=q.device)
+    check_indices(function, "cache_seqlens", cache_seqlens, num_seqs)
+    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk))
 
-    seq_lens = cache_seqlens
+    seq_lens, new = cache_seqlens, None
     if k is None or v is None:
         for name, tensor in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if tensor is not None:
                 raise ValueError(f"flash_attn_with_kvcache: {name}: expected None without both k and v, got a tensor")
     else:
         rank = 4 if cu_seqlens_k_new is None else 3
-        _check_new(function, k_cache, v_cache, k=(k, rank), v=(v, rank))
-        key = _rows(k)
-        slots = _slots(block_table, _positions(cache_seqlens, k, cu_seqlens_k_new), cu_seqlens_k_new, k_cache.shape[1])
-        if rotary_cos is not None and rotary_sin is not None:
-            cos_sin = torch.cat([rotary_cos, rotary_sin], dim=-1)
+        check_new(function, k_cache, v_cache, k=(k, rank), v=(v, rank))
+        if cu_seqlens_k_new is not None:
+            check_indices(function, "cu_seqlens_k_new", cu_seqlens_k_new, num_seqs + 1)
+        elif k.shape[0] != num_seqs:
+            raise ValueError(f"flash_attn_with_kvcache: k: expected {num_seqs} sequences, as q has, got {k.shape[0]}")
+        batch_indices, positions = _positions(function, names, cache_seqlens, k, cu_seqlens_k_new)
+        slots = call_as(
+            function,
+            names,
+            ops.compute_slot_mapping,
+            positions,
+            block_table,
+            k_cache.shape[1],
+            k_cache.shape[0],
+            batch_indices=batch_indices,
+        )
+        key = rows_of(k)
+        if rotary_cos is not None or rotary_sin is not None:
+            cos_sin = _cos_sin(function, rotary_cos, rotary_sin)
+            if rotary_seqlens is not None:
+                check_indices(function, "rotary_seqlens", rotary_seqlens, num_seqs)
+                cache_names = names | {"first_positions": "rotary_seqlens"}
+                _, positions = _positions(function, cache_names, rotary_seqlens, k, cu_seqlens_k_new)
             first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-            key = _rotated(key, _positions(first, k, cu_seqlens_k_new), cos_sin, rotary_interleaved)
-            successive = causal or any(side is not None and side >= 0 for side in window_size)
-            query = _rotated(query, _positions(first, q, cu_seqlens_q, successive), cos_sin, rotary_interleaved)
-        starts = _starts(k, cu_seqlens_k_new)
-        call_as(function, CACHE_NAMES, append, function, key, _rows(v), k_cache, v_cache, slots, starts, extras)
+            key = _rotated(function, key, positions, cos_sin, rotary_interleaved)
+            sequence, positions = _positions(function, names | {"start_loc": "cu_seqlens_q"}, first, q, cu_seqlens_q)
+            if not causal and all(side is None or side < 0 for side in window_size):
+                positions = first if sequence is None else first[sequence]  # nothing orders the rows
+            query = _rotated(function, query, positions, cos_sin, rotary_interleaved)
+        new = key, rows_of(v), k_cache, v_cache, slots, _starts(k, cu_seqlens_k_new), extras
         seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
 
-    if cache_leftpad is not None:  # tokens are pages
-        block_table = _consecutive_pages(block_table[:, 0] * k_cache.shape[1] + cache_leftpad, k_cache.shape[1])
-        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
+    caches = k_cache, v_cache
+    if cache_leftpad is not None:
+        check_indices(function, "cache_leftpad", cache_leftpad, num_seqs)
+        block_table = _tables_behind_padding(function, names, block_table[:, 0], k_cache, seq_lens, cache_leftpad)
         seq_lens = seq_lens - cache_leftpad
-    keys = (k_cache, v_cache, block_table, seq_lens)
-    attended, lse = call_as(
-        function, CACHE_NAMES, attend_pages, function, query, keys, _starts(q, cu_seqlens_q), options, extras
-    )
-    return _results(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
+        caches = _tokens_as_pages(*caches)
+    tables, starts = (block_table, seq_lens), _starts(q, cu_seqlens_q)
+    if new is not None:
+        call_as(function, names, check_pages, function, query, (*caches, *tables), starts, options, extras)
+        call_as(function, names, append, function, *new)
+        if cache_leftpad is not None:
+            caches = _tokens_as_pages(k_cache, v_cache)  # which may be copies
+    attended, lse = call_as(function, names, attend_pages, function, query, (*caches, *tables), starts, options, extras)
+    return results_of(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
 
 
-# ---- what flash-attn means in the terms of the ops -------------------------------------------------------------------
-
-
-def _options(
-    function: Callable[..., Any],
-    q: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> dict[str, Any]:
-    """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
-    refuse_bools(function, softmax_scale=softmax_scale, softcap=softcap)
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}") from None
-    left, right = (None if side is None else to_int(function.__name__, "window_size", side) for side in (left, right))
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
-    return {
-        "scale": max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale,
-        "causal": causal,
-        "sliding_window": window_of(left),
-        "right_window": None if causal or right is None or right < 0 else right,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
-
-
-def _results(
-    q: Tensor, attended: Tensor, lse: Tensor, out: Tensor | None, *, return_lse: bool, return_attn_probs: bool = False
-) -> Any:
-    """What a function returns, of the op's [num_rows, num_heads, head_size] and [num_rows, num_heads]."""
-    attended = attended.view(*q.shape[:-1], attended.shape[-1])
-    if out is not None:
-        attended = out.copy_(attended)
-    if not (return_lse or return_attn_probs):
-        return attended
-    lse = lse.view(q.shape[:-1]).transpose(-2, -1).contiguous()
-    return (attended, lse, q.new_empty(0)) if return_attn_probs else (attended, lse)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., num_heads, head_size] -> [num_rows, num_heads, head_size], each row contiguous."""
-    rows = tensor.flatten(0, -3)
-    return rows if rows[:1].is_contiguous() else rows.contiguous()
-
-
-def _with_contiguous_heads(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+# ---- where rows and tokens lie --------------------------------------------------------------------------------------
 
 
 def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
@@ -384,97 +376,70 @@ def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     return None if seqlen == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
 
 
-def _positions(first: Tensor, rows: Tensor, cu_seqlens: Tensor | None, successive: bool = True) -> Tensor:
-    """The position of each row, in sequences whose first rows stand at `first` [batch]; the other rows behind these,
-    or if not successive at the same positions. [total] with cu_seqlens, otherwise rows are [batch, seqlen, ...]."""
-    if cu_seqlens is None:
-        place = torch.arange(rows.shape[1], device=first.device)
-        return first[:, None] + (place if successive else 0 * place)
-    sequence, place = rows_of(cu_seqlens, rows.shape[0])
-    return first[sequence] + (place if successive else 0)
+def _positions(
+    function: Callable[..., Any], names: dict[str, str], first: Tensor, rows: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """The sequence and the position of each row, in sequences whose first rows stand at `first` [batch]. Without
+    cu_seqlens rows are [batch, seqlen, ...]. The sequences are None if row i is of sequence i."""
+    if cu_seqlens is None and rows.shape[1] == 1:
+        return None, first
+    num_rows = rows.shape[0] if cu_seqlens is not None else rows.shape[0] * rows.shape[1]
+    sequences, positions = call_as(function, names, ops.batch_positions, cu_seqlens, first, num_rows)
+    return sequences, positions
 
 
-def _consecutive_pages(first: Tensor, num_pages: int) -> Tensor:
-    """Block tables of sequences whose pages lie one after the other, from `first` [num_seqs] on."""
-    return first[:, None] + torch.arange(num_pages, dtype=first.dtype, device=first.device)
+def _tables_behind_padding(
+    function: Callable[..., Any],
+    names: dict[str, str],
+    cache_batch_idx: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    cache_leftpad: Tensor,
+) -> Tensor:
+    """Block tables of the tokens behind the padding of each sequence, for caches whose tokens are pages."""
+    num_sequences, num_slots = k_cache.shape[:2]
+    first = cache_batch_idx * num_slots
+    names = names | {"left_padding": "cache_leftpad"}
+    names |= dict.fromkeys(("first_blocks", "end_blocks"), names["block_tables"])
+    return call_as(
+        function,
+        names,
+        ops.consecutive_block_tables,
+        first,
+        first + num_slots,
+        seq_lens,
+        num_slots,
+        num_sequences * num_slots,
+        left_padding=cache_leftpad,
+    )
 
 
-def _slots(block_table: Tensor, position: Tensor, cu_seqlens: Tensor | None, page_size: int) -> Tensor:
-    """slot_mapping of the tokens at these positions [batch, seqlen], with cu_seqlens [total]."""
-    if position.is_cpu and position.numel():
-        first, last = map(int, position.aminmax())
-        if first < 0 or last >= block_table.shape[1] * page_size:
-            raise ValueError(
-                "flash_attn_with_kvcache: cache_seqlens: expected 0 or more, and room for the new tokens, got new "
-                f"tokens from {first} to {last} in caches for {block_table.shape[1] * page_size}"
-            )
-    pages = torch.div(position, page_size, rounding_mode="floor")
-    if cu_seqlens is None:
-        blocks = block_table.gather(1, pages)
-    else:
-        blocks = block_table[rows_of(cu_seqlens, position.shape[0])[0], pages]
-    return torch.add(position % page_size, blocks.long(), alpha=page_size).flatten()
+def _tokens_as_pages(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
 
 
-def _rotated(rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> Tensor:
-    rotated = rows.clone()
-    positions = positions.long().flatten()
-    ops.rotary_embedding(positions, rotated, None, rows.shape[-1], cos_sin_cache, not interleaved)
-    return rotated
-
-
-def _one_of(function: Callable[..., Any], **spellings: Tensor | None) -> Tensor | None:
-    """The argument of several names that is given."""
-    given = {name: tensor for name, tensor in spellings.items() if tensor is not None}
-    if len(given) > 1:
-        first, second = list(given)[:2]
-        raise ValueError(f"{function.__name__}: {second}: expected None beside {first}, of which it is another name")
-    return next(iter(given.values()), None)
-
-
-def _sinks(function: Callable[..., Any], q: Tensor, **spellings: Tensor | None) -> Tensor | None:
-    """The sinks as the ops take them, fp32 [num_heads]."""
-    sinks = _one_of(function, **spellings)
-    if sinks is None:
-        return None
-    if sinks.shape != (num_heads := q.shape[-2],):
-        name = next(name for name, tensor in spellings.items() if tensor is not None)
-        raise ValueError(f"{function.__name__}: {name}: expected shape [{num_heads}], got {list(sinks.shape)}")
-    return sinks.float().contiguous()
-
-
-def _chunk(function: Callable[..., Any], attention_chunk: int) -> int:
-    chunk = to_int(function.__name__, "attention_chunk", attention_chunk)
-    if chunk < 0:
-        raise ValueError(f"{function.__name__}: attention_chunk: expected 0 or more tokens, got {chunk}")
-    return chunk
-
-
-def _check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
-    """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
-    for name, (tensor, rank) in tensors.items():
-        check_rank(function.__name__, name, tensor, rank)
-    (query, (q, _)), (_, (k, _)), _ = tensors.items()
-    if q.shape[-1] != k.shape[-1]:
-        message = f"expected heads of {k.shape[-1]} elements, as the keys have, got {q.shape[-1]}"
-        raise ValueError(f"{function.__name__}: {query}: {message}")
-
-
-def _check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **tensors: tuple[Tensor, int]) -> None:
-    """The rank of new keys and values, and that their heads are those of the caches."""
-    for (name, (tensor, rank)), cache in zip(tensors.items(), (k_cache, v_cache), strict=True):
-        check_rank(function.__name__, name, tensor, rank)
-        if tensor.shape[-2:] != cache.shape[-2:]:
-            expected, got = list(cache.shape[-2:]), list(tensor.shape[-2:])
-            raise ValueError(f"{function.__name__}: {name}: expected heads {expected}, as in {name}_cache, got {got}")
-
-
-def _check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:
-    if out is None:
-        return
-    shape, dtype = (*q.shape[:-1], v.shape[-1]), torch.bfloat16 if q.dtype in FP8 else q.dtype
-    if out.shape != shape or out.dtype != dtype or out.device != q.device:
-        raise ValueError(
-            f"{function.__name__}: out: expected shape {list(shape)}, {dtype} on {q.device}, got {list(out.shape)}, "
-            f"{out.dtype} on {out.device}"
+def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None) -> Tensor:
+    """The two side by side, as `ops.rotary_embedding` has them."""
+    if rotary_cos is None or rotary_sin is None:
+        missing, given = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
+        raise ValueError(f"{function.__name__}: {missing}: expected a tensor beside {given}, got None")
+    check_rank(function.__name__, "rotary_cos", rotary_cos, 2)
+    if rotary_sin.shape != rotary_cos.shape:
+        expected, got = list(rotary_cos.shape), list(rotary_sin.shape)
+        raise ValueError(f"{function.__name__}: rotary_sin: expected shape {expected}, as rotary_cos has, got {got}")
+    if rotary_sin.dtype != rotary_cos.dtype:
+        raise TypeError(
+            f"{function.__name__}: rotary_sin: expected dtype {rotary_cos.dtype}, as rotary_cos has, got "
+            f"{rotary_sin.dtype}"
         )
+    return torch.cat([rotary_cos, rotary_sin], dim=-1)
+
+
+def _rotated(
+    function: Callable[..., Any], rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
+) -> Tensor:
+    rotated = rows.clone()
+    names = NAMES | {"cos_sin_cache": "rotary_cos", "positions": "cache_seqlens"}
+    arguments = positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved
+    call_as(function, names, ops.rotary_embedding, *arguments)
+    return rotated

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .._adapters import call_as, refuse_gradients
 from ..ops._call import check_rank
-from ._attention import WindowSize, flash_attn_func, flash_attn_varlen_func
+from ._arguments import WindowSize
+from ._attention import flash_attn_func, flash_attn_varlen_func
 
 QKV_NAMES = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 KV_NAMES = {"k": "kv", "v": "kv"}

@@ -19,7 +19,10 @@ Dtype = str | torch.dtype
 
 def scale_of(sm_scale: float | None, head_dim: int, *factors: Scale) -> float:
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    return scale * math.prod(float(factor) for factor in factors if factor is not None)
+    for factor in factors:
+        if factor is not None:
+            scale *= float(factor)
+    return scale
 
 
 def options_of(scale: float, causal: bool, window_left: int, logits_soft_cap: float | None) -> dict[str, Any]:

@@ -3,12 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import rows_of
+from .._adapters import call_as
+from .._index_checks import check_indices, check_result
 
 PagedCache = Tensor | tuple[Tensor, Tensor]
+
+# What `append_paged_kv_cache` calls the arguments of the ops.
+NAMES = {"key": "append_key", "value": "append_value", "key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
+NAMES |= {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "last_block_lens": "kv_last_page_len"}
+NAMES |= {"slot_mapping": "positions", "block_size": "page_size"}
 
 
 def append_paged_kv_cache(
@@ -22,17 +29,40 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Writes keys and values [num_tokens, num_kv_heads, head_dim] to these positions (int [num_tokens]) of these
-    sequences (batch_indices, int [num_tokens]), whose pages kv_indptr and kv_indices name as in `plan`. What is fp8
-    already is written as it is."""
-    check_layout(append_paged_kv_cache, kv_layout)
+    """Writes keys and values of new tokens into the pages of their sequences.
+
+    Args:
+        append_key, append_value: [num_tokens, num_kv_heads, head_dim]. What is fp8, as the cache is, is written bit for
+            bit.
+        batch_indices, positions: int32 or int64 [num_tokens], the sequence of each token, and its position there. A
+            token with a negative sequence is skipped.
+        kv_indices, kv_indptr, kv_last_page_len: the pages of the sequences, as in `plan`.
+
+    Raises:
+        ValueError: before anything is written, for a position outside of the pages of its sequence, for a page outside
+            of the cache, and for lists that do not fit together.
+    """
+    function = append_paged_kv_cache
+    check_layout(function, kv_layout)
     key_cache, value_cache = pages_of(paged_kv_cache, kv_layout)
-    page_size = key_cache.shape[1]
-    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
-    slots = pages.long() * page_size + positions % page_size
-    if append_key.itemsize == 1:
-        append_key, append_value = append_key.half(), append_value.half()  # exact, and so is the way back
-    ops.reshape_and_cache(append_key, append_value, key_cache, value_cache, slots)
+    slots = call_as(
+        function,
+        NAMES,
+        ops.compute_slot_mapping,
+        positions,
+        kv_indices,
+        key_cache.shape[1],
+        key_cache.shape[0],
+        batch_indices=batch_indices,
+        block_start_loc=kv_indptr,
+        last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
+    )
+    rows, caches = (append_key.contiguous(), append_value.contiguous()), (key_cache, value_cache)
+    if append_key.itemsize == 1 and append_key.dtype == append_value.dtype == key_cache.dtype == value_cache.dtype:
+        # The op would round its rows to fp8. Two elements of fp8 are moved as one of fp16.
+        rows = rows[0].view(torch.float16), rows[1].view(torch.float16)
+        caches = key_cache.view(torch.float16), value_cache.view(torch.float16)
+    call_as(function, NAMES, ops.reshape_and_cache, *rows, *caches, slots)
 
 
 def get_batch_indices_positions(
@@ -42,10 +72,24 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sequence and the position of each of nnz new tokens, the last ones of sequences of these lengths; int32
-    [nnz]. append_indptr [batch + 1] is where the new tokens of each sequence begin."""
-    sequence, place = rows_of(append_indptr, nnz)
-    position = (seq_lens - append_indptr.diff())[sequence] + place
+    """The sequence and the position of each of nnz new tokens, the last ones of sequences of these lengths.
+
+    Args:
+        append_indptr: int32 or int64 [batch + 1], where the new tokens of each sequence begin, at most nnz.
+        seq_lens: int32 or int64 [batch], the new tokens included.
+        batch_indices, positions: int32 [nnz], where the results go; allocated by default.
+
+    Returns:
+        (batch_indices, positions), int32 [nnz]. Behind the tokens of all sequences these are -1 and 0.
+    """
+    function = get_batch_indices_positions
+    check_indices(function, "append_indptr", append_indptr)
+    check_indices(function, "seq_lens", seq_lens, append_indptr.shape[0] - 1)
+    names = {"start_loc": "append_indptr", "first_positions": "seq_lens", "num_tokens": "nnz"}
+    first = seq_lens.to(append_indptr.device) - append_indptr.diff()
+    sequence, position = call_as(function, names, ops.batch_positions, append_indptr, first, nnz)
+    check_result(function, "batch_indices", batch_indices, sequence)
+    check_result(function, "positions", positions, position)
     return (
         sequence.int() if batch_indices is None else batch_indices.copy_(sequence),
         position.int() if positions is None else positions.copy_(position),
@@ -54,6 +98,8 @@ def get_batch_indices_positions(
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """The lengths of sequences in pages."""
+    check_indices(get_seq_lens, "kv_indptr", kv_indptr)
+    check_indices(get_seq_lens, "kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 

@@ -245,7 +245,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         the rest as in the decode wrapper."""
         plan = self._plan
         plan.check_shapes(type(self).run, q, k)
-        starts = (indptr.to(q.device) for indptr in self._starts)
+        starts = [indptr.to(q.device) for indptr in self._starts]
         options = plan.options(q_scale, k_scale)
         attended, natural_lse = call_as(type(self).run, NAMES, ops.varlen_attention, q, k, v, *starts, **options)
         return results_of(type(self).run, attended, natural_lse, v_scale, out, lse, return_lse)

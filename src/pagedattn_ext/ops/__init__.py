@@ -43,8 +43,24 @@ RuntimeError with the same text, and the type behind: "... (ValueError)".
 
 from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
-from .attention import merge_attn_states, paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention
-from .cache import copy_blocks, gather_cached_kv, reshape_and_cache, reshape_and_cache_flash, swap_blocks
+from .attention import (
+    check_paged_attention,
+    merge_attn_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    varlen_attention,
+)
+from .cache import (
+    batch_positions,
+    compute_slot_mapping,
+    consecutive_block_tables,
+    copy_blocks,
+    gather_cached_kv,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    swap_blocks,
+)
 from .collectives import all_gather_shared, all_reduce_shared
 from .layernorm import fused_add_rms_norm, rms_norm
 from .linear import (
@@ -64,6 +80,10 @@ __all__ = [
     "all_gather_shared",
     "all_reduce_shared",
     "apply_token_bitmask",
+    "batch_positions",
+    "check_paged_attention",
+    "compute_slot_mapping",
+    "consecutive_block_tables",
     "copy_blocks",
     "fused_add_rms_norm",
     "gather_cached_kv",

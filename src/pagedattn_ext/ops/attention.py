@@ -201,24 +201,78 @@ def paged_attention(
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
         the exponentials of a row's logits.
     """
-    if scale is None:
-        check_tensors("paged_attention", query=query)
-        check_rank("paged_attention", "query", query, 3)
-        scale = _default_scale(query)
-    check_bool("paged_attention", "causal", causal)
-    refuse_bools("paged_attention", scale=scale, softcap=softcap)
-    if max_seq_len is not None:
-        check_tensors("paged_attention", key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
-        check_rank("paged_attention", "value_cache", value_cache, 4)
-        check_rank("paged_attention", "block_tables", block_tables, 2)
-        num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
-        max_seq_len = _bound_of_lengths("paged_attention", max_seq_len, num_slots)
+    arguments = _ragged_arguments(
+        "paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
+    )
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        query_start_loc=query_start_loc, scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes,
-        sliding_window=sliding_window, softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype,
-        k_scale=k_scale, v_scale=v_scale, causal=causal, right_window=right_window,
+        query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        right_window=right_window,
     )  # fmt: skip
+
+
+def check_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    scale: float | None = None,
+    max_seq_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool = True,
+    right_window: int | None = None,
+) -> None:
+    """Raises what `paged_attention` would raise with these arguments, and computes nothing.
+
+    For a step that writes new tokens into the cache and attends then: called before anything is written, with the
+    lengths that the sequences have then, this function finds what is wrong with the attention to come.
+    """
+    arguments = _ragged_arguments(
+        "check_paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
+    )
+    call(
+        "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
+        query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        right_window=right_window,
+    )  # fmt: skip
+
+
+def _ragged_arguments(
+    op: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    scale: float | None,
+    softcap: float,
+    causal: bool,
+    max_seq_len: int | None,
+) -> dict[str, Any]:
+    """The last four, with defaults filled in."""
+    refuse_bools(op, scale=scale, softcap=softcap)
+    if scale is None:
+        check_tensors(op, query=query)
+        check_rank(op, "query", query, 3)
+        scale = _default_scale(query)
+    check_bool(op, "causal", causal)
+    if max_seq_len is not None:
+        check_tensors(op, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
+        check_rank(op, "value_cache", value_cache, 4)
+        check_rank(op, "block_tables", block_tables, 2)
+        num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
+        max_seq_len = _bound_of_lengths(op, max_seq_len, num_slots)
+    return {"scale": scale, "softcap": softcap, "causal": causal, "max_seq_len": max_seq_len}
 
 
 def varlen_attention(

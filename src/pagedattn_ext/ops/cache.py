@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._call import call, check_tensors
+from ._call import call, check_one_device, check_tensors
 
 
 def reshape_and_cache(
@@ -88,3 +88,111 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
         block_mapping: int64 [num_pairs, 2], (block of src, block of dst), every block of dst at most once.
     """
     call("swap_blocks", src, dst, block_mapping)
+
+
+def batch_positions(start_loc: Tensor | None, first_positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The sequence and the position of each token of a ragged batch.
+
+    The tokens start_loc[s] to start_loc[s + 1] are of sequence s, and token start_loc[s] + i stands at position
+    first_positions[s] + i. Behind the tokens of all sequences may be padding, which has sequence -1 and position 0.
+
+    Args:
+        start_loc: int32 or int64 [num_seqs + 1], from 0 to at most num_tokens; None if all sequences have equally many
+            tokens, and there is no padding.
+        first_positions: int32 or int64 [num_seqs].
+        num_tokens: of the batch, padding included.
+
+    Returns:
+        (batch_indices, positions), int64 [num_tokens] each.
+    """
+    return call("batch_positions", start_loc, first_positions, num_tokens)
+
+
+def compute_slot_mapping(
+    positions: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    num_blocks: int,
+    *,
+    batch_indices: Tensor | None = None,
+    block_start_loc: Tensor | None = None,
+    last_block_lens: Tensor | None = None,
+) -> Tensor:
+    """The slots of tokens, for `reshape_and_cache`: block * block_size + offset.
+
+    A token must lie in the blocks of its own sequence, and these blocks in the cache.
+
+    Args:
+        positions: int32 or int64 [num_tokens], of each token in its sequence.
+        block_tables: int32 or int64 [num_seqs, max_num_blocks_per_seq]; with block_start_loc the blocks of all
+            sequences, one after the other [at least block_start_loc[-1]].
+        block_size, num_blocks: of the cache.
+        batch_indices: int32 or int64 [num_tokens], the sequence of each token; a token with a negative one is skipped.
+            Default: token i is of sequence i.
+        block_start_loc: int32 or int64 [num_seqs + 1], where the blocks of each sequence begin.
+        last_block_lens: int32 or int64 [num_seqs], tokens in the last block of each sequence. They are checked (1 to
+            block_size, if the sequence has blocks), and do not change the result.
+
+    Returns:
+        slot_mapping, int64 [num_tokens]; -1 for tokens that are skipped.
+    """
+    return call(
+        "compute_slot_mapping", positions, block_tables, block_size, num_blocks, batch_indices=batch_indices,
+        block_start_loc=block_start_loc, last_block_lens=last_block_lens,
+    )  # fmt: skip
+
+
+def consecutive_block_tables(
+    first_blocks: Tensor,
+    end_blocks: Tensor,
+    seq_lens: Tensor,
+    max_num_blocks_per_seq: int,
+    num_blocks: int,
+    *,
+    left_padding: Tensor | None = None,
+) -> Tensor:
+    """Block tables of sequences whose tokens lie one after the other, each token a block.
+
+    block_tables[s, i] = first_blocks[s] + left_padding[s] + i. A sequence must not leave its own tokens, which end
+    before end_blocks[s].
+
+    Args:
+        first_blocks, end_blocks: int32 or int64 [num_seqs], a sequence's first token, and the one behind its last.
+        seq_lens: int32 or int64 [num_seqs], tokens in use, the padding included; at most end_blocks - first_blocks.
+        max_num_blocks_per_seq: the width of the result; at least the longest sequence without its padding.
+        num_blocks: of the cache.
+        left_padding: int32 or int64 [num_seqs], tokens to skip at the start of each sequence.
+
+    Returns:
+        block_tables, int32 [num_seqs, max_num_blocks_per_seq]. Entries behind a sequence's tokens may be any others.
+    """
+    return call(
+        "consecutive_block_tables", first_blocks, end_blocks, seq_lens, max_num_blocks_per_seq, num_blocks,
+        left_padding=left_padding,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("pagedattn_ext::batch_positions")
+def _(start_loc: Tensor | None, first_positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    check_one_device("batch_positions", start_loc, first_positions)
+    positions = first_positions.new_empty(num_tokens, dtype=torch.int64)
+    return torch.empty_like(positions), positions
+
+
+@torch.library.register_fake("pagedattn_ext::compute_slot_mapping")
+def _(positions: Tensor, block_tables: Tensor, block_size: int, num_blocks: int, **optional: Tensor | None) -> Tensor:
+    check_one_device("compute_slot_mapping", positions, block_tables, *optional.values())
+    return positions.new_empty(positions.shape, dtype=torch.int64)
+
+
+@torch.library.register_fake("pagedattn_ext::consecutive_block_tables")
+def _(
+    first_blocks: Tensor,
+    end_blocks: Tensor,
+    seq_lens: Tensor,
+    max_num_blocks_per_seq: int,
+    num_blocks: int,
+    left_padding: Tensor | None = None,
+) -> Tensor:
+    check_one_device("consecutive_block_tables", first_blocks, end_blocks, seq_lens, left_padding)
+    return seq_lens.new_empty(seq_lens.shape[0], max_num_blocks_per_seq, dtype=torch.int32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagedattn_ext import flash_attn
 from pagedattn_ext._adapters import expect_defaults
-from pagedattn_ext.flash_attn._attention import WindowSize
+from pagedattn_ext.flash_attn._arguments import WindowSize
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 Results = tuple[Tensor, Tensor | None]

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, refuse_gradients, rows_of
-from pagedattn_ext._index_checks import check_indices, check_starts
+from pagedattn_ext._adapters import call_as, refuse_gradients
+from pagedattn_ext._index_checks import check_indices
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
@@ -60,19 +60,10 @@ def apply_rotary(
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The position of each row, int64 [batch, seqlen] or [total]."""
-    function = apply_rotary
     num_seqs = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if isinstance(offsets, Tensor):
-        check_indices(function, "seqlen_offsets", offsets, num_seqs)
-    else:
+    if not isinstance(offsets, Tensor):
         offsets = torch.full((num_seqs,), offsets, device=x.device)
-    if cu_seqlens is None:
-        return offsets[:, None] + torch.arange(x.shape[1], device=x.device)
-    check_starts(function, "cu_seqlens", cu_seqlens, largest=x.shape[0])
-    if x.is_cpu and cu_seqlens[-1] != x.shape[0]:
-        raise ValueError(
-            f"{function.__name__}: cu_seqlens: expected the number of rows, {x.shape[0]}, last, got "
-            f"{int(cu_seqlens[-1])}"
-        )
-    sequence, place = rows_of(cu_seqlens, x.shape[0])
-    return offsets[sequence].long() + place
+    check_indices(apply_rotary, "seqlen_offsets", offsets, num_seqs)
+    names = {"start_loc": "cu_seqlens", "first_positions": "seqlen_offsets"}
+    _, positions = call_as(apply_rotary, names, ops.batch_positions, cu_seqlens, offsets, x.shape[:-2].numel())
+    return positions.view(x.shape[:-2])

@@ -1,0 +1,22 @@
+// Index arithmetic, token by token.
+#include "cache/slot_mapping.h"
+
+namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
+
+void batch_positions(const BatchPositionsParams& params, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t token = params.start(row); token < params.end(row); ++token) params.write(row, token);
+  }
+}
+
+void compute_slot_mapping(const SlotMappingParams& params, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) params.write(token);
+}
+
+void consecutive_block_tables(const ConsecutiveBlockTablesParams& params, int64_t begin, int64_t end) {
+  for (int64_t seq = begin; seq < end; ++seq) {
+    for (int64_t i = 0; i < params.max_num_blocks_per_seq; ++i) params.write(seq, i);
+  }
+}
+
+}  // namespace pagedattn::PAGEDATTN_CPU_NAMESPACE
