@@ -12,7 +12,7 @@ HEAD_SIZE = 16
 def attend(
     query: Tensor,  # [num_rows, num_heads, head_size], the last rows of the sequence
     key: Tensor,  # [seq_len, num_kv_heads, head_size]
-    value: Tensor,  # like key
+    value: Tensor,  # like key, its heads of any width
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -20,17 +20,21 @@ def attend(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    chunk: int = 0,  # a row sees the tokens of its own chunk of so many; 0 is no chunks
 ) -> tuple[Tensor, Tensor]:
     """out [num_rows, num_heads, head_size] and lse [num_rows, num_heads]."""
     num_rows, num_heads, head_size = query.shape
     seq_len, num_kv_heads, _ = key.shape
     left, right = window[0], 0 if causal else window[1]
-    out = torch.zeros(num_rows, num_heads, head_size, dtype=torch.float64)
+    out = torch.zeros(num_rows, num_heads, value.shape[-1], dtype=torch.float64)
     lse = torch.full((num_rows, num_heads), -torch.inf, dtype=torch.float64)
     for row in range(num_rows):
         position = seq_len - num_rows + row
         first = 0 if left < 0 else max(0, position - left)
         end = seq_len if right < 0 else min(seq_len, position + right + 1)
+        if chunk:
+            chunk_begin = position // chunk * chunk
+            first, end = max(first, chunk_begin), min(end, chunk_begin + chunk)
         for head in range(num_heads):
             kv_head = head * num_kv_heads // num_heads
             tokens = torch.arange(first, max(first, end))
@@ -52,9 +56,9 @@ def attend_all(query: list[Tensor], key: list[Tensor], value: list[Tensor], **op
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
-def rows(lengths: list[int], heads: int) -> list[Tensor]:
-    """Of each sequence random rows [length, heads, HEAD_SIZE]."""
-    return [torch.randn(length, heads, HEAD_SIZE) for length in lengths]
+def rows(lengths: list[int], heads: int, head_size: int = HEAD_SIZE) -> list[Tensor]:
+    """Of each sequence random rows [length, heads, head_size]."""
+    return [torch.randn(length, heads, head_size) for length in lengths]
 
 
 def starts(lengths: list[int]) -> Tensor:

@@ -415,13 +415,13 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     },
 }
 NEWER = {"qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "pack_gqa", "sm_margin"}
-NEWER |= {"learnable_sink", "s_aux", "return_lse"}
+NEWER |= {"learnable_sink", "s_aux", "return_lse", "out"}
 ALSO = {
     flash_attn_func: {"num_splits"},
     flash_attn_varlen_func: {"num_splits", "page_table", "seqused_q", "seqused_k", "scheduler_metadata"}
-    | {"sinks", "ver"},
+    | {"sinks", "ver", "fa_version", "return_softmax_lse"},
     flash_attn_with_kvcache: {"page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"}
-    | {"scheduler_metadata", "sinks", "ver"},
+    | {"scheduler_metadata", "sinks", "ver", "fa_version"},
 }
 
 
@@ -470,14 +470,21 @@ TENSOR = torch.ones(1)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p: expected 0.0, got 0.1"),
     ({"qv": TENSOR}, "qv: expected None, got a tensor"),
-    ({"q_descale": TENSOR}, "q_descale: expected None, got a tensor"),
-    ({"attention_chunk": 8}, "attention_chunk: expected 0, got 8"),
+    ({"attention_chunk": -8}, "attention_chunk: expected 0 or more tokens, got -8"),
+    ({"s_aux": TENSOR}, r"s_aux: expected shape \[4\], got \[1\]"),
     ({"s_aux": TENSOR, "learnable_sink": TENSOR}, "s_aux: expected None beside learnable_sink"),
-    ({"alibi_slopes": torch.ones(2, HEADS)}, r"alibi_slopes: expected \[num_heads\], .*, got shape \[2, 4\]"),
-    ({"k_descale": torch.ones(2, 2)}, r"k_descale: expected a scale for the whole cache .*, got shape \[2, 2\]"),
-    ({"v_descale": torch.ones(2)}, r"v_descale: expected a scale for the whole cache .*, got shape \[2\]"),
+    ({"alibi_slopes": torch.ones(2, HEADS)}, r"alibi_slopes: expected shape \[1, 4\], got \[2, 4\]"),
+    ({"k_descale": torch.ones(2, 2)}, r"k_descale: expected one element, or shape \[1, 2\] .*, got shape \[2, 2\]"),
+    ({"v_descale": torch.ones(2)}, r"v_descale: expected one element, or shape \[1, 2\] .*, got shape \[2\]"),
     ({"q": torch.ones(3, HEADS, HEAD_SIZE)}, "q: expected 4 dimensions, got 3"),
-    ({"v": torch.ones(1, 5, KV_HEADS, 32)}, "v: expected heads of 16 elements, as the keys have, got 32"),
+    ({"q": torch.ones(1, 3, HEADS, 12)}, "q: expected heads of 16 elements, as the keys have, got 12"),
+    ({"k": torch.ones(1, 5, 3, HEAD_SIZE)}, "v: expected shape"),
+    ({"softmax_scale": torch.inf}, "softmax_scale: expected a finite number"),
+    ({"window_size": (1, 2, 3)}, "window_size: expected"),
+    ({"window_size": 5}, r"window_size: expected \(left, right\), got 5"),
+    ({"softcap": -1.0}, "softcap: expected 0 or a positive number"),
+    ({"window_size": (2, 2**40), "out": torch.ones(1, 1, HEADS, HEAD_SIZE)}, r"out: expected shape \[1, 3, 4, 16\]"),
+    ({"out": torch.ones(1, 3, HEADS, HEAD_SIZE).half()}, r"out: expected .*float32 on cpu, got .*float16"),
 ]
 
 
@@ -523,7 +530,9 @@ def test_refused_varlen() -> None:
         flash_attn_varlen_func(q, k, v, starts([3]), seqused_k=starts([5])[1:])
     with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: cu_seqlens_k: expected a tensor without seqused_k"):
         flash_attn_varlen_func(q, k[None], v[None], starts([3]), **PAGED)
-    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: seqused_q: expected None, got a tensor"):
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: seqused_q: expected for each .* \[3\], got \[4\]"):
+        flash_attn_varlen_func(q, k, v, starts([3]), starts([5]), seqused_q=torch.tensor([4]))
+    with pytest.raises(TypeError, match=r"^flash_attn_varlen_func: seqused_q: expected dtype int32 or int64"):
         flash_attn_varlen_func(q, k, v, starts([3]), starts([5]), seqused_q=TENSOR)
 
 

@@ -18,7 +18,7 @@ from mutants.run import ROOT
         ("python/pagedattn_simulate/systems/orca.py", "tests/simulate"),
         ("csrc/layernorm/layernorm_cpu.cpp", "tests/ops/test_layernorm.py"),
         ("src/pagedattn_ext/ops/activation.py", "tests/ops/test_activation.py"),
-        ("src/pagedattn_ext/flash_attn.py", "tests/test_flash_attn.py"),
+        ("src/pagedattn_ext/flash_attn/_attention.py", "tests/test_flash_attn.py"),
         ("tests/test_docs.py", "tests/test_docs.py"),
     ],
 )

@@ -23,6 +23,20 @@ const float* check_per_head(const Door& door, const char* argument, const std::o
   return tensor->const_data_ptr<float>();
 }
 
+// num_seqs and num_heads are set.
+void set_alibi_slopes(const Door& door, const std::optional<Tensor>& slopes, PagedAttentionParams& params) {
+  const bool by_sequence = slopes.has_value() && slopes->dim() == 2;
+  if (!by_sequence) {
+    params.alibi_slopes = check_per_head(door, "alibi_slopes", slopes, params.num_heads);
+    return;
+  }
+  door.dtype("alibi_slopes", *slopes, ScalarType::Float);
+  door.shape("alibi_slopes", *slopes, {params.num_seqs, params.num_heads});
+  door.contiguous("alibi_slopes", *slopes);
+  params.alibi_slopes = slopes->const_data_ptr<float>();
+  params.alibi_stride = params.num_heads;
+}
+
 // As in PagedAttentionParams.
 struct Windows {
   int64_t sliding = NO_SLIDING_WINDOW;
@@ -185,12 +199,12 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
   params.value_scale = cache.value_scale.on_host;
   params.key_scale_on_device = cache.key_scale.on_device;
   params.value_scale_on_device = cache.value_scale.on_device;
-  params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
   params.sliding_window = windows.sliding;
   params.right_window = windows.right;
 
   params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
   params.num_seqs = seq_lens.size(0);
+  set_alibi_slopes(door, alibi_slopes, params);
   params.block_tables = door.indices("block_tables", block_tables);
   door.present("block_tables", block_tables);
   door.shape("block_tables", block_tables, {params.num_seqs, ANY});
@@ -429,12 +443,12 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
   params.dtype = params.cache_dtype = door.float_dtype("query", query);
   set_keys_and_values(door, key, value, query.scalar_type(), params);
   set_query(door, query, params);
-  params.alibi_slopes = check_per_head(door, "alibi_slopes", alibi_slopes, params.num_heads);
   params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
 
   params.query_start_loc = check_indices(door, "query_start_loc", query_start_loc, ANY);
   params.num_seqs = query_start_loc.size(0) - 1;
   door.check(params.num_seqs >= 0, "query_start_loc", "expected at least 1 element, got 0");
+  set_alibi_slopes(door, alibi_slopes, params);
   params.key_start_loc = check_indices(door, "key_start_loc", key_start_loc, params.num_seqs + 1);
   const int64_t bound = max_seq_len.value_or(NO_MAX_SEQ_LEN);
   door.check(bound >= 0, "max_seq_len", "expected a number that is not negative, got ", bound);

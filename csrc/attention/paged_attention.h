@@ -44,13 +44,17 @@ struct PagedAttentionParams {
   int64_t max_seq_len;         // no sequence is longer; at most the slots of a row of block_tables
   Indices seq_lens;            // [num_seqs], tokens in cache, including the tokens of this batch; or key_start_loc
   Indices query_start_loc;     // [num_seqs + 1]; not given: one row a sequence
-  const float* alibi_slopes;   // [num_heads]; may be nullptr
+  const float* alibi_slopes;   // [num_seqs, num_heads]; may be nullptr
+  int64_t alibi_stride;        // elements between sequences; 0: the same slopes for all
   const float* sinks;          // [num_heads], a logit without a value; may be nullptr
 
   constexpr int64_t row_begin(int64_t seq) const { return query_start_loc.is_given() ? query_start_loc.low(seq) : seq; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
   constexpr int64_t seq_len(int64_t seq) const {
     return key_start_loc.is_given() ? key_start_loc.low(seq + 1) - key_start_loc.low(seq) : seq_lens.low(seq);
+  }
+  constexpr float alibi_slope(int64_t seq, int64_t head) const {
+    return alibi_slopes == nullptr ? 0.0f : alibi_slopes[seq * alibi_stride + head];
   }
   constexpr Indices block_table(int64_t seq) const { return block_tables.from(seq * block_table_stride); }
   // The position of a row's token. The rows are the last tokens of their sequence. If there are more rows than tokens,

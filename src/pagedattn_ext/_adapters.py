@@ -33,6 +33,23 @@ def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) 
             raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
 
 
+def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
+    """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def is_one_scale(scale: float | Tensor | None) -> bool:
+    """Whether a scale is the same for the whole cache: none, a float, or a tensor of one element, expanded or not."""
+    if not isinstance(scale, Tensor):
+        return True
+    return all(size == 1 or stride == 0 for size, stride in zip(scale.shape, scale.stride(), strict=True))
+
+
 def call_as(
     function: Callable[..., Any], names: Mapping[str, str], op: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -71,7 +88,7 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
-    if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
+    if not is_one_scale(scale):
         raise ValueError(
             f"{function.__qualname__}: {name}: expected a scale for the whole cache (a float, or a tensor of one "
             f"element, expanded or not), got shape {list(scale.shape)}"

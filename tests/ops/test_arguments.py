@@ -40,6 +40,8 @@ def wrong_values(parameter: inspect.Parameter, valid: object) -> list:
     optional = type(None) in getattr(parameter.annotation, "__args__", ())
     if "float" not in str(parameter.annotation):
         wrong.append(1.5)
+    if parameter.name in ("scale", "softcap"):
+        wrong.append(True)
     if "Tensor" in str(parameter.annotation) and parameter.name not in ("k_scale", "v_scale"):
         scalar = torch.zeros((), dtype=valid.dtype if isinstance(valid, torch.Tensor) else torch.float32)
         wrong.append([scalar] if isinstance(valid, list) else scalar)

@@ -1,6 +1,7 @@
 """The attention ops at the edges: nothing to see, long contexts, windows, huge logits; and their wrappers."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import reference
@@ -168,6 +169,32 @@ def test_alibi_on_both_sides_of_a_row(device, dtype, layout, group_size):
     )
     arguments["alibi_slopes"] = torch.tensor([0.7, -0.3, 0.2], device=device)[:group_size]
     assert_attention(arguments, *OPS.paged_attention(**arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["chunked", "nhd"])
+def test_alibi_slopes_of_each_sequence(device, dtype, layout):
+    """The rows of a sequence have the bits that they have in the same batch if its slopes are those of all: of one row,
+    of a few and of many, over one partition and over several."""
+    lens = ((1, 1300), (3, 9), (40, 150), (1, 7))
+    arguments = make_arguments(Case(lens, dtype, group_size=3, layout=layout), device)
+    slopes = torch.linspace(-0.3, 0.7, len(lens) * arguments["query"].shape[1], device=device).view(len(lens), -1)
+    by_sequence = OPS.paged_attention(**arguments | {"alibi_slopes": slopes})
+    for s, (begin, end) in enumerate(pairwise(arguments["query_start_loc"].tolist())):
+        for_all = OPS.paged_attention(**arguments | {"alibi_slopes": slopes[s]})
+        for actual, expected in zip(by_sequence, for_all, strict=True):
+            assert_same_bits(actual[begin:end], expected[begin:end])
+
+
+@pytest.mark.parametrize(("make_arguments", "run"), V1_AND_V2)
+def test_alibi_slopes_of_each_sequence_in_v1_and_v2(device, make_arguments, run):
+    arguments = make_arguments(Case(((1, 700), (1, 9), (1, 33))), device)
+    slopes = torch.linspace(-0.3, 0.7, 12, device=device).view(3, 4)
+    by_sequence = run(arguments | {"alibi_slopes": slopes})
+    for s, out in enumerate(by_sequence):
+        assert_same_bits(
+            out, run(make_arguments(Case(((1, 700), (1, 9), (1, 33))), device) | {"alibi_slopes": slopes[s]})[s]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

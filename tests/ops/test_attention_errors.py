@@ -121,6 +121,7 @@ ERRORS = {
     "block id too large": ("block_tables", ValueError, lambda a: entry(a, "block_tables", (1, 1), 7)),
     "block id negative": ("block_tables", ValueError, lambda a: entry(a, "block_tables", (1, 0), -1)),
     "alibi_slopes shape": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(3)}),
+    "alibi_slopes of other sequences": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(1, 4)}),
     "alibi_slopes dtype": ("alibi_slopes", TypeError, lambda a: {"alibi_slopes": torch.ones(4).half()}),
     "heads not a multiple": ("(query|num_kv_heads|key_cache)", ValueError, lambda a: with_query(a, 2, 3, 16)),
     "head size": (

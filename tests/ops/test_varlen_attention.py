@@ -77,6 +77,15 @@ def test_varlen_attention(device, case, layout):
     assert_varlen(arguments, *OPS.varlen_attention(**arguments))
 
 
+def test_alibi_slopes_of_each_sequence(device):
+    arguments = make_arguments(Case(((40, 700), (3, 30), (1, 600))), device)
+    slopes = torch.linspace(-0.3, 0.7, 12, device=device).view(3, 4)
+    out, _ = OPS.varlen_attention(**arguments | {"alibi_slopes": slopes})
+    for s, (begin, end) in enumerate(pairwise(arguments["query_start_loc"].tolist())):
+        for_all, _ = OPS.varlen_attention(**arguments | {"alibi_slopes": slopes[s]})
+        assert_same_bits(out[begin:end], for_all[begin:end])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_attention_over_a_cache_of_one_block(device, dtype):
     """Bit for bit on the CPU, in prefill and in decode: the same kernels read the same numbers."""

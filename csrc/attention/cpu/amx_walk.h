@@ -286,7 +286,7 @@ class AmxWalk : public ItemWalk<bfloat16> {
       group.begin[i] = static_cast<int32_t>(p_.first_visible(position));
       group.end[i] = static_cast<int32_t>(p_.visible_end(row.seq, position));
       group.position[i] = static_cast<int32_t>(position);
-      if (p_.alibi_slopes != nullptr) group.slopes[i] = p_.alibi_slopes[kv_head * group_size_ + column % group_size_];
+      group.slopes[i] = p_.alibi_slope(row.seq, kv_head * group_size_ + column % group_size_);
     }
   }
 

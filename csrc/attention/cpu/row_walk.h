@@ -185,12 +185,8 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
     uint32_t of_group = of_head % group_size;
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t head = kv_head * group_size + of_group;
-      *rows++ = {row->position,
-                 p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head],
-                 queries_ + i * row_floats_,
-                 results.max + i,
-                 results.sum + i,
-                 results.values + i * p_.head_size};
+      *rows++ = {row->position,   p_.alibi_slope(row->seq, head),   queries_ + i * row_floats_, results.max + i,
+                 results.sum + i, results.values + i * p_.head_size};
       if (++of_group == group_size) {
         of_group = 0;
         ++row;

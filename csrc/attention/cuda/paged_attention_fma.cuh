@@ -102,7 +102,8 @@ class FmaWarp {
       float logit = logits[row] * scale_;
       if (a_.p.softcap > 0.0f) logit = cap_logit(a_, logit);
       if (a_.p.alibi_slopes != nullptr) {
-        logit = fmaf(a_.p.alibi_slopes[head_of(a_, work_, packed)], alibi_distance(position, token), logit);
+        const float slope = a_.p.alibi_slope(work_.seq, head_of(a_, work_, packed));
+        logit = fmaf(slope, alibi_distance(position, token), logit);
       }
       const bool visible = in_range && is_before_end(a_, position, token) && token >= first_visible(a_, position);
       add_logit(row, visible ? logit : -INFINITY);

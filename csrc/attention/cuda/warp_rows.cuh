@@ -36,7 +36,7 @@ class WarpRows {
     for (int i = 0; i < 2; ++i) {
       const int packed = packed_row(work, i);
       position_[i] = row_position(a, work, packed);
-      slope_[i] = a.p.alibi_slopes == nullptr ? 0.0f : a.p.alibi_slopes[head_of(a, work, packed)];
+      slope_[i] = a.p.alibi_slope(work.seq, head_of(a, work, packed));
       scale_[i] = scale;
       max_[i] = -INFINITY;
       sum_[i] = 0.0f;

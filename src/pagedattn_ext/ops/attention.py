@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, to_int
+from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, refuse_bools, to_int
 
 
 def paged_attention_v1(
@@ -37,7 +37,7 @@ def paged_attention_v1(
         seq_lens: int32 or int64 [num_seqs], tokens in the cache, the new one included.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens; default the slots of a row of block_tables.
-        alibi_slopes: fp32 [num_heads].
+        alibi_slopes: fp32 [num_heads], or [num_seqs, num_heads].
         kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
         out: like query; allocated by default.
 
@@ -120,6 +120,7 @@ def _decode_arguments(
     check_tensors(op, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
     check_rank(op, "query", query, 3)
     check_rank(op, "block_tables", block_tables, 2)
+    refuse_bools(op, scale=scale)
     if scale is None:
         scale = _default_scale(query)
     num_kv_heads, block_size = _kv_heads_and_block_size(key_cache, value_cache)
@@ -187,7 +188,7 @@ def paged_attention(
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
             than sequences are long, CUDA kernels choose their way by it.
-        alibi_slopes: fp32 [num_heads].
+        alibi_slopes: fp32 [num_heads], or [num_seqs, num_heads].
         sliding_window: tokens that a row sees up to its own, which counts; default all.
         softcap: default 0, none.
         sinks: fp32 [num_heads], a logit more in the softmax's denominator, without a value (counted in lse).
@@ -201,12 +202,12 @@ def paged_attention(
         the exponentials of a row's logits.
     """
     arguments = _ragged_arguments(
-        "paged_attention", query, key_cache, value_cache, block_tables, scale, causal, max_seq_len
+        "paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
     )
     return call(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
         right_window=right_window,
     )  # fmt: skip
 
@@ -237,12 +238,12 @@ def check_paged_attention(
     lengths that the sequences have then, this function finds what is wrong with the attention to come.
     """
     arguments = _ragged_arguments(
-        "check_paged_attention", query, key_cache, value_cache, block_tables, scale, causal, max_seq_len
+        "check_paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
     )
     call(
         "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        softcap=softcap, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
         right_window=right_window,
     )  # fmt: skip
 
@@ -254,10 +255,12 @@ def _ragged_arguments(
     value_cache: Tensor,
     block_tables: Tensor,
     scale: float | None,
+    softcap: float,
     causal: bool,
     max_seq_len: int | None,
 ) -> dict[str, Any]:
-    """The last three, with defaults filled in."""
+    """The last four, with defaults filled in."""
+    refuse_bools(op, scale=scale, softcap=softcap)
     if scale is None:
         check_tensors(op, query=query)
         check_rank(op, "query", query, 3)
@@ -269,7 +272,7 @@ def _ragged_arguments(
         check_rank(op, "block_tables", block_tables, 2)
         num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
         max_seq_len = _bound_of_lengths(op, max_seq_len, num_slots)
-    return {"scale": scale, "causal": causal, "max_seq_len": max_seq_len}
+    return {"scale": scale, "softcap": softcap, "causal": causal, "max_seq_len": max_seq_len}
 
 
 def varlen_attention(
@@ -309,6 +312,7 @@ def varlen_attention(
         check_rank("varlen_attention", "query", query, 3)
         scale = _default_scale(query)
     check_bool("varlen_attention", "causal", causal)
+    refuse_bools("varlen_attention", scale=scale, softcap=softcap)
     return call(
         "varlen_attention", query, key, value, query_start_loc, key_start_loc,
         scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes, sliding_window=sliding_window,

@@ -1,0 +1,312 @@
+"""The attention ops with what flash-attn takes and the ops do not: heads of any width, scales by head, fp8 queries,
+attention in chunks, rows that are not used.
+
+`_prepared` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
+the terms of the ops: `call_as` gives them those of the caller.
+"""
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import ops
+from .._adapters import is_one_scale, refuse_bools, scale_tensor
+
+Function = Callable[..., Any]
+Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from (out, lse) to (out, lse)
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Extras(NamedTuple):
+    """Arguments of flash-attn that the ops do not take as they are."""
+
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    attention_chunk: int = 0
+    seqused_q: Tensor | None = None
+
+    def need_pages(self, query: Tensor) -> bool:
+        """Whether attention without a cache needs one."""
+        return bool(self.attention_chunk) or self.seqused_q is not None or query.dtype in FP8
+
+
+def attend_pages(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> tuple[Tensor, Tensor]:
+    """`ops.paged_attention`: query, `keys`, query_start_loc and options, of which `scale` is given.
+
+    fp8 queries give bf16, as in FlashAttention-3. Rows that are not used give zeros and an lse of -inf.
+    """
+    arguments, steps = _prepared(function, query, keys, starts, options, extras)
+    out, lse = ops.paged_attention(**arguments)
+    for step in steps:
+        out, lse = step(out, lse)
+    return out, lse
+
+
+def check_pages(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> None:
+    """Raises what `attend_pages` would raise, and computes nothing."""
+    arguments, _ = _prepared(function, query, keys, starts, options, extras)
+    ops.check_paged_attention(**arguments)
+
+
+def _prepared(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> tuple[dict[str, Any], list[Step]]:
+    """The arguments of the op, and the steps from its results to those of the function."""
+    key_cache, value_cache, block_tables, seq_lens = keys
+    if extras.seqused_q is not None:
+        used, extras = extras.seqused_q, extras._replace(seqused_q=None)
+        return _of_used_rows(function, query, keys, starts, used, options, extras)
+    if query.dtype in FP8 or _scales_differ(extras):
+        return _scaled(function, query, keys, starts, options, extras)
+    if extras.attention_chunk:
+        _check_batch(query, keys, starts)
+        keys, starts, sequences = _in_chunks(query.shape[0], keys, starts, extras.attention_chunk)
+        slopes = options["alibi_slopes"]
+        if slopes is not None and slopes.dim() == 2:
+            options = options | {"alibi_slopes": slopes[sequences]}
+        return _prepared(function, query, keys, starts, options, extras._replace(attention_chunk=0))
+    if not _are_of_op(key_cache, value_cache):
+        width = _width_of_op(key_cache, value_cache)
+        keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
+        arguments, steps = _prepared(function, _widened(query, width), keys, starts, options, extras)
+        return arguments, [lambda out, lse: (out[..., : value_cache.shape[-1]].contiguous(), lse), *steps]
+    arguments = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": block_tables,
+        "seq_lens": seq_lens, "query_start_loc": starts, **options, **_scales(function, extras),
+    }  # fmt: skip
+    return arguments, []
+
+
+def attend_ragged(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`ops.varlen_attention`, whose options give `scale`."""
+    if _are_of_op(key, value):
+        return ops.varlen_attention(query, key, value, starts, key_starts, **options)
+    width = _width_of_op(key, value)
+    wide_key, wide_value = _widened(key, width), _widened(value, width)
+    out, lse = ops.varlen_attention(_widened(query, width), wide_key, wide_value, starts, key_starts, **options)
+    return out[..., : value.shape[-1]].contiguous(), lse
+
+
+def append(
+    function: Function,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    extras: Extras,
+) -> None:
+    """`ops.reshape_and_cache`. starts: [num_seqs + 1], where the new tokens of each sequence begin."""
+    if _scales_differ(extras):
+        k_scale = _by_row(function, "k_descale", extras.k_descale, starts, key, key.shape[1])
+        v_scale = _by_row(function, "v_descale", extras.v_descale, starts, value, value.shape[1])
+        if key_cache.dtype in FP8:
+            key, value = key.float() / k_scale, value.float() / v_scale
+        extras = extras._replace(k_descale=None, v_descale=None)
+    scales = _scales(function, extras)
+    if _are_of_op(key_cache, value_cache):
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
+        return
+    width = _width_of_op(key_cache, value_cache)
+    wide_keys, wide_values = _widened(key_cache, width), _widened(value_cache, width)
+    ops.reshape_and_cache(_widened(key, width), _widened(value, width), wide_keys, wide_values, slots, **scales)
+    written = slots[slots >= 0].long()
+    place = written // key_cache.shape[1], written % key_cache.shape[1]
+    for cache, wide_cache in ((key_cache, wide_keys), (value_cache, wide_values)):
+        cache[place] = wide_cache[place][..., : cache.shape[-1]]
+
+
+def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
+    """What the op would check, for what computes with the batch before the op sees it."""
+    key_cache, _, block_tables, seq_lens = keys
+    num_seqs, num_slots = block_tables.shape[0], block_tables.shape[1] * key_cache.shape[1]
+    if seq_lens.shape != (num_seqs,) or (seq_lens.is_cpu and not ((seq_lens >= 0) & (seq_lens <= num_slots)).all()):
+        raise ValueError(
+            f"paged_attention: seq_lens: expected {num_seqs} lengths of 0 to {num_slots} (the tokens that a row of "
+            f"block_tables has room for), got {seq_lens.tolist()}"
+        )
+    num_rows = query.shape[0]
+    if starts is None:
+        if num_rows != num_seqs:
+            raise ValueError(f"paged_attention: query: expected a row for each of {num_seqs} sequences, got {num_rows}")
+    elif starts.shape != (num_seqs + 1,) or (
+        starts.is_cpu and not (starts[0] == 0 and starts[-1] == num_rows and (starts.diff() >= 0).all())
+    ):
+        raise ValueError(
+            f"paged_attention: query_start_loc: expected {num_seqs + 1} offsets that do not decrease, from 0 to the "
+            f"number of query rows, {num_rows}, got {starts.tolist()}"
+        )
+    if query.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"paged_attention: query: expected a number of heads that is a multiple of the {key_cache.shape[2]} KV "
+            f"heads, got {query.shape[1]}"
+        )
+
+
+# ---- heads of any width ----------------------------------------------------------------------------------------------
+
+
+def _are_of_op(keys: Tensor, values: Tensor) -> bool:
+    return keys.shape[-1] == values.shape[-1] == _width_of_op(keys, values)
+
+
+def _width_of_op(keys: Tensor, values: Tensor) -> int:
+    """The head size that the ops need for such keys and values: one for both, a multiple of 16 bytes."""
+    unit = 16 // keys.itemsize
+    return -(-max(keys.shape[-1], values.shape[-1]) // unit) * unit
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """A copy with zeros behind each head. They change no product of queries and keys, and the results are cut."""
+    return pad(tensor, (0, width - tensor.shape[-1]))
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+def _scales(function: Function, extras: Extras) -> dict[str, Any]:
+    """The scales of an fp8 cache, as keyword arguments of the ops."""
+    return {
+        "k_scale": scale_tensor(function, "k_descale", extras.k_descale),
+        "v_scale": scale_tensor(function, "v_descale", extras.v_descale),
+    }
+
+
+def _scales_differ(extras: Extras) -> bool:
+    """Whether the scales of the cache differ by head or sequence."""
+    return not (is_one_scale(extras.k_descale) and is_one_scale(extras.v_descale))
+
+
+def _scaled(
+    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+) -> tuple[dict[str, Any], list[Step]]:
+    """With queries and results in fp32 that carry the scales: a scale of keys is one of queries just as well, and a
+    scale of values one of results. A cache that is not fp8 is not scaled."""
+    _check_batch(query, keys, starts)
+    num_kv_heads = keys[0].shape[2]
+    q_scale, k_scale, v_scale = (
+        _by_row(function, name, getattr(extras, name), starts, query, num_kv_heads)
+        for name in ("q_descale", "k_descale", "v_descale")
+    )
+    extras = extras._replace(k_descale=None, v_descale=None)
+    if keys[0].dtype not in FP8:
+        if query.dtype in FP8:
+            expected = f"{keys[0].dtype}, the dtype of the keys"
+            raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
+        return _prepared(function, query, keys, starts, options, extras)
+    scaled = query.float() * k_scale
+    if query.dtype in FP8:
+        scaled = scaled * q_scale
+    dtype = torch.bfloat16 if query.dtype in FP8 else query.dtype
+    arguments, steps = _prepared(function, scaled, keys, starts, options, extras)
+    return arguments, [*steps, lambda out, lse: ((out * v_scale).to(dtype), lse)]
+
+
+def _by_row(
+    function: Function, name: str, scale: Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
+) -> Tensor | float:
+    """The scale of each row and head, fp32 [num_rows, num_heads, 1], or one for all."""
+    refuse_bools(function, **{name: scale})
+    if scale is None:
+        return 1.0
+    if is_one_scale(scale):
+        return scale[(0,) * scale.dim()].float()
+    num_rows, num_heads = rows.shape[:2]
+    num_seqs = num_rows if starts is None else starts.shape[0] - 1
+    if scale.shape != (num_seqs, num_kv_heads):
+        raise ValueError(
+            f"{function.__name__}: {name}: expected one element, or shape [{num_seqs}, {num_kv_heads}] (a scale for "
+            f"each sequence and KV head), got shape {list(scale.shape)}"
+        )
+    of_rows = scale.float() if starts is None else scale.float()[_rows_of(starts, num_rows)[0]]
+    return of_rows.repeat_interleave(num_heads // num_kv_heads, 1)[..., None]
+
+
+# ---- rows and chunks -------------------------------------------------------------------------------------------------
+
+
+def _of_used_rows(
+    function: Function,
+    query: Tensor,
+    keys: Keys,
+    starts: Tensor | None,
+    used: Tensor,
+    options: dict[str, Any],
+    extras: Extras,
+) -> tuple[dict[str, Any], list[Step]]:
+    """Of each sequence the first `used` rows, which are its last tokens."""
+    _check_batch(query, keys, starts)
+    num_rows = query.shape[0]
+    if starts is None:
+        starts = torch.arange(num_rows + 1, device=query.device)
+    room = starts.diff()
+    if used.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{function.__name__}: seqused_q: expected dtype int32 or int64, got {used.dtype}")
+    if used.shape != room.shape or (used.is_cpu and not ((used >= 0) & (used <= room)).all()):
+        raise ValueError(
+            f"{function.__name__}: seqused_q: expected for each of the {len(room)} sequences 0 to its rows "
+            f"{room.tolist()}, got {used.tolist()}"
+        )
+    sequence, place = _rows_of(starts, num_rows)
+    rows = (place < used[sequence]).nonzero()[:, 0]
+    used_starts = pad(used.cumsum(0), (1, 0))
+    arguments, steps = _prepared(function, query[rows], keys, used_starts, options, extras)
+
+    def among_all(used_out: Tensor, used_lse: Tensor) -> tuple[Tensor, Tensor]:
+        out = used_out.new_zeros(num_rows, *used_out.shape[1:])
+        lse = used_lse.new_full((num_rows, used_lse.shape[1]), -torch.inf)
+        out[rows], lse[rows] = used_out, used_lse
+        return out, lse
+
+    return arguments, [*steps, among_all]
+
+
+def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> tuple[Keys, Tensor, Tensor]:
+    """Each chunk of `chunk` tokens that has rows of a sequence as a sequence of its own: its keys, where its rows
+    begin, and which sequence it is of. Rows before the first token are one chunk, without keys.
+
+    The rows of a sequence are its last tokens. So in each chunk the rows are the last tokens, too, and stay where they
+    are.
+    """
+    key_cache, value_cache, block_tables, seq_lens = keys
+    if starts is None:
+        starts = torch.arange(num_rows + 1, device=seq_lens.device)
+    sequence, place = _rows_of(starts, num_rows)
+    position = (seq_lens - starts.diff())[sequence] + place
+    chunk_of_row = torch.div(position, chunk, rounding_mode="floor").clamp(min=-1)
+    begins = torch.ones(num_rows, dtype=torch.bool, device=starts.device)
+    begins[1:] = (sequence.diff() != 0) | (chunk_of_row.diff() != 0)
+    first_rows = begins.nonzero()[:, 0]
+    sequences, first = sequence[first_rows], chunk_of_row[first_rows] * chunk
+    lengths = (seq_lens[sequences] - first).clamp(max=chunk) * (first >= 0)
+
+    page = gcd(key_cache.shape[1], chunk)  # pages within chunks
+    parts = key_cache.shape[1] // page
+    if parts > 1:
+        key_cache, value_cache = (cache.reshape(-1, page, *cache.shape[2:]) for cache in (key_cache, value_cache))
+        block_tables = (block_tables[..., None] * parts + torch.arange(parts, device=block_tables.device)).flatten(1)
+    num_pages = -(-int(lengths.max()) // page) if len(lengths) else 0
+    entries = first[:, None].clamp(min=0) // page + torch.arange(num_pages, device=first.device)
+    # Behind a chunk's own pages stand any others.
+    tables = block_tables[sequences[:, None], entries.clamp(max=block_tables.shape[1] - 1)]
+    return (key_cache, value_cache, tables, lengths), pad(first_rows, (0, 1), value=num_rows), sequences
+
+
+def _rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows]."""
+    return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)

@@ -1,0 +1,1 @@
+"""flash-attn's layers that need no backward: `rotary`."""

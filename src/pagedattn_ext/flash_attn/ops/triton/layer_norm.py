@@ -1,0 +1,140 @@
+"""RMS norm and layer norm, of a sum with a residual if there is one.
+
+An RMS norm without a bias, of one dtype, is `ops.rms_norm` or `ops.fused_add_rms_norm`. All else is computed by torch,
+in fp32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_ext import ops
+from pagedattn_ext._adapters import expect_defaults, refuse_gradients
+from pagedattn_ext.ops._call import check_tensors
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """(s - mean(s)) / sqrt(var(s) + eps) * weight + bias of the sum s = x * rowscale + residual, over the last
+    dimension. With is_rms_norm `rms_norm_fn`.
+
+    Args:
+        x, residual: [..., hidden_size].
+        weight, bias: [hidden_size].
+        rowscale: [...].
+        prenorm: return (the norm, the sum).
+        residual_in_fp32: the dtype of the sum is fp32, if there is no residual whose dtype it has.
+        zero_centered_weight: the weight is that of the formula - 1.
+        out_dtype: the dtype of the norm; default that of x.
+        out, residual_out: where the norm and the sum go; allocated by default.
+
+    Refused, with a ValueError that names the argument: x1, weight1, bias1, dropout_p, return_dropout_mask.
+    """
+    function = rms_norm_fn if is_rms_norm else layer_norm_fn
+    expect_defaults(
+        function, x1=x1, weight1=weight1, bias1=bias1, dropout_p=dropout_p, return_dropout_mask=return_dropout_mask
+    )
+    check_tensors(function.__name__, x=x, weight=weight)
+    refuse_gradients(function, x=x, weight=weight, bias=bias, residual=residual)
+    _check_shapes(function, x.shape, residual=residual, out=out, residual_out=residual_out)
+    _check_shapes(function, x.shape[-1:], weight=weight, bias=bias)
+    _check_shapes(function, x.shape[:-1], rowscale=rowscale)
+    sum_dtype = x.dtype if residual is None else residual.dtype
+    if residual is None and residual_in_fp32:
+        sum_dtype = torch.float32
+    plain = is_rms_norm and bias is None and rowscale is None and not zero_centered_weight
+    if plain and x.dtype == weight.dtype == sum_dtype and out_dtype in (None, x.dtype):
+        if residual is None:
+            normed, total = ops.rms_norm(x, weight, eps), x
+        else:
+            normed, total = ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, eps)
+    else:
+        total = x.float() if rowscale is None else x.float() * rowscale[..., None]
+        total = total if residual is None else total + residual
+        centered = total if is_rms_norm else total - total.mean(-1, keepdim=True)
+        normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+        normed = normed * (weight.float() + 1 if zero_centered_weight else weight)
+        normed = (normed if bias is None else normed + bias).to(out_dtype or x.dtype)
+        total = total.to(sum_dtype)
+    normed = normed if out is None else out.copy_(normed)
+    total = total if residual_out is None else residual_out.copy_(total)
+    return (normed, total) if prenorm else normed
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """s / sqrt(mean(s ** 2) + eps) * weight + bias of the sum s = x * rowscale + residual (Zhang and Sennrich, 2019);
+    arguments as in `layer_norm_fn`."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
+        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+class RMSNorm(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect_defaults(type(self), dropout_p=dropout_p)
+        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        initial = torch.zeros if zero_centered_weight else torch.ones
+        self.weight = nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Any:
+        return rms_norm_fn(
+            x, self.weight, None, residual, eps=self.eps, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
+
+
+def _check_shapes(function: Callable[..., Any], shape: torch.Size, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{function.__name__}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}")

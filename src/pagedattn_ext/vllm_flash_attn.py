@@ -1,0 +1,70 @@
+"""The function of vLLM's fork of flash-attn (`vllm.vllm_flash_attn`) on the ops of this package.
+
+Names, order and defaults are the fork's. `pagedattn_ext.flash_attn` computes, and says what the arguments mean and what
+has no effect. Refused, with a ValueError that names the argument: dropout_p, q_v, output_scale, cp_world_size above 1,
+mask_mod, block_sparse_tensors, aux_tensors, dynamic_causal.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import flash_attn
+from ._adapters import expect_defaults
+
+__all__ = ["flash_attn_varlen_func"]
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    output_scale: Tensor | None = None,
+    fa_version: int = 2,
+    s_aux: Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Tensor | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_tensor_leading_dims: Any = None,
+    dynamic_causal: Tensor | None = None,
+) -> Any:
+    """Attention of a ragged batch: out, with return_softmax_lse (out, lse). return_attn_probs has no effect."""
+    function = flash_attn_varlen_func
+    expect_defaults(
+        function, q_v=q_v, output_scale=output_scale, cp_world_size=cp_world_size, cp_rank=cp_rank,
+        cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_tensor_leading_dims=aux_tensor_leading_dims, dynamic_causal=dynamic_causal,
+    )  # fmt: skip
+    return flash_attn.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_size=(-1, -1) if window_size is None else (window_size[0], window_size[1]), softcap=softcap,
+        alibi_slopes=alibi_slopes, block_table=block_table, seqused_k=seqused_k, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, s_aux=s_aux, return_softmax_lse=return_softmax_lse, out=out,
+    )  # fmt: skip

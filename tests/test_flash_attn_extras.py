@@ -1,0 +1,321 @@
+"""What pagedattn_ext.flash_attn takes beyond the ops, against brute force in fp64: heads of any width, ALiBi slopes by
+sequence, attention in chunks, scales by head and fp8 queries, rows that are not used, a given output."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from brute_force import Pages, attend, attend_all, rows, starts
+from checks import assert_close_to_reference, assert_same_bits
+from torch import Tensor
+
+from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+HEADS, KV_HEADS = 4, 2
+FP8 = torch.float8_e4m3fn
+LENGTHS_Q, LENGTHS_K = [3, 1, 6, 0, 4], [7, 5, 2, 3, 9]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(49)
+        yield
+
+
+def batch(head_size: int = 16, head_size_v: int | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    values = rows(LENGTHS_K, KV_HEADS, head_size_v or head_size)
+    return rows(LENGTHS_Q, HEADS, head_size), rows(LENGTHS_K, KV_HEADS, head_size), values
+
+
+def attend_batch(
+    where: str, q: list[Tensor], k: list[Tensor], v: list[Tensor], options: dict[str, Any], page_size: int = 3
+) -> Any:
+    """(out, lse) of a ragged batch whose keys lie one after the other, in pages, or in rows of a cache."""
+    tensors, options = map(torch.cat, (q, k, v)), {**options, "return_lse": True}
+    if where == "ragged":
+        return flash_attn_varlen_func(*tensors, starts(LENGTHS_Q), starts(LENGTHS_K), 6, 9, **options)
+    if where == "rows":
+        keys, values = (torch.zeros(len(k), max(LENGTHS_K), KV_HEADS, each[0].shape[-1]) for each in (k, v))
+        for s, length in enumerate(LENGTHS_K):
+            keys[s, :length], values[s, :length] = k[s], v[s]
+        tables: dict[str, Any] = {}
+    else:
+        pages = [Pages(16, page_size, KV_HEADS, each[0].shape[-1]) for each in (k, v)]
+        pages[1].write(table := pages[0].table(LENGTHS_K), v, v)
+        pages[0].write(table, k, k)
+        keys, values, tables = pages[0].key, pages[1].value, {"block_table": table}
+    lengths = torch.tensor(LENGTHS_K, dtype=torch.int32)
+    return flash_attn_with_kvcache(
+        torch.cat(q), keys, values, cache_seqlens=lengths, cu_seqlens_q=starts(LENGTHS_Q), **tables, **options
+    )
+
+
+def assert_results(actual: Any, expected: tuple[Tensor, Tensor]) -> None:
+    assert_close_to_reference(actual[0], expected[0])
+    assert_close_to_reference(actual[1], expected[1].T)
+
+
+WHERE = pytest.mark.parametrize("where", ["ragged", "pages", "rows"])
+
+
+# ---- heads of any width ----------------------------------------------------------------------------------------------
+
+
+@WHERE
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(59, 59), (7, 7), (1, 1), (24, 16), (16, 30)])
+def test_head_sizes(where: str, head_size: int, head_size_v: int) -> None:
+    """Sizes that are no multiple of 16 bytes, and values of another width than keys. The scale is that of the keys' own
+    size, and the output has the values'."""
+    q, k, v = batch(head_size, head_size_v)
+    assert_results(attend_batch(where, q, k, v, {"causal": True}), attend_all(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_head_size_of_100_in_16_bits(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 5, heads, 100).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = flash_attn_func(q, k, v, causal=True)
+    expected, _ = attend_all(list(q), list(k), list(v), causal=True)
+    in_torch = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    assert_close_to_reference(out, expected.view(out.shape), in_torch)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("page_size", [3, None])
+def test_append_of_any_head_size(page_size: int | None, cache_dtype: torch.dtype) -> None:
+    """The new tokens are written to the caller's cache, whose other tokens keep their bits, NaN included."""
+    before, new, size = [4, 0, 7], 2, 59
+    total = [length + new for length in before]
+    q, k, v = rows([new] * 3, HEADS, size), rows(total, KV_HEADS, size), rows(total, KV_HEADS, size)
+    k, v = ([tensor.to(cache_dtype).float() for tensor in tensors] for tensors in (k, v))
+    pages = Pages(12, page_size or 9, KV_HEADS, size, cache_dtype)
+    table = pages.table(total) if page_size else torch.tensor([[4], [0], [7]])
+    pages.write(table, [keys[:-new] for keys in k], [values[:-new] for values in v])
+    unchanged = [cache.clone() for cache in (pages.key, pages.value)]
+    for copies, tensors in zip(unchanged, (k, v), strict=True):
+        for row, tensor in zip(table.tolist(), tensors, strict=True):
+            for t in range(len(tensor) - new, len(tensor)):
+                copies[row[t // pages.page_size], t % pages.page_size] = tensor[t]
+    out = flash_attn_with_kvcache(
+        torch.stack(q),
+        pages.key,
+        pages.value,
+        torch.stack([keys[-new:] for keys in k]),
+        torch.stack([values[-new:] for values in v]),
+        cache_seqlens=torch.tensor(before, dtype=torch.int32),
+        causal=True,
+        **({"block_table": table} if page_size else {"cache_batch_idx": table[:, 0]}),
+    )
+    expected, _ = attend_all(q, k, v, causal=True)
+    assert_close_to_reference(out, expected.view(out.shape))
+    for cache, copy in zip((pages.key, pages.value), unchanged, strict=True):
+        assert_same_bits(cache, copy)
+
+
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_slices_of_wider_heads(first: int) -> None:
+    """q, k and v of 16 elements in heads of 40, from any element on."""
+    wide = [torch.randn(2, n, heads, 40) for n, heads in ((3, HEADS), (5, KV_HEADS), (5, KV_HEADS))]
+    q, k, v = (tensor[..., first : first + 16] for tensor in wide)
+    expected = flash_attn_func(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
+    assert_same_bits(flash_attn_func(q, k, v, causal=True), expected)
+    cu_seqlens = starts([3, 3]), starts([5, 5])
+    out = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *cu_seqlens, 3, 5, causal=True)
+    assert_close_to_reference(out.view(expected.shape), expected)
+    cache = torch.zeros(2, 2, 8, KV_HEADS, 40)[..., first : first + 16]
+    assert_same_bits(
+        flash_attn_with_kvcache(q, cache[0], cache[1], k, v, cache_seqlens=0, causal=True)[:, 2:], expected[:, 2:]
+    )
+    assert_same_bits(cache[0][:, :5], k)
+
+
+# ---- ALiBi and chunks ------------------------------------------------------------------------------------------------
+
+
+@WHERE
+@pytest.mark.parametrize("causal", [True, False])
+def test_alibi_slopes_by_sequence(where: str, causal: bool) -> None:
+    q, k, v = batch()
+    slopes = torch.rand(len(q), HEADS)
+    each = [attend(*tensors, causal=causal, slopes=own) for *tensors, own in zip(q, k, v, slopes, strict=True)]
+    expected = torch.cat([out for out, _ in each]), torch.cat([lse for _, lse in each])
+    assert_results(attend_batch(where, q, k, v, {"causal": causal, "alibi_slopes": slopes}), expected)
+    for same in (slopes[:1], slopes[:1].expand(len(q), -1)):
+        options = {"causal": causal, "alibi_slopes": same}
+        assert_results(attend_batch(where, q, k, v, options), attend_all(q, k, v, causal=causal, slopes=slopes[0]))
+
+
+@WHERE
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 6, 100])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {}, {"window": (1, 2)}, {"window": (2, -1), "causal": True}], ids=str
+)
+def test_attention_chunk(where: str, chunk: int, options: dict[str, Any]) -> None:
+    """Chunks smaller and larger than pages and sequences, more rows than keys, and a window beside."""
+    q, k, v = batch()
+    arguments = {"window_size" if name == "window" else name: value for name, value in options.items()}
+    actual = attend_batch(where, q, k, v, arguments | {"attention_chunk": chunk}, page_size=4)
+    assert_results(actual, attend_all(q, k, v, chunk=chunk, **options))
+
+
+def test_attention_chunk_of_equal_sequences_with_slopes_of_each() -> None:
+    q, k, v = (rows([n] * 2, heads) for n, heads in ((5, HEADS), (9, KV_HEADS), (9, KV_HEADS)))
+    slopes = torch.rand(2, HEADS)
+    tensors = map(torch.stack, (q, k, v))
+    out = flash_attn_func(*tensors, attention_chunk=4, alibi_slopes=slopes, window_size=(-1, 1))
+    each = [attend(*t, chunk=4, window=(-1, 1), slopes=own)[0] for *t, own in zip(q, k, v, slopes, strict=True)]
+    assert_close_to_reference(out, torch.stack(each))
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, FP8])
+@pytest.mark.parametrize("where", ["equal", "ragged", "append"])
+def test_scales_by_head(where: str, query_dtype: torch.dtype) -> None:
+    """[batch, num_kv_heads] of fp8 queries, keys and values; new tokens are divided by them. Output of fp8 queries is
+    bf16."""
+    n, shape = 5, (2, KV_HEADS)
+    q_scale, k_scale, v_scale = 0.5 + torch.rand(3, *shape)
+    q, k, v = (rows([n] * 2, heads, 32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = [tensor.to(query_dtype) for tensor in q]
+    scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
+    if where == "append":
+        caches = torch.zeros(2, 2, 8, KV_HEADS, 32).to(FP8)
+        arguments = {**scales, "cache_seqlens": 0, "causal": True}
+        out = flash_attn_with_kvcache(torch.stack(q), *caches, torch.stack(k), torch.stack(v), **arguments)
+        k, v = (
+            [(t / s[:, None]).to(FP8) for t, s in zip(ts, each, strict=True)]
+            for ts, each in ((k, k_scale), (v, v_scale))
+        )
+        assert_same_bits(caches[0][:, :n].float(), torch.stack(k).float())
+    else:
+        k, v = ([tensor.to(FP8) for tensor in tensors] for tensors in (k, v))
+        if where == "equal":
+            out = flash_attn_func(*map(torch.stack, (q, k, v)), causal=True, **scales)
+        else:
+            cu_seqlens = starts([n, n])
+            out = flash_attn_varlen_func(
+                *map(torch.cat, (q, k, v)), cu_seqlens, cu_seqlens, n, n, causal=True, **scales
+            )
+    if query_dtype == FP8:
+        q = [
+            (t.float().unflatten(1, (KV_HEADS, -1)) * s[:, None, None]).flatten(1, 2)
+            for t, s in zip(q, q_scale, strict=True)
+        ]
+    k, v = (
+        [t.float() * s[:, None] for t, s in zip(ts, each, strict=True)] for ts, each in ((k, k_scale), (v, v_scale))
+    )
+    expected, _ = attend_all(q, k, v, causal=True)
+    assert out.dtype == (torch.bfloat16 if query_dtype == FP8 else torch.float32)
+    assert_close_to_reference(out, expected.view(out.shape), expected.view(out.shape).to(out.dtype))
+
+
+def test_scales_of_what_is_not_fp8_have_no_effect() -> None:
+    """Frameworks pass the scales of a layer whatever its cache is."""
+    q, k, v = (torch.randn(2, 3, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    scales = {f"{name}_descale": torch.rand(2, KV_HEADS) for name in "qk"}
+    assert_same_bits(flash_attn_func(q, k, v, **scales), flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_scales_of_other_heads_are_refused(name: str) -> None:
+    q, k, v = (torch.randn(2, 3, heads, 16).to(FP8) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with pytest.raises(ValueError, match=rf"^flash_attn_func: {name}: expected one element, or shape \[2, 2\]"):
+        flash_attn_func(q, k, v, **{name: torch.rand(2, 3)})
+
+
+def test_fp8_queries_over_other_keys_are_refused() -> None:
+    q, k, v = (torch.randn(2, 3, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with pytest.raises(TypeError, match=r"^flash_attn_func: q: expected torch.float32, the dtype of the keys, got"):
+        flash_attn_func(q.to(FP8), k, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        *product(("softmax_scale", "softcap"), (True, False)),
+        *product(("k_descale", "v_descale"), (True, torch.tensor(True), torch.ones(2, 2).bool())),
+    ],
+    ids=str,
+)
+def test_a_bool_is_no_scale(name: str, scale: Any) -> None:
+    """As FlashAttention-3's callers pass `causal` where flash-attn 2 has softmax_scale."""
+    q, k, v = torch.randn(3, 2, 3, 2, 16)
+    with pytest.raises(TypeError, match=f"^flash_attn_func: {name}: expected (a number|numbers), got"):
+        flash_attn_func(q, k, v, **{name: scale})
+
+
+# ---- rows, output ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 1)}, {"attention_chunk": 3}], ids=str)
+def test_seqused_q(options: dict[str, Any]) -> None:
+    """The rows that are used are the last tokens of their sequence; the others give zeros and an lse of -inf."""
+    q, k, v = batch()
+    used = [2, 1, 6, 0, 0]
+    out, lse = flash_attn_varlen_func(
+        *map(torch.cat, (q, k, v)),
+        starts(LENGTHS_Q),
+        starts(LENGTHS_K),
+        6,
+        9,
+        seqused_q=torch.tensor(used, dtype=torch.int32),
+        return_lse=True,
+        **options,
+    )
+    names = {"window_size": "window", "attention_chunk": "chunk"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    for s, (begin, count) in enumerate(zip(starts(LENGTHS_Q).tolist(), used, strict=False)):
+        expected = attend(q[s][:count], k[s], v[s], **options)
+        assert_results((out[begin : begin + count], lse[:, begin : begin + count]), expected)
+        unused = slice(begin + count, begin + LENGTHS_Q[s])
+        assert not out[unused].any()
+        assert lse[:, unused].isneginf().all()
+
+
+def test_out() -> None:
+    """Of all functions, into a slice of a wider tensor."""
+    q, k, v = torch.randn(2, 3, HEADS, 16), *torch.randn(2, 2, 5, KV_HEADS, 16)
+    expected = flash_attn_func(q, k, v)
+    ragged = [tensor.flatten(0, 1) for tensor in (q, k, v)]
+    for function, arguments in (
+        (flash_attn_func, (q, k, v)),
+        (flash_attn_varlen_func, (*ragged, starts([3, 3]), starts([5, 5]), 3, 5)),
+        (flash_attn_with_kvcache, (q, k, v)),
+    ):
+        out = torch.full((*arguments[0].shape[:-1], 20), torch.nan)[..., 2:18]
+        result, _ = function(*arguments, out=out, return_lse=True)
+        assert result is out
+        assert_close_to_reference(out.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, HEADS, 16), (2, 3, 1, 16), (2, 3, HEADS, 1), (2, 2, 3, HEADS, 16)], ids=str)
+def test_out_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """Also of one that the result broadcasts to, and before a cache is written."""
+    q, k, v = torch.randn(2, 3, HEADS, 16), *torch.randn(2, 2, 3, KV_HEADS, 16)
+    caches = torch.zeros(2, 2, 8, KV_HEADS, 16)
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: out: expected shape \[2, 3, 4, 16\]"):
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, out=torch.empty(shape))
+    assert not caches.any()
+
+
+@pytest.mark.parametrize(
+    "extra", [{"attention_chunk": 4}, {"seqused_q": torch.tensor([1])}], ids=["chunk", "seqused_q"]
+)
+def test_what_a_batch_says_of_itself_is_checked(extra: dict[str, Any]) -> None:
+    """Where something is computed with it before an op sees it."""
+    q, k, v = torch.randn(2, HEADS, 16), *torch.randn(2, 2, 4, KV_HEADS, 16)
+    table, used = torch.tensor([[0, 1]]), torch.tensor([8])
+    flash_attn_varlen_func(q, k, v, starts([2]), block_table=table, seqused_k=used, **extra)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: seqused_k: expected 1 lengths of 0 to 8"):
+        flash_attn_varlen_func(q, k, v, starts([2]), block_table=table, seqused_k=used + 1, **extra)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: cu_seqlens_q: expected 2 offsets"):
+        flash_attn_varlen_func(q, k, v, starts([3]), block_table=table, seqused_k=used, **extra)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: block_table: expected blocks of 0 to 1"):
+        flash_attn_varlen_func(q, k, v, starts([2]), block_table=table + 1, seqused_k=used, **extra)
