@@ -15,6 +15,10 @@ namespace pagedattn {
 template <typename Params>
 concept KeptByValue = std::is_aggregate_v<Params> && std::is_copy_assignable_v<Params>;
 
+// What becomes of a call while a CPU graph is captured. A call that computes indices runs at the capture as well,
+// because the ops behind it check these values there.
+enum class AtCapture { KEPT, KEPT_AND_RUN };
+
 // The check of what an op's index tensors hold, which may be other values at each replay. It throws if a value is not
 // as the op's kernel takes for granted. Its `values` say whether there are values to check (Door::values).
 template <typename Check>
@@ -61,16 +65,15 @@ class CpuGraph {
     for (const auto& node : nodes_) node();
   }
 
-  // Calls check_values(check), then function(params). If this thread captures, function(params) is not called. The
-  // graph then keeps a copy of `check` and `params`, and makes both calls when it is replayed. A plain function has
-  // nothing but its parameters.
-  template <ValueCheck Check, KeptByValue Params>
+  // Calls check_values(check), then function(params). If this thread captures, function(params) is called for
+  // AtCapture::KEPT_AND_RUN alone. The graph then keeps a copy of `check` and `params`, and makes both calls when it is
+  // replayed. A plain function has nothing but its parameters.
+  template <AtCapture AT_CAPTURE = AtCapture::KEPT, ValueCheck Check, KeptByValue Params>
   static void run_or_capture(const Check& check, std::type_identity_t<void (*)(const Params& params)> function,
                              const Params& params) {
     check_values(check);
-    if (capturing_ == nullptr) {
-      function(params);
-    } else {
+    if (capturing_ == nullptr || AT_CAPTURE == AtCapture::KEPT_AND_RUN) function(params);
+    if (capturing_ != nullptr) {
       capturing_->nodes_.emplace_back([check, function, params] {
         check_values(check);
         function(params);

@@ -17,7 +17,7 @@ namespace pagedattn {
 // On the CPU: calls check_values(check), then ON_CPU(params), now and again whenever a CPU graph is replayed. On a GPU:
 // calls check_values(check), then on_cuda(stream), with the door's device as the current device. ON_CPU is
 // void (*)(const Params& params), because a plain function has nothing but its parameters.
-template <auto ON_CPU, ValueCheck Check, KeptByValue Params, typename OnCuda>
+template <auto ON_CPU, AtCapture AT_CAPTURE = AtCapture::KEPT, ValueCheck Check, KeptByValue Params, typename OnCuda>
 void run_on([[maybe_unused]] const Door& door, const Check& check, [[maybe_unused]] const Params& params,
             [[maybe_unused]] const OnCuda& on_cuda) {
 #if defined(PAGEDATTN_SIMT)
@@ -32,7 +32,7 @@ void run_on([[maybe_unused]] const Door& door, const Check& check, [[maybe_unuse
     return;
   }
 #endif
-  CpuGraph::run_or_capture(check, ON_CPU, params);
+  CpuGraph::run_or_capture<AT_CAPTURE>(check, ON_CPU, params);
 #endif
 }
 
@@ -58,13 +58,13 @@ void run_loop(const RowLoop<Params>& loop) {
                     [&](int64_t begin, int64_t end) { loop.kernel(loop.params, begin, end); });
 }
 
-template <ValueCheck Check, typename Params>
+template <AtCapture AT_CAPTURE = AtCapture::KEPT, ValueCheck Check, typename Params>
 void run_rows(const Door& door, const Check& check, const RowKernels<Params>& kernels, const Params& params,
               int64_t num_rows, int64_t elements_per_row) {
-  run_on<run_loop<Params>>(door, check, RowLoop<Params>{kernels.cpu, params, num_rows, elements_per_row},
-                           [&](cudaStream_t stream) {
-                             if (num_rows > 0 && elements_per_row > 0) kernels.cuda(params, stream);
-                           });
+  run_on<run_loop<Params>, AT_CAPTURE>(door, check, RowLoop<Params>{kernels.cpu, params, num_rows, elements_per_row},
+                                       [&](cudaStream_t stream) {
+                                         if (num_rows > 0 && elements_per_row > 0) kernels.cuda(params, stream);
+                                       });
 }
 
 }  // namespace pagedattn

@@ -175,8 +175,8 @@ std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_lo
   BatchPositionsCheck check{door, values_of(door, start_loc), door.values(first_positions), params};
   check.params.start_loc = on_host(params.start_loc, check.start_loc);
   check.params.first_positions = on_host(params.first_positions, check.values);
-  run_rows(door, check, PAGEDATTN_ROW_KERNELS(batch_positions), params, params.num_rows(),
-           (num_tokens + params.num_seqs) / params.num_rows());
+  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(batch_positions), params, params.num_rows(),
+                                    (num_tokens + params.num_seqs) / params.num_rows());
   return {batch_indices, positions};
 }
 
@@ -232,7 +232,8 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
   check.params.block_start_loc = on_host(params.block_start_loc, check.block_start_loc);
   check.last_lens = on_host(last_lens, check.last_block_lens);
-  run_rows(door, check, PAGEDATTN_ROW_KERNELS(compute_slot_mapping), params, params.num_tokens, 1);
+  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(compute_slot_mapping), params, params.num_tokens,
+                                    1);
   return slot_mapping;
 }
 
@@ -267,8 +268,8 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
   check.params.left_padding = on_host(params.left_padding, check.left_padding);
   check.ends = on_host(ends, check.end_blocks);
   check.seq_lens = on_host(lengths, check.values);
-  run_rows(door, check, PAGEDATTN_ROW_KERNELS(consecutive_block_tables), params, params.num_seqs,
-           max_num_blocks_per_seq);
+  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(consecutive_block_tables), params,
+                                    params.num_seqs, max_num_blocks_per_seq);
   return block_tables;
 }
 

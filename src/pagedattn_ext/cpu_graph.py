@@ -50,7 +50,8 @@ class CPUGraph:
     def capture(self) -> AbstractContextManager[object]:
         """A context. Within it, on this thread, the ops of this package are captured and not run, so their results are
         undefined until `replay`. Ops of torch are run, and run again at each replay, unless they only allocate memory
-        or return views.
+        or return views. Ops whose results are indices (`batch_positions`, `compute_slot_mapping` and
+        `consecutive_block_tables`) are run as well, because the ops behind them look at these values.
 
         Raises RuntimeError if this graph has a capture already, or if another capture is under way on this thread.
         Raises RuntimeError if a tensor is not on the CPU. Raises RuntimeError for an op that a replay could not repeat:
