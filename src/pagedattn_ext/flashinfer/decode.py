@@ -77,6 +77,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             window_left: tokens that a row sees before its own; -1 is all.
             logits_soft_cap: None or 0 is none.
             sm_scale: default head_dim ** -0.5.
+            o_data_type: of the results, a dtype or its name; default that of q. The other data types have no effect.
             rope_scale, rope_theta: positions are divided by rope_scale, default 1; theta is 10000 by default.
             q_len_per_req: rows of each sequence in `run`, the last of its tokens.
         """
@@ -98,6 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         query_starts = None
         if q_len_per_req > 1:
