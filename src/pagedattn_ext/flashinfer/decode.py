@@ -28,7 +28,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: list[Any] | None = None,
     ) -> None:
         """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers and at most
-        the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers."""
+        the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers. On a GPU, tables take 4 bytes for
+        each sequence and each page of that buffer."""
         buffers = {
             "indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
             "indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
