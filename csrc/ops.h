@@ -76,6 +76,9 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
 // layernorm
 void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);
 void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
+void gemma_rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);
+void gemma_fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
+void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Tensor& bias, double epsilon);
 
 // pos_encoding
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,

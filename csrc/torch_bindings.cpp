@@ -62,6 +62,9 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // layernorm
   m.def("rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
   m.def("fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()");
+  m.def("gemma_rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
+  m.def("gemma_fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()");
+  m.def("layer_norm(Tensor(a!) out, Tensor input, Tensor weight, Tensor bias, float epsilon) -> ()");
 
   // pos_encoding
   m.def(
@@ -122,6 +125,9 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("consecutive_block_tables", TORCH_BOX(&pagedattn::consecutive_block_tables));
   m.impl("rms_norm", TORCH_BOX(&pagedattn::rms_norm));
   m.impl("fused_add_rms_norm", TORCH_BOX(&pagedattn::fused_add_rms_norm));
+  m.impl("gemma_rms_norm", TORCH_BOX(&pagedattn::gemma_rms_norm));
+  m.impl("gemma_fused_add_rms_norm", TORCH_BOX(&pagedattn::gemma_fused_add_rms_norm));
+  m.impl("layer_norm", TORCH_BOX(&pagedattn::layer_norm));
   m.impl("rotary_embedding", TORCH_BOX(&pagedattn::rotary_embedding));
   m.impl("rotary_embedding_neox", TORCH_BOX(&pagedattn::rotary_embedding_neox));
   m.impl("silu_and_mul", TORCH_BOX(&pagedattn::silu_and_mul));

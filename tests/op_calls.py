@@ -26,6 +26,9 @@ compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, S
 consecutive_block_tables(Tensor first_blocks, Tensor end_blocks, Tensor seq_lens, SymInt max_num_blocks_per_seq, SymInt num_blocks, *, Tensor? left_padding=None) -> Tensor
 rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
 fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
+gemma_rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
+gemma_fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
+layer_norm(Tensor(a!) out, Tensor input, Tensor weight, Tensor bias, float epsilon) -> ()
 rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
 rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache) -> ()
 silu_and_mul(Tensor(a!) out, Tensor input) -> ()
@@ -140,6 +143,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     nhd = {name: normal(num_blocks, 16, 2, 16) for name in ("key_cache", "value_cache")}
     gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
     plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
+    norm = {"input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6}
     arguments = {
         "paged_attention_v1": v1,
         "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
@@ -187,13 +191,9 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "num_blocks": 40,
             "left_padding": torch.tensor([1, 0, 1])[every_third],
         },
-        "rms_norm": {"out": torch.zeros(n, 16), "input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6},
-        "fused_add_rms_norm": {
-            "input": normal(n, 16),
-            "residual": normal(n, 16),
-            "weight": normal(16),
-            "epsilon": 1e-6,
-        },
+        **{name: norm | {"out": torch.zeros(n, 16)} for name in ("rms_norm", "gemma_rms_norm")},
+        **{name: norm | {"residual": normal(n, 16)} for name in ("fused_add_rms_norm", "gemma_fused_add_rms_norm")},
+        "layer_norm": norm | {"out": torch.zeros(n, 16), "bias": normal(16)},
         "rotary_embedding": rotary | {"is_neox": False},
         "rotary_embedding_neox": rotary,
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},

@@ -237,6 +237,15 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype =
     return input * torch.rsqrt(input.square().mean(-1, keepdim=True) + epsilon) * weight.to(dtype)
 
 
+def layer_norm(
+    input: Tensor, weight: Tensor, bias: Tensor, epsilon: float, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """(input - mean) / sqrt(variance + epsilon) * weight + bias, mean and variance over the last dimension."""
+    deviation = input.to(dtype) - input.to(dtype).mean(-1, keepdim=True)
+    normed = deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + epsilon)
+    return normed * weight.to(dtype) + bias.to(dtype)
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
     """input @ weight.T + bias."""
     out = input.to(dtype) @ weight.to(dtype).T

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops import _call
+
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
     """Refuses arguments that ask for what is not offered: all but the defaults in the signature of `function`.
@@ -21,6 +23,14 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
         if isinstance(value, Tensor) or value != default:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{function.__qualname__}: {name}: expected {default!r}, got {got}")
+
+
+def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) -> None:
+    """A bool is no scale, nor is a tensor of bools."""
+    _call.refuse_bools(function.__qualname__, **scales)
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and scale.dtype == torch.bool:
+            raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
 
 
 def call_as(
@@ -58,6 +68,7 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     (a scale for each sequence and head, all the same)."""
     if scale is None:
         return None
+    refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         return torch.tensor([scale], dtype=torch.float32)
     if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
@@ -66,6 +77,14 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
             f"element, expanded or not), got shape {list(scale.shape)}"
         )
     return scale[(0,) * scale.dim()].float().reshape(1)
+
+
+def packed_heads(tensor: Tensor) -> Tensor:
+    """[..., num_heads, head_size] as the attention ops take it: a copy if heads do not follow each other, as slices of
+    wider heads do not."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.stride()[-2:] == (tensor.shape[-1], 1):
+        return tensor
+    return tensor.contiguous()
 
 
 def window_of(left: int | None) -> int | None:

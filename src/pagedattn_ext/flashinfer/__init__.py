@@ -23,8 +23,8 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
-a mask. Left out: MLA, sparse attention, quantization but for packed masks, communication, mixtures of experts, and the
-functions of one backend alone (trtllm, cudnn, xqa).
+a mask. Left out: MLA, sparse attention, quantization but for packed masks, norms and rotations, communication, mixtures
+of experts, and the functions of one backend alone (trtllm, cudnn, xqa).
 """
 
 from typing import NoReturn
@@ -45,7 +45,16 @@ from .decode import (
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
-from .norm import fused_add_rmsnorm, rmsnorm
+from .norm import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_quant,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
+    rmsnorm,
+    rmsnorm_quant,
+)
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -54,7 +63,21 @@ from .prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from .quantization import packbits, segment_packbits
-from .rope import apply_rope_with_cos_sin_cache_inplace
+from .rope import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+    apply_rope,
+    apply_rope_inplace,
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
 
 __all__ = [
     "BatchAttention",
@@ -67,18 +90,36 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "fast_decode_plan",
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_quant",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "layernorm",
+    "layernorm_quant",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla_rope_quantize_fp8",
     "packbits",
     "rmsnorm",
+    "rmsnorm_quant",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
     "segment_packbits",
     "silu_and_mul",
     "single_decode_with_kv_cache",

@@ -62,7 +62,7 @@ from .cache import (
     swap_blocks,
 )
 from .collectives import all_gather_shared, all_reduce_shared
-from .layernorm import fused_add_rms_norm, rms_norm
+from .layernorm import fused_add_rms_norm, gemma_fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm
 from .linear import (
     linear_int4,
     linear_int8,
@@ -92,6 +92,9 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
+    "layer_norm",
     "linear_int4",
     "linear_int8",
     "linear_packed",

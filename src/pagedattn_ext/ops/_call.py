@@ -133,6 +133,13 @@ def check_bool(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: {name}: expected a bool, got {type(value).__name__}")
 
 
+def refuse_bools(op: str, **numbers: object) -> None:
+    """Torch would take True as 1.0. A caller with a bool has most likely another order of arguments in mind."""
+    for name, value in numbers.items():
+        if isinstance(value, bool):
+            raise TypeError(f"{op}: {name}: expected a number, got {value}")
+
+
 def to_int(op: str, name: str, value: Any) -> int:
     """For functions that compute with an argument. Takes what torch would take as an int, and nothing else."""
     if isinstance(value, (int, torch.SymInt)):
