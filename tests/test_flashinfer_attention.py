@@ -276,6 +276,20 @@ def test_slices_of_wider_heads(form: str) -> None:
     case.expect(case.wrapper.run_return_lse(*case.tensors), case.sees(causal=True))
 
 
+@pytest.mark.parametrize("form", ["NHD tuple", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"], ids=str)
+def test_dtype_of_results(dtype: Any, form: str) -> None:
+    case = Case(form)
+    case.plan()
+    expected = case.wrapper.run(*case.tensors)
+    case.plan(o_data_type=dtype)
+    assert_same_bits(case.wrapper.run(*case.tensors), expected.bfloat16())
+    out = torch.empty_like(expected)
+    assert case.wrapper.run(*case.tensors, out=out) is out
+    with pytest.raises(ValueError, match=r"\.plan: o_data_type: expected a dtype of torch, or its name, got 'bf16'$"):
+        case.plan(o_data_type="bf16")
+
+
 def test_lse_of_other_base_and_layout() -> None:
     case = Case("NHD tuple")
     case.plan()

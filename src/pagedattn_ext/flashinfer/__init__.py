@@ -13,7 +13,7 @@ head_dim] (HND), of any page size. The lse has base 2. A row without keys gives 
 More than theirs: fp32, and dtypes that `plan` was not told, because `run` looks at its tensors.
 
 Taken, and without effect: workspaces, backend, use_tensor_cores, use_fp16_qk_reduction and use_fp16_softmax, data
-types, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
+types but o_data_type, non_blocking, block_tables, seq_lens and all that says how to split the work, enable_pdl.
 
 With use_cuda_graph a captured `run` sees later plans: in a `CPUGraph` on a CPU. Masks and positions are of one kind in
 all plans of such a wrapper, and other options are those of the plan before the capture.

@@ -43,6 +43,7 @@ class Plan:
     sm_scale: float | None = None
     rope_scale: float | None = None
     rope_theta: float | None = None
+    o_data_type: Dtype | None = None  # of the results; None: that of the queries
 
     def __post_init__(self) -> None:
         mode, head_dim = self.pos_encoding_mode, self.query_shape[1]
@@ -54,6 +55,9 @@ class Plan:
             raise refusal(self.function, "logits_soft_cap", "None with 'ALIBI'", self.logits_soft_cap)
         if mode == "ALIBI" and self.has_mask:
             raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ROPE_LLAMA' with a mask", repr(mode))
+
+        if isinstance(self.o_data_type, str) and not isinstance(getattr(torch, self.o_data_type, None), torch.dtype):
+            raise refusal(self.function, "o_data_type", "a dtype of torch, or its name", repr(self.o_data_type))
 
     @property
     def biases_future(self) -> bool:
@@ -87,6 +91,12 @@ class Plan:
             if tensor.shape[1:] != shape:
                 planned = ", ".join(map(str, ("*", *shape)))
                 raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+
+
+def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:
+    """Rounded from the dtype of the queries, in which the ops compute it."""
+    dtype = getattr(torch, o_data_type) if isinstance(o_data_type, str) else o_data_type
+    return out if dtype is None or dtype == out.dtype else out.to(dtype)
 
 
 def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -> float:

@@ -13,7 +13,7 @@ from .._adapters import call_as
 from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
-from ._plan import NAMES, Plan, Scale, refusal, results_of
+from ._plan import NAMES, Plan, Scale, in_dtype, refusal, results_of
 from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
 from .page import PagedCache, check_layout, get_seq_lens, pages_of
 
@@ -210,6 +210,7 @@ class PagedWrapper(Wrapper):
             call_as(function, self._names, ops.compute_slot_mapping, offsets, pages[:, None], *sizes)
             keys, values = key_cache[batch.tokens], value_cache[batch.tokens]  # copies
             attended, natural_lse = attend_ragged(function, self._names, plan, batch, q, keys, values, options)
+        attended = in_dtype(attended, plan.o_data_type)
         return results_of(function, attended, natural_lse, v_scale, **results)
 
     def _attend_to_pages(

@@ -28,7 +28,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: list[Any] | None = None,
     ) -> None:
         """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers and at most
-        the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers."""
+        the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers. On a GPU, tables take 4 bytes for
+        each sequence and each page of that buffer."""
         buffers = {
             "indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
             "indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
@@ -77,6 +78,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             window_left: tokens that a row sees before its own; -1 is all.
             logits_soft_cap: None or 0 is none.
             sm_scale: default head_dim ** -0.5.
+            o_data_type: of the results, a dtype or its name; default that of q. The other data types have no effect.
             rope_scale, rope_theta: positions are divided by rope_scale, default 1; theta is 10000 by default.
             q_len_per_req: rows of each sequence in `run`, the last of its tokens.
         """
@@ -98,6 +100,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         query_starts = None
         if q_len_per_req > 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._adapters import expect_defaults
 from .._index_checks import check_starts
 from ._mask import mask_of
-from ._plan import NAMES, Dtype, Plan, Scale, results_of
+from ._plan import NAMES, Dtype, Plan, Scale, in_dtype, results_of
 from ._ragged import RaggedBatch, attend_ragged
 from ._single import attend_one
 from ._wrapper import PagedWrapper, Wrapper
@@ -112,6 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         self._plan_pages(
             plan,
@@ -267,6 +268,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         check_starts(type(self).plan, "qo_indptr", qo_indptr)
         check_starts(type(self).plan, "kv_indptr", kv_indptr, num_seqs=qo_indptr.shape[0] - 1)
@@ -310,6 +312,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         assert self._batch is not None
         options = plan.options(run, q_scale, k_scale, q.device) | {"sinks": sinks}
         attended, natural_lse = attend_ragged(run, NAMES, plan, self._batch, q, k, v, options)
+        attended = in_dtype(attended, plan.o_data_type)
         return results_of(run, attended, natural_lse, v_scale, out, lse, return_lse, lse_base, lse_layout)
 
     begin_forward = plan
@@ -377,7 +380,6 @@ def single_prefill_with_kv_cache(
         scale_q=scale_q,
         scale_k=scale_k,
         scale_v=scale_v,
-        o_dtype=o_dtype,
         kv_cache_sf=kv_cache_sf,
     )
     out, lse = attend_one(
@@ -397,7 +399,7 @@ def single_prefill_with_kv_cache(
         rope_scale=rope_scale,
         rope_theta=rope_theta,
     )
-    return results_of(single_prefill_with_kv_cache, out, lse, v_scale, None, None, return_lse)
+    return results_of(single_prefill_with_kv_cache, in_dtype(out, o_dtype), lse, v_scale, None, None, return_lse)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
