@@ -103,5 +103,5 @@ def use_cpu() -> None:
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
     set_default_device = torch.set_default_device
     torch.set_default_device = lambda device: set_default_device(on_cpu(device))
-    torch.Generator = Generator  # type: ignore[misc]
+    torch.Generator = Generator
     OnCPU().__enter__()

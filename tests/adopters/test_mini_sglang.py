@@ -19,14 +19,18 @@ BATCHES = [
 NUM_TOKENS = 20
 
 
-@pytest.mark.parametrize(("backend", "graphs"), [("fa", [1, 4, 8]), ("fi", [])])
-def test_tokens_of_generate(backend: str, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+GREEDY = core.SamplingParams(max_tokens=NUM_TOKENS)
+OF_ONE_TOKEN = core.SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, top_k=1, top_p=0.9)  # FlashInfer's sampling
+
+
+@pytest.mark.parametrize("backend", ["fa", "fi"])
+def test_tokens_of_generate(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_TP_INFO", None)  # an engine expects to be the only one of its process
     monkeypatch.setattr(core, "_GLOBAL_CTX", None)
     monkeypatch.setattr(scheduler, "load_tokenizer", lambda path: SimpleNamespace(eos_token_id=-1, decode=str))
     model = save_model(tmp_path, head_dim=64)
-    sizes = {"num_page_override": 4096, "max_seq_len_override": 1024}
-    llm = LLM(str(tmp_path), dtype=torch.float32, attention_backend=backend, cuda_graph_bs=graphs, **sizes)
+    sizes = {"num_page_override": 4096, "max_seq_len_override": 1024, "cuda_graph_bs": [1, 4, 8]}
+    llm = LLM(str(tmp_path), dtype=torch.float32, attention_backend=backend, **sizes)
 
     kinds: set[tuple[str, bool]] = set()  # of rows: their phase, and whether the cache has had what is before them
     prepare_metadata = llm.engine.attn_backend.prepare_metadata
@@ -36,9 +40,9 @@ def test_tokens_of_generate(backend: str, graphs: list[int], tmp_path: Path, mon
         prepare_metadata(batch)
 
     monkeypatch.setattr(llm.engine.attn_backend, "prepare_metadata", see_kinds)
-    for prompts in BATCHES:
+    for prompts, params in zip(BATCHES, (GREEDY, OF_ONE_TOKEN), strict=True):
         expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
-        outputs = llm.generate(prompts, core.SamplingParams(max_tokens=NUM_TOKENS))
+        outputs = llm.generate(prompts, params)
         assert [output["token_ids"] for output in outputs] == expected
         assert min(len(set(tokens)) for tokens in expected) > 5
     assert kinds == {("prefill", False), ("prefill", True), ("decode", True)}

@@ -21,6 +21,7 @@ from on_cpu import CAPABILITY
 
 import pagedattn_ext
 
+PACKAGE = pagedattn_ext.__path__[0]
 # The modules of each library, ours beside them. A package brings all its modules.
 OURS = {
     "flashinfer": "flashinfer",
@@ -60,7 +61,7 @@ class OtherModules:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
         if name.split(".")[0] in LIBRARIES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: Any) -> ModuleType:
@@ -78,14 +79,14 @@ def with_other_names(module: ModuleType, name: str, kind: Callable[[str], object
             raise AttributeError(attribute)
         return kind(f"{name}.{attribute}")
 
-    module.__getattr__ = find  # type: ignore[method-assign]
+    module.__getattr__ = find
     if not hasattr(module, "__path__"):
         module.__path__ = []
 
 
 def use_our_names(flash_attn_checkout: Path) -> None:
     """From now on, for this process."""
-    sys.meta_path.append(OtherModules())  # type: ignore[arg-type]
+    sys.meta_path.append(OtherModules())
     for name, ours in OURS.items():
         with contextlib.suppress(ModuleNotFoundError):
             put(name, importlib.import_module(f"pagedattn_ext.{ours}"))
@@ -114,6 +115,3 @@ def add_helpers_of_tests(flash_attn_checkout: Path) -> None:
     spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", path)
     testing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(testing)
-
-
-PACKAGE = pagedattn_ext.__path__[0]

@@ -36,4 +36,4 @@ def use_no_gradients() -> None:
     """From now on, for this process."""
     torch.autograd.grad = zeros
     torch.set_grad_enabled(False)
-    NoGradients().__enter__()  # type: ignore[no-untyped-call]
+    NoGradients().__enter__()

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,51 +66,38 @@ FLASH_ATTN = Suite(
 )
 
 
-def run_file(folder: Path, suite: Suite, file: str, count: int, result: Path) -> None:
-    """In a process of its own."""
-    log = result.with_suffix(".log")
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def run_file(folder: Path, suite: Suite, file: str, num_cases: int, result: Path) -> None:
+    """In a process of its own. Writes what became of the tests."""
+    log = os.open(result.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     use_our_names(folder / FLASH_ATTN.checkout)
     use_cpu()
     use_no_gradients()
     if file.endswith("test_rotary.py"):
-        sys.modules["triton"] = ModuleType("triton")  # used by tests that count what was compiled
-    outcomes = Outcomes()
+        sys.modules["triton"] = ModuleType("triton")  # for a test that counts what Triton has compiled, and is left out
     checkout = folder / suite.checkout
     os.chdir(checkout)
     sys.path.insert(0, str((checkout / file).parent))  # for modules of helpers beside the file
+    outcomes = Outcomes()
     options = ["-q", "--noconftest", "-c", os.devnull, "--rootdir", str(checkout), "-p", "no:cacheprovider"]
-    options += ["--timeout", "120", "-k", suite.left_out]
-    pytest.main([*options, file], plugins=[Sampling(count), outcomes])
-    result.write_text(
-        json.dumps({"counts": outcomes.counts, "reasons": outcomes.reasons, "seconds": time.process_time()})
-    )
+    pytest.main([*options, "--timeout", "120", "-k", suite.left_out, file], plugins=[Sampling(num_cases), outcomes])
+    seconds = time.process_time()
+    result.write_text(json.dumps({"counts": outcomes.counts, "reasons": outcomes.reasons, "seconds": seconds}))
 
 
-def run_all(folder: Path, chosen: list[tuple[Suite, str]], count: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    results: dict[str, Any] = {}
+def result_of(folder: Path, suite: Suite, file: str, num_cases: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
-        waiting, running = list(chosen), {}
-        while waiting or running:
-            while waiting and len(running) < 2:
-                suite, file = waiting.pop(0)
-                path = Path(temporary, re.sub("/", "-", f"{suite.checkout}-{file}"))
-                process = context.Process(target=run_file, args=(folder, suite, file, count, path))
-                process.start()
-                running[process.sentinel] = (process, suite, file, path)
-            for sentinel in multiprocessing.connection.wait(list(running)):
-                process, suite, file, path = running.pop(sentinel)
-                process.join()
-                if path.exists():
-                    results[f"{suite.checkout}/{file}"] = json.loads(path.read_text())
-                else:
-                    end = path.with_suffix(".log").read_text()[-500:]
-                    reasons = [("failed", file, f"the process ended with {process.exitcode}: {end}")]
-                    results[f"{suite.checkout}/{file}"] = {"counts": {"failed": 1}, "reasons": reasons, "seconds": 0}
-    return results
+        path = Path(temporary, "result")
+        arguments = (folder, suite, file, num_cases, path)
+        process = multiprocessing.get_context("fork").Process(target=run_file, args=arguments)
+        process.start()
+        process.join()
+        if path.exists():
+            return json.loads(path.read_text())
+        end = path.with_suffix(".log").read_text()[-500:]
+        reason = f"the process ended with {process.exitcode}: {end}"
+        return {"counts": {"failed": 1}, "reasons": [("failed", file, reason)], "seconds": 0}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -143,17 +131,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", nargs="*", help="parts of the names of test files; default all")
-    parser.add_argument("--cases", type=int, default=10, help="cases of each test")
+    parser.add_argument("--cases", type=int, default=8, help="cases of each test")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = [
-        (suite, file)
-        for suite in (FLASHINFER, FLASH_ATTN)
-        for file in suite.files
-        if not arguments.files or any(part in f"{suite.checkout}/{file}" for part in arguments.files)
-    ]
+    files = {f"{suite.checkout}/{file}": (suite, file) for suite in (FLASHINFER, FLASH_ATTN) for file in suite.files}
+    files = {name: of for name, of in files.items() if any(part in name for part in arguments.files or [""])}
     start = time.perf_counter()
-    results = run_all(arguments.folder.resolve(), chosen, arguments.cases)
+    with ThreadPool(2) as pool:
+        calls = [(arguments.folder.resolve(), suite, file, arguments.cases) for suite, file in files.values()]
+        results = dict(zip(files, pool.starmap(result_of, calls, chunksize=1), strict=True))
     print(table(results), reasons(results), sep="\n\n")
     seconds = {name: result["seconds"] for name, result in results.items()}
     took = f"{time.perf_counter() - start:.0f} s, of CPU time {sum(seconds.values()):.0f} s"

@@ -65,7 +65,7 @@ class Sampling:
             cases = sampled(axes, self.count, function.__qualname__, with_fewer_trials(function))
             metafunc.parametrize(names, [tuple(case.values()) for case in cases])
             # Else pytest itself would add what the marks say.
-            metafunc.definition.iter_markers = lambda name=None: iter(())  # type: ignore[method-assign]
+            metafunc.definition.iter_markers = lambda name=None: iter(())
 
 
 def axis_of(mark: pytest.Mark) -> list[dict[str, Any]]:
