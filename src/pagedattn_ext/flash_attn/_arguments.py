@@ -34,7 +34,10 @@ def options_of(
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}") from None
-    left, right = (None if side is None else to_int(function.__name__, "window_size", side) for side in (left, right))
+    if type(left) is not int:
+        left = None if left is None else to_int(function.__name__, "window_size", left)
+    if type(right) is not int:
+        right = None if right is None else to_int(function.__name__, "window_size", right)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
     return {
