@@ -17,13 +17,23 @@ from .ops._call import check_rank, check_tensors
 
 def check_indices(function: Callable[..., Any], name: str, tensor: Tensor, size: int | None = None) -> None:
     """int32 or int64 [size]; None is any size."""
-    check_tensors(function.__qualname__, **{name: tensor})
+    if not isinstance(tensor, Tensor):
+        check_tensors(function.__qualname__, **{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(f"{function.__qualname__}: {name}: expected dtype int32 or int64, got {dtype}")
-    check_rank(function.__qualname__, name, tensor, 1)
+    if tensor.dim() != 1:
+        check_rank(function.__qualname__, name, tensor, 1)
     if size is not None and tensor.shape[0] != size:
         raise ValueError(f"{function.__qualname__}: {name}: expected {size} elements, got {tensor.shape[0]}")
+
+
+def num_seqs_of(function: Callable[..., Any], name: str, starts: Tensor) -> int:
+    """Of int32 or int64 [num_seqs + 1], where each sequence begins and the last ends."""
+    check_indices(function, name, starts)
+    if starts.shape[0] == 0:
+        raise ValueError(f"{function.__qualname__}: {name}: expected at least 1 element, got 0")
+    return starts.shape[0] - 1
 
 
 def check_starts(
@@ -31,9 +41,9 @@ def check_starts(
 ) -> None:
     """int32 or int64 [num_seqs + 1], where each sequence begins and the last ends: 0 first, no offset less than the one
     before, none more than `largest`. None is any number of sequences, or any end."""
-    check_indices(function, name, starts, None if num_seqs is None else num_seqs + 1)
-    if starts.shape[0] == 0:
-        raise ValueError(f"{function.__qualname__}: {name}: expected at least 1 element, got 0")
+    if num_seqs is None:
+        num_seqs = num_seqs_of(function, name, starts)
+    check_indices(function, name, starts, num_seqs + 1)
     if not values_are_checked(starts):
         return
     offsets = starts.tolist()

@@ -15,7 +15,13 @@ WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or 
 # What flash-attn calls the arguments of the ops.
 NAMES = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "k_scale": "k_descale"}
 NAMES |= {"v_scale": "v_descale", "sliding_window": "window_size", "right_window": "window_size"}
-NAMES |= {"query_start_loc": "cu_seqlens_q", "key_start_loc": "cu_seqlens_k"}
+NAMES |= {"query_start_loc": "cu_seqlens_q", "key_start_loc": "cu_seqlens_k", "block_tables": "block_table"}
+OF_KEYS = NAMES | {"key_cache": "k", "value_cache": "v"}
+OF_TOKENS = OF_KEYS | {"first_blocks": "cu_seqlens_k", "end_blocks": "cu_seqlens_k", "seq_lens": "seqused_k"}
+OF_TOKENS |= {"max_num_blocks_per_seq": "max_seqlen_k"}
+OF_CACHES = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
+OF_CACHES |= dict.fromkeys(("positions", "first_positions"), "cache_seqlens")
+OF_CACHES |= {"start_loc": "cu_seqlens_k_new", "num_tokens": "rows of k", "cos_sin_cache": "rotary_cos"}
 
 
 def options_of(
@@ -67,7 +73,7 @@ def results_of(
 def rows_of(tensor: Tensor) -> Tensor:
     """[..., num_heads, head_size] -> [num_rows, num_heads, head_size], each row contiguous."""
     rows = tensor.flatten(0, -3)
-    return rows if rows[:1].is_contiguous() else rows.contiguous()
+    return rows if rows.is_contiguous() or rows[:1].is_contiguous() else rows.contiguous()
 
 
 def with_contiguous_heads(tensor: Tensor) -> Tensor:
@@ -103,12 +109,14 @@ def chunk_of(function: Callable[..., Any], attention_chunk: int) -> int:
 
 def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
     """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
+    widths = []
     for name, (tensor, rank) in tensors.items():
-        check_rank(function.__name__, name, tensor, rank)
-    (query, (q, _)), (_, (k, _)), _ = tensors.items()
-    if q.shape[-1] != k.shape[-1]:
-        message = f"expected heads of {k.shape[-1]} elements, as the keys have, got {q.shape[-1]}"
-        raise ValueError(f"{function.__name__}: {query}: {message}")
+        if tensor.dim() != rank:
+            check_rank(function.__name__, name, tensor, rank)
+        widths.append(tensor.shape[-1])
+    if widths[0] != widths[1]:
+        message = f"expected heads of {widths[1]} elements, as the keys have, got {widths[0]}"
+        raise ValueError(f"{function.__name__}: q: {message}")
 
 
 def check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **tensors: tuple[Tensor, int]) -> None:

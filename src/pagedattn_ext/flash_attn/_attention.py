@@ -9,10 +9,12 @@ from torch.nn.functional import pad
 
 from .. import ops
 from .._adapters import call_as, expect_defaults, refuse_gradients
-from .._index_checks import check_indices
-from ..ops._call import check_rank
+from .._index_checks import check_indices, num_seqs_of
+from ..ops._call import check_rank, to_int
 from ._arguments import (
-    NAMES,
+    OF_CACHES,
+    OF_KEYS,
+    OF_TOKENS,
     WindowSize,
     check_new,
     check_out,
@@ -95,9 +97,8 @@ def flash_attn_func(
         torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
     )
-    names = NAMES | dict.fromkeys(("key_cache", "seq_lens", "block_tables"), "k") | {"value_cache": "v"}
     arguments = function, rows_of(q), keys, _starts(q, None), options, extras
-    attended, lse = call_as(function, names, attend_pages, *arguments)
+    attended, lse = call_as(function, OF_KEYS, attend_pages, *arguments)
     return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
@@ -170,13 +171,14 @@ def flash_attn_varlen_func(
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk), seqused_q)
     return_lse = return_lse or return_softmax_lse
-    check_indices(function, "cu_seqlens_q", cu_seqlens_q)
-    num_seqs = cu_seqlens_q.shape[0] - 1
-    lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
-    names = NAMES | {"key_cache": "k", "value_cache": "v", "seq_lens": lengths}
-    names["block_tables"] = "block_table" if page_table is None else "page_table"
+    num_seqs = num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
+    names = OF_KEYS | {"seq_lens": "cu_seqlens_k" if seqused_k is None else "seqused_k"}
+    if page_table is not None:
+        names["block_tables"] = "page_table"
     if cu_seqlens_k is not None and (block_table is None or seqused_k is None):
         check_indices(function, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
+    if seqused_k is not None:
+        check_indices(function, "seqused_k", seqused_k, num_seqs)
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
@@ -191,14 +193,14 @@ def flash_attn_varlen_func(
         num_keys = k.shape[0]
         block_table = call_as(
             function,
-            names
-            | {"max_num_blocks_per_seq": "max_seqlen_k"}
-            | dict.fromkeys(("first_blocks", "end_blocks"), "cu_seqlens_k"),
+            OF_TOKENS,
             ops.consecutive_block_tables,
             cu_seqlens_k[:-1],
             cu_seqlens_k[1:],
             seqused_k,
-            num_keys if max_seqlen_k is None else min(max_seqlen_k, num_keys),
+            num_keys
+            if max_seqlen_k is None
+            else min(to_int(function.__name__, "max_seqlen_k", max_seqlen_k), num_keys),
             num_keys,
         )
     elif seqused_k is None:
@@ -284,20 +286,23 @@ def flash_attn_with_kvcache(
     refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     block_table = one_of(function, block_table=block_table, page_table=page_table)
     check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
-    names = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
-    names |= {"positions": "cache_seqlens", "first_positions": "cache_seqlens", "start_loc": "cu_seqlens_k_new"}
     check_out(function, out, q, v_cache)
+    names = OF_CACHES
     query = rows_of(q)
-    if cu_seqlens_q is not None:
-        check_indices(function, "cu_seqlens_q", cu_seqlens_q)
-    num_seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    num_seqs = q.shape[0] if cu_seqlens_q is None else num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     if block_table is not None:
         expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-        names["block_tables"] = "block_table" if page_table is None else "page_table"
-        check_rank(function.__name__, names["block_tables"], block_table, 2)
+        if page_table is not None:
+            names = names | {"block_tables": "page_table"}
+        if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
+            expected, got_shape = f"expected shape [{num_seqs}, *]", list(block_table.shape)
+            raise ValueError(f"{function.__name__}: {names['block_tables']}: {expected}, got {got_shape}")
     else:  # each sequence of the cache is a page
-        names["block_tables"] = "k_cache" if cache_batch_idx is None else "cache_batch_idx"
+        names = names | {"block_tables": "cache_batch_idx"}
         if cache_batch_idx is None:
+            if num_seqs > k_cache.shape[0]:
+                expected, got = f"expected {num_seqs} sequences or more", k_cache.shape[0]
+                raise ValueError(f"{function.__name__}: k_cache: {expected}, got {got}")
             cache_batch_idx = torch.arange(num_seqs, dtype=torch.int32, device=q.device)
         check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
         block_table = cache_batch_idx[:, None]
@@ -322,30 +327,25 @@ def flash_attn_with_kvcache(
             check_indices(function, "cu_seqlens_k_new", cu_seqlens_k_new, num_seqs + 1)
         elif k.shape[0] != num_seqs:
             raise ValueError(f"flash_attn_with_kvcache: k: expected {num_seqs} sequences, as q has, got {k.shape[0]}")
-        batch_indices, positions = _positions(function, names, cache_seqlens, k, cu_seqlens_k_new)
-        slots = call_as(
-            function,
-            names,
-            ops.compute_slot_mapping,
-            positions,
-            block_table,
-            k_cache.shape[1],
-            k_cache.shape[0],
-            batch_indices=batch_indices,
-        )
         key = rows_of(k)
+        batch_indices, positions = _positions(function, names, cache_seqlens, k, cu_seqlens_k_new)
+        cache_size = k_cache.shape[1], k_cache.shape[0]
+        place = {"batch_indices": batch_indices}
+        slots = call_as(function, names, ops.compute_slot_mapping, positions, block_table, *cache_size, **place)
         if rotary_cos is not None or rotary_sin is not None:
             cos_sin = _cos_sin(function, rotary_cos, rotary_sin)
+            first, of_rotary = cache_seqlens, names
             if rotary_seqlens is not None:
                 check_indices(function, "rotary_seqlens", rotary_seqlens, num_seqs)
-                cache_names = names | {"first_positions": "rotary_seqlens"}
-                _, positions = _positions(function, cache_names, rotary_seqlens, k, cu_seqlens_k_new)
-            first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-            key = _rotated(function, key, positions, cos_sin, rotary_interleaved)
-            sequence, positions = _positions(function, names | {"start_loc": "cu_seqlens_q"}, first, q, cu_seqlens_q)
+                first = rotary_seqlens
+                of_rotary = names | dict.fromkeys(("positions", "first_positions"), "rotary_seqlens")
+                _, positions = _positions(function, of_rotary, first, k, cu_seqlens_k_new)
+            key = _rotated(function, of_rotary, key, positions, cos_sin, rotary_interleaved)
+            of_rotary = of_rotary | {"start_loc": "cu_seqlens_q", "num_tokens": "rows of q"}
+            sequence, positions = _positions(function, of_rotary, first, q, cu_seqlens_q)
             if not causal and all(side is None or side < 0 for side in window_size):
                 positions = first if sequence is None else first[sequence]  # nothing orders the rows
-            query = _rotated(function, query, positions, cos_sin, rotary_interleaved)
+            query = _rotated(function, of_rotary, query, positions, cos_sin, rotary_interleaved)
         new = key, rows_of(v), k_cache, v_cache, slots, _starts(k, cu_seqlens_k_new), extras
         seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
 
@@ -436,17 +436,20 @@ def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin
         raise ValueError(f"{function.__name__}: rotary_sin: expected shape {expected}, as rotary_cos has, got {got}")
     if rotary_sin.dtype != rotary_cos.dtype:
         raise TypeError(
-            f"{function.__name__}: rotary_sin: expected dtype {rotary_cos.dtype}, as rotary_cos has, got "
-            f"{rotary_sin.dtype}"
+            f"{function.__name__}: rotary_sin: expected {rotary_cos.dtype}, as rotary_cos has, got {rotary_sin.dtype}"
         )
     return torch.cat([rotary_cos, rotary_sin], dim=-1)
 
 
 def _rotated(
-    function: Callable[..., Any], rows: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
+    function: Callable[..., Any],
+    names: dict[str, str],
+    rows: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
 ) -> Tensor:
     rotated = rows.clone()
-    names = NAMES | {"cos_sin_cache": "rotary_cos", "positions": "cache_seqlens"}
     arguments = positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved
     call_as(function, names, ops.rotary_embedding, *arguments)
     return rotated
