@@ -40,7 +40,10 @@ def options_of(
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}") from None
-    left, right = (None if side is None else to_int(function.__name__, "window_size", side) for side in (left, right))
+    if type(left) is not int:
+        left = None if left is None else to_int(function.__name__, "window_size", left)
+    if type(right) is not int:
+        right = None if right is None else to_int(function.__name__, "window_size", right)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
     return {
@@ -70,7 +73,7 @@ def results_of(
 def rows_of(tensor: Tensor) -> Tensor:
     """[..., num_heads, head_size] -> [num_rows, num_heads, head_size], each row contiguous."""
     rows = tensor.flatten(0, -3)
-    return rows if rows[:1].is_contiguous() else rows.contiguous()
+    return rows if rows.is_contiguous() or rows[:1].is_contiguous() else rows.contiguous()
 
 
 def with_contiguous_heads(tensor: Tensor) -> Tensor:
@@ -106,12 +109,14 @@ def chunk_of(function: Callable[..., Any], attention_chunk: int) -> int:
 
 def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
     """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
+    widths = []
     for name, (tensor, rank) in tensors.items():
-        check_rank(function.__name__, name, tensor, rank)
-    (query, (q, _)), (_, (k, _)), _ = tensors.items()
-    if q.shape[-1] != k.shape[-1]:
-        message = f"expected heads of {k.shape[-1]} elements, as the keys have, got {q.shape[-1]}"
-        raise ValueError(f"{function.__name__}: {query}: {message}")
+        if tensor.dim() != rank:
+            check_rank(function.__name__, name, tensor, rank)
+        widths.append(tensor.shape[-1])
+    if widths[0] != widths[1]:
+        message = f"expected heads of {widths[1]} elements, as the keys have, got {widths[0]}"
+        raise ValueError(f"{function.__name__}: q: {message}")
 
 
 def check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **tensors: tuple[Tensor, int]) -> None:

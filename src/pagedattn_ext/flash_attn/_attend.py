@@ -1,7 +1,7 @@
 """The attention ops with what flash-attn takes and the ops do not: heads of any width, scales by head, fp8 queries,
 attention in chunks, rows that are not used.
 
-`_prepared` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
+`prepare` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
 the terms of the ops: `call_as` gives them those of the caller.
 """
 
@@ -45,25 +45,20 @@ def attend_pages(
 
     fp8 queries give bf16, as in FlashAttention-3. Rows that are not used give zeros and an lse of -inf.
     """
-    arguments, steps = _prepared(function, query, keys, starts, options, extras)
+    return attend_prepared(*prepare(function, query, keys, starts, options, extras))
+
+
+def attend_prepared(arguments: dict[str, Any], steps: list[Step]) -> tuple[Tensor, Tensor]:
     out, lse = ops.paged_attention(**arguments)
     for step in steps:
         out, lse = step(out, lse)
     return out, lse
 
 
-def check_pages(
-    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> None:
-    """Raises what `attend_pages` would raise, and computes nothing."""
-    arguments, _ = _prepared(function, query, keys, starts, options, extras)
-    ops.check_paged_attention(**arguments)
-
-
-def _prepared(
+def prepare(
     function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
 ) -> tuple[dict[str, Any], list[Step]]:
-    """The arguments of the op, and the steps from its results to those of the function."""
+    """The arguments of `ops.paged_attention`, and the steps from its results to those of `attend_pages`."""
     key_cache, value_cache, block_tables, seq_lens = keys
     if extras.seqused_q is not None:
         used, extras = extras.seqused_q, extras._replace(seqused_q=None)
@@ -76,11 +71,11 @@ def _prepared(
         slopes = options["alibi_slopes"]
         if slopes is not None and slopes.dim() == 2:
             options = options | {"alibi_slopes": slopes[sequences]}
-        return _prepared(function, query, keys, starts, options, extras._replace(attention_chunk=0))
+        return prepare(function, query, keys, starts, options, extras._replace(attention_chunk=0))
     if not _are_of_op(key_cache, value_cache):
         width = _width_of_op(key_cache, value_cache)
         keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
-        arguments, steps = _prepared(function, _widened(query, width), keys, starts, options, extras)
+        arguments, steps = prepare(function, _widened(query, width), keys, starts, options, extras)
         return arguments, [lambda out, lse: (out[..., : value_cache.shape[-1]].contiguous(), lse), *steps]
     arguments = {
         "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": block_tables,
@@ -208,12 +203,12 @@ def _scaled(
         if query.dtype in FP8:
             expected = f"{keys[0].dtype}, the dtype of the keys"
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
-        return _prepared(function, query, keys, starts, options, extras)
+        return prepare(function, query, keys, starts, options, extras)
     scaled = query.float() * k_scale
     if query.dtype in FP8:
         scaled = scaled * q_scale
     dtype = torch.bfloat16 if query.dtype in FP8 else query.dtype
-    arguments, steps = _prepared(function, scaled, keys, starts, options, extras)
+    arguments, steps = prepare(function, scaled, keys, starts, options, extras)
     return arguments, [*steps, lambda out, lse: ((out * v_scale).to(dtype), lse)]
 
 
@@ -265,7 +260,7 @@ def _of_used_rows(
     sequence, place = _rows_of(starts, num_rows)
     rows = (place < used[sequence]).nonzero()[:, 0]
     used_starts = pad(used.cumsum(0), (1, 0))
-    arguments, steps = _prepared(function, query[rows], keys, used_starts, options, extras)
+    arguments, steps = prepare(function, query[rows], keys, used_starts, options, extras)
 
     def among_all(used_out: Tensor, used_lse: Tensor) -> tuple[Tensor, Tensor]:
         out = used_out.new_zeros(num_rows, *used_out.shape[1:])

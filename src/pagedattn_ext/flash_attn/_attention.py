@@ -27,7 +27,7 @@ from ._arguments import (
     sinks_of,
     with_contiguous_heads,
 )
-from ._attend import Extras, append, attend_pages, attend_ragged, check_pages
+from ._attend import Extras, append, attend_pages, attend_prepared, attend_ragged, prepare
 
 
 def flash_attn_func(
@@ -97,9 +97,8 @@ def flash_attn_func(
         torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
     )
-    names = OF_KEYS | dict.fromkeys(("seq_lens", "block_tables"), "k")
     arguments = function, rows_of(q), keys, _starts(q, None), options, extras
-    attended, lse = call_as(function, names, attend_pages, *arguments)
+    attended, lse = call_as(function, OF_KEYS, attend_pages, *arguments)
     return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
@@ -356,13 +355,20 @@ def flash_attn_with_kvcache(
         block_table = _tables_behind_padding(function, names, block_table[:, 0], k_cache, seq_lens, cache_leftpad)
         seq_lens = seq_lens - cache_leftpad
         caches = _tokens_as_pages(*caches)
-    tables, starts = (block_table, seq_lens), _starts(q, cu_seqlens_q)
+    starts = _starts(q, cu_seqlens_q)
+
+    def prepared(*caches: Tensor) -> Any:
+        keys = (*caches, block_table, seq_lens)
+        return call_as(function, names, prepare, function, query, keys, starts, options, extras)
+
+    arguments, steps = prepared(*caches)
     if new is not None:
-        call_as(function, names, check_pages, function, query, (*caches, *tables), starts, options, extras)
+        call_as(function, names, ops.check_paged_attention, **arguments)
         call_as(function, names, append, function, *new)
-        if cache_leftpad is not None:
-            caches = _tokens_as_pages(k_cache, v_cache)  # which may be copies
-    attended, lse = call_as(function, names, attend_pages, function, query, (*caches, *tables), starts, options, extras)
+        if arguments["key_cache"] is not k_cache:  # but what may be a copy from before
+            caches = (k_cache, v_cache) if cache_leftpad is None else _tokens_as_pages(k_cache, v_cache)
+            arguments, steps = prepared(*caches)
+    attended, lse = call_as(function, names, attend_prepared, arguments, steps)
     return results_of(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
 
 
