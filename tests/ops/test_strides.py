@@ -52,6 +52,11 @@ STRIDED = {
     "quantize_weight_int4": {"weight": 1},
     "quantize_weight_int8": {"weight": 1},
     "apply_token_bitmask": {"logits": 1, "bitmask": 1},
+    "softmax": {"out": 1, "logits": 1},
+    "renorm_probs": {"out": 1, "probs": 1},
+    "top_k_mask_logits": {"out": 1, "logits": 1},
+    "sample_from_probs": {"probs": 1},
+    "chain_speculative_sampling": {},
     "all_reduce_shared": {},
     "all_gather_shared": {},
 }

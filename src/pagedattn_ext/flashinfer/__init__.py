@@ -78,6 +78,20 @@ from .rope import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
+from .sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
 
 __all__ = [
     "BatchAttention",
@@ -100,6 +114,7 @@ __all__ = [
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "chain_speculative_sampling",
     "fast_decode_plan",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_quant",
@@ -114,17 +129,28 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "min_p_sampling_from_probs",
     "mla_rope_quantize_fp8",
     "packbits",
     "rmsnorm",
     "rmsnorm_quant",
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
+    "sampling_from_logits",
+    "sampling_from_probs",
     "segment_packbits",
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
 ]
 
 
