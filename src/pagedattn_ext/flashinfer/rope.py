@@ -220,7 +220,8 @@ def _rotate(
             f"{function.__qualname__}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}"
         )
     _check_scales(function, passage, rope_scale=rope_scale, rope_theta=rope_theta)
-    phases, frequencies = _waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
+    waves = _waves if torch.compiler.is_compiling() else _cached_waves  # torch.compile warns of caches
+    phases, frequencies = waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
     cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
     rows = torch.arange(len(q), device=q.device)
     names = {"query": "q", "key": "k"}
@@ -240,7 +241,6 @@ def _check_scales(function: Function, passage: tuple[float, float, float] | None
             raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {value}")
 
 
-@lru_cache(maxsize=32)
 def _waves(
     rotary_dim: int,
     rope_scale: float,
@@ -260,6 +260,9 @@ def _waves(
     phases = torch.zeros_like(frequencies)
     phases[rotary_dim // 2 :] = -math.pi / 2
     return phases, frequencies
+
+
+_cached_waves = lru_cache(maxsize=32)(_waves)
 
 
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------
