@@ -59,7 +59,9 @@ def call_as(
     """
     try:
         return op(*args, **kwargs)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
+        if type(error) not in (ValueError, TypeError, RuntimeError):
+            raise
         raise type(error)(_in_terms_of(function, names, str(error))) from None
 
 
