@@ -233,6 +233,7 @@ bench: build
 	$(BIN)/python bench/cache.py --quick
 	$(BIN)/python bench/elementwise.py --quick
 	$(BIN)/python bench/linear.py --quick
+	$(BIN)/python bench/sampling.py --quick
 	$(BIN)/python bench/collectives.py --quick
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py

@@ -124,6 +124,20 @@ CASES = [
         lambda num_tokens: (4 * num_tokens + 1) * HIDDEN_SIZE,
     ),
     Case(
+        "gemma_rms_norm",
+        make_norm,
+        lambda t: ops.gemma_rms_norm(t[0], t[2], EPSILON),
+        lambda t: F.rms_norm(t[0], (HIDDEN_SIZE,), 1 + t[2], EPSILON),
+        lambda num_tokens: (2 * num_tokens + 1) * HIDDEN_SIZE,
+    ),
+    Case(
+        "layer_norm",
+        make_norm,
+        lambda t: ops.layer_norm(t[0], t[2], t[2], EPSILON),
+        lambda t: F.layer_norm(t[0], (HIDDEN_SIZE,), t[2], t[2], EPSILON),
+        lambda num_tokens: (2 * num_tokens + 2) * HIDDEN_SIZE,
+    ),
+    Case(
         "silu_and_mul",
         lambda num_tokens, dtype: (torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE, dtype=dtype),),
         lambda t: ops.silu_and_mul(t[0]),

@@ -102,6 +102,19 @@ __device__ inline Floats<N> to_floats(const Packed<T, N>& packed) {
   return result;
 }
 
+// N elements of a type that may be wider than the one that N is chosen for.
+template <int N, typename C>
+__device__ Floats<N> load_floats(const C* source) {
+  constexpr int PER_LOAD = N < ELEMENTS_PER_CHUNK<C> ? N : ELEMENTS_PER_CHUNK<C>;
+  Packed<C, PER_LOAD> packed[N / PER_LOAD];
+#pragma unroll
+  for (int i = 0; i < N / PER_LOAD; ++i) packed[i] = load<PER_LOAD>(source + i * PER_LOAD);
+  Floats<N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) result[i] = to_floats(packed[i / PER_LOAD])[i % PER_LOAD];
+  return result;
+}
+
 template <typename T, int N>
 __device__ inline void store(T* target, const Floats<N>& values) {
   Packed<T, N> packed;

@@ -76,6 +76,9 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
 // layernorm
 void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);
 void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
+void gemma_rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon);
+void gemma_fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon);
+void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Tensor& bias, double epsilon);
 
 // pos_encoding
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
@@ -111,5 +114,15 @@ void all_gather_shared(Tensor& out, const Tensor& input, int64_t group);
 
 // sampling
 void apply_token_bitmask(Tensor& logits, const Tensor& bitmask, const std::optional<Tensor>& indices);
+void softmax(Tensor& out, const Tensor& logits, const std::optional<Tensor>& temperature);
+void renorm_probs(Tensor& out, const Tensor& probs, const std::optional<Tensor>& top_k,
+                  const std::optional<Tensor>& top_p);
+void top_k_mask_logits(Tensor& out, const Tensor& logits, const Tensor& top_k);
+void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const std::optional<Tensor>& indices,
+                       const std::optional<Tensor>& top_k, const std::optional<Tensor>& top_p,
+                       const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& offset, bool top_k_first);
+void chain_speculative_sampling(Tensor& out, Tensor& num_accepted, Tensor& num_emitted, const Tensor& draft_probs,
+                                const Tensor& draft_token_ids, const Tensor& target_probs, const Tensor& seed,
+                                const Tensor& offset);
 
 }  // namespace pagedattn

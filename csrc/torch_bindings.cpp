@@ -62,6 +62,9 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // layernorm
   m.def("rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
   m.def("fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()");
+  m.def("gemma_rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
+  m.def("gemma_fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()");
+  m.def("layer_norm(Tensor(a!) out, Tensor input, Tensor weight, Tensor bias, float epsilon) -> ()");
 
   // pos_encoding
   m.def(
@@ -82,6 +85,15 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 
   // sampling
   m.def("apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()");
+  m.def("softmax(Tensor(a!) out, Tensor logits, Tensor? temperature=None) -> ()");
+  m.def("renorm_probs(Tensor(a!) out, Tensor probs, Tensor? top_k=None, Tensor? top_p=None) -> ()");
+  m.def("top_k_mask_logits(Tensor(a!) out, Tensor logits, Tensor top_k) -> ()");
+  m.def(
+      "sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, "
+      "Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True) -> ()");
+  m.def(
+      "chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, "
+      "Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()");
 
 #if !defined(PAGEDATTN_SIMT)
   // linear, on the CPU alone
@@ -122,6 +134,9 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("consecutive_block_tables", TORCH_BOX(&pagedattn::consecutive_block_tables));
   m.impl("rms_norm", TORCH_BOX(&pagedattn::rms_norm));
   m.impl("fused_add_rms_norm", TORCH_BOX(&pagedattn::fused_add_rms_norm));
+  m.impl("gemma_rms_norm", TORCH_BOX(&pagedattn::gemma_rms_norm));
+  m.impl("gemma_fused_add_rms_norm", TORCH_BOX(&pagedattn::gemma_fused_add_rms_norm));
+  m.impl("layer_norm", TORCH_BOX(&pagedattn::layer_norm));
   m.impl("rotary_embedding", TORCH_BOX(&pagedattn::rotary_embedding));
   m.impl("rotary_embedding_neox", TORCH_BOX(&pagedattn::rotary_embedding_neox));
   m.impl("silu_and_mul", TORCH_BOX(&pagedattn::silu_and_mul));
@@ -132,6 +147,11 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("gelu_fast", TORCH_BOX(&pagedattn::gelu_fast));
   m.impl("gelu_quick", TORCH_BOX(&pagedattn::gelu_quick));
   m.impl("apply_token_bitmask", TORCH_BOX(&pagedattn::apply_token_bitmask));
+  m.impl("softmax", TORCH_BOX(&pagedattn::softmax));
+  m.impl("renorm_probs", TORCH_BOX(&pagedattn::renorm_probs));
+  m.impl("top_k_mask_logits", TORCH_BOX(&pagedattn::top_k_mask_logits));
+  m.impl("sample_from_probs", TORCH_BOX(&pagedattn::sample_from_probs));
+  m.impl("chain_speculative_sampling", TORCH_BOX(&pagedattn::chain_speculative_sampling));
 }
 
 }  // namespace

@@ -26,6 +26,9 @@ compute_slot_mapping(Tensor positions, Tensor block_tables, SymInt block_size, S
 consecutive_block_tables(Tensor first_blocks, Tensor end_blocks, Tensor seq_lens, SymInt max_num_blocks_per_seq, SymInt num_blocks, *, Tensor? left_padding=None) -> Tensor
 rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
 fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
+gemma_rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
+gemma_fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
+layer_norm(Tensor(a!) out, Tensor input, Tensor weight, Tensor bias, float epsilon) -> ()
 rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
 rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache) -> ()
 silu_and_mul(Tensor(a!) out, Tensor input) -> ()
@@ -38,6 +41,11 @@ gelu_quick(Tensor(a!) out, Tensor input) -> ()
 linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, ScalarType? scale_dtype=None) -> Tensor
 linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> ()
+softmax(Tensor(a!) out, Tensor logits, Tensor? temperature=None) -> ()
+renorm_probs(Tensor(a!) out, Tensor probs, Tensor? top_k=None, Tensor? top_p=None) -> ()
+top_k_mask_logits(Tensor(a!) out, Tensor logits, Tensor top_k) -> ()
+sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True) -> ()
+chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
 pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()
 pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()
@@ -50,6 +58,7 @@ all_gather_shared(Tensor(a!) out, Tensor input, int group) -> ()
 SCHEMA_OF = {line.partition("(")[0]: line for line in SCHEMAS.strip().splitlines()}
 COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
 PACKING = ["pack_linear_weight", "pack_linear_weight_int4", "pack_linear_weight_int8"]
+SAMPLING = ["sample_from_probs", "chain_speculative_sampling"]  # write no floating-point numbers
 QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
 # Those without CUDA kernels.
 CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]
@@ -140,6 +149,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     nhd = {name: normal(num_blocks, 16, 2, 16) for name in ("key_cache", "value_cache")}
     gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
     plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
+    norm = {"input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6}
     arguments = {
         "paged_attention_v1": v1,
         "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
@@ -187,13 +197,9 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "num_blocks": 40,
             "left_padding": torch.tensor([1, 0, 1])[every_third],
         },
-        "rms_norm": {"out": torch.zeros(n, 16), "input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6},
-        "fused_add_rms_norm": {
-            "input": normal(n, 16),
-            "residual": normal(n, 16),
-            "weight": normal(16),
-            "epsilon": 1e-6,
-        },
+        **{name: norm | {"out": torch.zeros(n, 16)} for name in ("rms_norm", "gemma_rms_norm")},
+        **{name: norm | {"residual": normal(n, 16)} for name in ("fused_add_rms_norm", "gemma_fused_add_rms_norm")},
+        "layer_norm": norm | {"out": torch.zeros(n, 16), "bias": normal(16)},
         "rotary_embedding": rotary | {"is_neox": False},
         "rotary_embedding_neox": rotary,
         **{name: gated for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul")},
@@ -216,6 +222,35 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "logits": normal(n + 1, 70),
             "bitmask": torch.randint(-(2**31), 2**31, (n, 3), dtype=torch.int32, generator=generator),
             "indices": torch.arange(n, 0, -1),
+        },
+        "softmax": {"out": torch.zeros(n, 70), "logits": normal(n, 70), "temperature": torch.tensor([0.7])},
+        "renorm_probs": {
+            "out": torch.zeros(n, 70),
+            "probs": normal(n, 70).softmax(-1),
+            "top_k": torch.tensor([20]),
+            "top_p": torch.full((n,), 0.7),
+        },
+        "top_k_mask_logits": {"out": torch.zeros(n, 70), "logits": normal(n, 70), "top_k": torch.tensor([20])},
+        "sample_from_probs": {
+            "out": torch.zeros(n, dtype=torch.int32),
+            "valid": torch.zeros(n, dtype=torch.bool),
+            "probs": normal(n, 70).softmax(-1),
+            "indices": torch.arange(n - 1, -1, -1, dtype=torch.int32),
+            "top_k": torch.full((n,), 20),
+            "top_p": torch.tensor([0.9]),
+            "min_p": torch.tensor([0.01]),
+            "seed": torch.tensor([1]),
+            "offset": torch.arange(n),
+        },
+        "chain_speculative_sampling": {
+            "out": torch.zeros(n, 3, dtype=torch.int32),
+            "num_accepted": torch.zeros(n, dtype=torch.int32),
+            "num_emitted": torch.zeros(n, dtype=torch.int32),
+            "draft_probs": normal(n, 2, 70).softmax(-1),
+            "draft_token_ids": torch.randint(0, 70, (n, 2), generator=generator),
+            "target_probs": normal(n, 3, 70).softmax(-1),
+            "seed": torch.tensor([1]),
+            "offset": torch.tensor([0]),
         },
         "linear_packed": {
             "input": normal(n, 14),
@@ -285,7 +320,7 @@ def positional(name: str, arguments: dict) -> tuple[tuple, dict]:
 
 
 # What each wrapper is called with, of the raw op's arguments; it allocates `out` and infers the rest.
-INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_out", "output", "output_lse"}
+INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_out", "output", "output_lse", "valid"}
 
 
 def inferred_by_wrapper(name: str) -> set[str]:

@@ -237,6 +237,15 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype =
     return input * torch.rsqrt(input.square().mean(-1, keepdim=True) + epsilon) * weight.to(dtype)
 
 
+def layer_norm(
+    input: Tensor, weight: Tensor, bias: Tensor, epsilon: float, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """(input - mean) / sqrt(variance + epsilon) * weight + bias, mean and variance over the last dimension."""
+    deviation = input.to(dtype) - input.to(dtype).mean(-1, keepdim=True)
+    normed = deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + epsilon)
+    return normed * weight.to(dtype) + bias.to(dtype)
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
     """input @ weight.T + bias."""
     out = input.to(dtype) @ weight.to(dtype).T
@@ -405,3 +414,71 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None 
     rows = torch.arange(len(logits), device=logits.device) if indices is None else indices
     logits[rows] = logits[rows].masked_fill(~is_allowed.flatten(1)[:, :vocab_size], -math.inf)
     return logits
+
+
+def kept_probs(
+    probs: Tensor,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    top_k_first: bool = True,
+) -> Tensor:
+    """Of probabilities [vocab_size] those that the filters keep, and 0 in the place of the others; fp64. What is
+    divided by the sum is rounded to fp32, as an op rounds it that gives it out."""
+    kept = probs.double()
+    order = kept.sort(descending=True).values
+    if top_k is not None and top_k < len(probs):
+        kept = kept.where(kept >= order[top_k - 1], 0)
+    if top_p is not None and top_p < 1:
+        limited = top_k is not None and top_k_first
+        of = (kept / kept.sum().float()).float().double() if limited else probs.double()
+        least = of.sort(descending=True).values
+        num_kept = int((least.cumsum(0) < torch.tensor(top_p, dtype=torch.float32)).sum()) + 1
+        kept = kept.where(of >= least[min(num_kept, len(probs)) - 1], 0)
+    if min_p is not None:
+        kept = kept.where(probs.float() >= torch.tensor(min_p) * order[0].float(), 0)
+    return kept
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al., 2011)."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = second >> 32 ^ b ^ k, second % 2**32, first >> 32 ^ d ^ m, first % 2**32
+        k, m = (k + 0x9E3779B9) % 2**32, (m + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def uniform_number(seed: int, offset: int, row: int) -> float:
+    """In [0, 1): the first 52 bits."""
+    words = [word for number in (offset, row, seed) for word in (number % 2**32, number // 2**32 % 2**32)]
+    high, low, _, _ = philox(words[:4], words[4:])
+    return ((high << 32 | low) >> 12) / 2**52
+
+
+def token_at(weights: Tensor, number: float) -> int:
+    """The first token up to which fp64 weights sum to more than this share of all."""
+    return int((weights.cumsum(0) <= number * weights.sum()).sum())
+
+
+def chain_speculative_sampling(
+    draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, seed: int, offset: int
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Tokens, accepted and emitted drafts of each row, row by row and draft by draft."""
+    all_tokens, accepted, emitted = [], [], []
+    for row, drafts in enumerate(draft_token_ids.tolist()):
+        numbers = [uniform_number(seed, offset + i, row) for i in range(len(drafts) + 1)]
+        passes = [
+            numbers[i] * float(draft_probs[row, i, token]) < float(target_probs[row, i, token])
+            for i, token in enumerate(drafts)
+        ]
+        num_emitted = [*passes, False].index(False)
+        weights = target_probs[row, num_emitted].double()
+        if num_emitted < len(drafts):
+            weights = (target_probs[row, num_emitted] - draft_probs[row, num_emitted]).clamp(min=0).double()
+        tokens = [*drafts[:num_emitted], token_at(weights, numbers[-1])]
+        all_tokens.append(tokens + [-1] * (len(drafts) + 1 - len(tokens)))
+        accepted.append(sum(passes))
+        emitted.append(num_emitted)
+    return all_tokens, accepted, emitted

@@ -303,7 +303,12 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "slot_mapping": {0: [96, INT32_MAX]},
     "block_mapping": {0: [-1, 6, INT32_MIN, INT32_MAX], 3: [-1, 6, INT32_MIN, INT32_MAX], 5: [3]},
     "positions": {1: [-1, 8, INT32_MIN, INT32_MAX]},
-    "indices": {1: [-1, 4, INT32_MIN, INT32_MAX, 1]},
+    "indices": {1: [-1, 4, INT32_MIN, INT32_MAX]},
+    "draft_token_ids": {1: [-1, 70, INT32_MIN, INT32_MAX]},
+    "top_k": {0: [0, -1, INT32_MIN]},
+    "top_p": {0: [-0.1, 1.1, float("nan")]},
+    "min_p": {0: [-0.1, 1.1, float("nan")]},
+    "temperature": {0: [-1.0, float("inf"), float("nan")]},
     "k_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "v_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "start_loc": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 5, INT32_MAX]},
@@ -328,7 +333,7 @@ MAY_BE_INT64 = (
     "first_positions",
 )
 MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
-HOLDS_ANY_BITS = ("bitmask",)
+HOLDS_ANY_BITS = ("bitmask", "seed", "offset", "out", "num_accepted", "num_emitted")
 
 
 def wrong_values() -> Iterator[tuple[str, str, torch.dtype, int, float]]:
@@ -345,6 +350,8 @@ def wrong_values() -> Iterator[tuple[str, str, torch.dtype, int, float]]:
                     wide = [int(tensor.view(-1)[place]) + 2**32, INT64_MIN, INT64_MAX] if dtype == torch.int64 else []
                     if argument in ("slot_mapping", "batch_indices"):
                         wide = [value for value in wide if value >= 0]  # a negative one is skipped
+                    if argument == "top_k":
+                        wide = [value for value in wide if value < 1]  # more than all tokens is all of them
                     yield from ((call, argument, dtype, place, value) for value in values + wide)
 
 
@@ -394,6 +401,10 @@ def test_wrong_values_of_all_index_arguments() -> None:
 def test_a_length_beyond_max_seq_len_at_replay(call: str) -> None:
     arguments = make_arguments(call) | {"max_seq_len": 17, "seq_lens": torch.tensor([5, 17, 16], dtype=torch.int32)}
     assert_replay_checks(call, arguments, "seq_lens", 2, 18)
+
+
+def test_a_row_with_two_masks_at_replay() -> None:
+    assert_replay_checks("apply_token_bitmask", make_arguments("apply_token_bitmask"), "indices", 1, 1)
 
 
 def test_keys_beyond_max_seq_len_at_replay() -> None:

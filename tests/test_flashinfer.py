@@ -1,6 +1,5 @@
-"""pagedattn_ext.flashinfer against brute force in fp64; signatures; refusals."""
+"""pagedattn_ext.flashinfer against brute force in fp64; refusals."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,15 +8,13 @@ from typing import Any
 import pytest
 import reference
 import torch
-from brute_force import HEAD_SIZE, Pages, attend, attend_all, rows, starts
+from brute_force import HEAD_SIZE, attend, attend_all, rows, starts
 from checks import assert_close_to_reference, assert_same_bits
+from flashinfer_batch import HEADS, KV_HEADS, PAGE_SIZE, WORKSPACE, Batch
 from torch import Tensor
 
 from pagedattn_ext import flashinfer
 
-HEADS, KV_HEADS, PAGE_SIZE = 4, 2, 3
-WORKSPACE = torch.empty(0, dtype=torch.uint8)
-EMPTY = inspect.Parameter.empty
 INDEX = torch.int32
 
 
@@ -26,47 +23,6 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(35)
         yield
-
-
-class Batch:
-    """Sequences in pages, as FlashInfer's lists have them."""
-
-    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, layout: str = "NHD tuple") -> None:
-        self.key, self.value = rows(lengths, KV_HEADS), rows(lengths, KV_HEADS)
-        pages = Pages(16, PAGE_SIZE, KV_HEADS, HEAD_SIZE, dtype)
-        table = pages.table(lengths)
-        pages.write(table, self.key, self.value)
-        counts = [-(-length // PAGE_SIZE) for length in lengths]
-        self.indptr = starts(counts)
-        self.indices = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
-        last = [length - max(0, count - 1) * PAGE_SIZE for length, count in zip(lengths, counts, strict=True)]
-        self.last_page_len = torch.tensor(last, dtype=torch.int32)
-        self.kv_layout, form = layout.split()
-        caches = [pages.key, pages.value]
-        if self.kv_layout == "HND":
-            caches = [cache.transpose(1, 2) for cache in caches]
-        self.cache = tuple(caches) if form == "tuple" else torch.stack(caches, 1)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        return {
-            "indptr": self.indptr,
-            "indices": self.indices,
-            "last_page_len": self.last_page_len,
-            "num_qo_heads": HEADS,
-            "num_kv_heads": KV_HEADS,
-            "head_dim": HEAD_SIZE,
-            "page_size": PAGE_SIZE,
-        }
-
-    @property
-    def pages(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.indices, self.indptr, self.last_page_len
-
-    @property
-    def prefill_plan(self) -> dict[str, Any]:
-        names = {"head_dim": "head_dim_qk"} | {n: f"paged_kv_{n}" for n in ("indptr", "indices", "last_page_len")}
-        return {names.get(name, name): value for name, value in self.plan.items()}
 
 
 LAYOUTS = ["NHD tuple", "HND tuple", "NHD tensor", "HND tensor"]
@@ -375,6 +331,35 @@ def test_merges() -> None:
     assert_results((state[0][::2], state[1][::2]), (two[0][::2], two[1][::2]))
 
 
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("lses", "shares", "merged"),
+    [
+        ([-1e7, -1e7], [0.5, 0.5], -1e7 + 1),
+        ([1e7, 1e7 - 1], [2 / 3, 1 / 3], 1e7 + math.log2(1.5)),
+        ([INF, 1.5], [0, 1], 1.5),
+        ([-INF, 1.5], [0, 1], 1.5),
+        ([INF, -INF], [0, 0], -INF),
+        ([INF, INF], [0, 0], -INF),
+    ],
+)
+def test_merges_of_large_and_infinite_lses(lses: list[float], shares: list[float], merged: float) -> None:
+    """The numbers that a change of base rounds, and empty sets of either sign."""
+    v, s = torch.randn(1, 2, HEADS, HEAD_SIZE), torch.tensor(lses)[None, :, None].expand(1, 2, HEADS).contiguous()
+    v[s.isinf()] = 0
+    expected = (v.double() * torch.tensor(shares, dtype=torch.float64)[:, None, None]).sum(1)
+    for out, lse in (flashinfer.merge_states(v, s), flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])):
+        assert_close_to_reference(out, expected)
+        torch.testing.assert_close(lse, torch.full((1, HEADS), merged), rtol=1e-6, atol=0)
+
+
+def test_merge_of_no_states() -> None:
+    out, lse = flashinfer.merge_states(torch.empty(3, 0, HEADS, HEAD_SIZE), torch.empty(3, 0, HEADS))
+    assert (out.shape, out.any().item(), (lse == -INF).all().item()) == ((3, HEADS, HEAD_SIZE), False, True)
+
+
 # ---- the rest of a layer ---------------------------------------------------------------------------------------------
 
 
@@ -414,183 +399,21 @@ def test_rope(is_neox: bool, positions_dtype: torch.dtype, dtype: torch.dtype) -
     assert_close_to_reference(k, expected[1])
 
 
-# ---- signatures ------------------------------------------------------------------------------------------------------
-
-PLAN_OF_PAGES = ["num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
-ROPE = {"rope_scale": None, "rope_theta": None}
-DATA_TYPES = {"q_data_type": "float16", "kv_data_type": None, "o_data_type": None}
-MASKS = {"custom_mask": None, "packed_custom_mask": None}
-ITEMS = {"prefix_len_ptr": None, "token_pos_in_items_ptr": None, "token_pos_in_items_len": 0, "max_item_len_ptr": None}
-SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
-LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
-
-
-def required(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, EMPTY)
-
-
-# FlashInfer 0.7, in order.
-SIGNATURES: dict[str, dict[str, Any]] = {
-    "BatchDecodeWithPagedKVCacheWrapper.__init__": {
-        **required("self", "float_workspace_buffer"),
-        "kv_layout": "NHD",
-        "use_cuda_graph": False,
-        "use_tensor_cores": False,
-        "paged_kv_indptr_buffer": None,
-        "paged_kv_indices_buffer": None,
-        "paged_kv_last_page_len_buffer": None,
-        "backend": "auto",
-        "jit_args": None,
-    },
-    "BatchDecodeWithPagedKVCacheWrapper.plan": {
-        **required("self", "indptr", "indices", "last_page_len", *PLAN_OF_PAGES),
-        "pos_encoding_mode": "NONE",
-        "window_left": -1,
-        "logits_soft_cap": None,
-        **DATA_TYPES,
-        "data_type": None,
-        "sm_scale": None,
-        **ROPE,
-        "non_blocking": True,
-        "block_tables": None,
-        "seq_lens": None,
-        **SPLIT,
-        "q_len_per_req": 1,
-    },
-    "BatchPrefillWithPagedKVCacheWrapper.__init__": {
-        **required("self", "float_workspace_buffer"),
-        "kv_layout": "NHD",
-        "use_cuda_graph": False,
-        "qo_indptr_buf": None,
-        "paged_kv_indptr_buf": None,
-        "paged_kv_indices_buf": None,
-        "paged_kv_last_page_len_buf": None,
-        "custom_mask_buf": None,
-        "mask_indptr_buf": None,
-        "backend": "auto",
-        "jit_args": None,
-        "jit_kwargs": None,
-    },
-    "BatchPrefillWithPagedKVCacheWrapper.plan": {
-        **required("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
-        **required("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
-        "head_dim_vo": None,
-        **MASKS,
-        "causal": False,
-        "pos_encoding_mode": "NONE",
-        "use_fp16_qk_reduction": False,
-        "sm_scale": None,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        **ROPE,
-        **DATA_TYPES,
-        "non_blocking": True,
-        **ITEMS,
-        "seq_lens": None,
-        "seq_lens_q": None,
-        "block_tables": None,
-        **LENGTHS,
-        **SPLIT,
-    },
-    "BatchPrefillWithRaggedKVCacheWrapper.plan": {
-        **required("self", "qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
-        "head_dim_vo": None,
-        **MASKS,
-        "causal": False,
-        "pos_encoding_mode": "NONE",
-        "use_fp16_qk_reduction": False,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "sm_scale": None,
-        **ROPE,
-        **DATA_TYPES,
-        "non_blocking": True,
-        **ITEMS,
-        **SPLIT,
-        "seq_lens": None,
-        "seq_lens_q": None,
-        **LENGTHS,
-    },
-    "single_decode_with_kv_cache": {
-        **required("q", "k", "v"),
-        "kv_layout": "NHD",
-        "pos_encoding_mode": "NONE",
-        "use_tensor_cores": False,
-        "q_scale": None,
-        "k_scale": None,
-        "v_scale": None,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "sm_scale": None,
-        **ROPE,
-        "return_lse": False,
-    },
-    "single_prefill_with_kv_cache": {
-        **required("q", "k", "v"),
-        "scale_q": None,
-        "scale_k": None,
-        "scale_v": None,
-        "o_dtype": None,
-        **MASKS,
-        "causal": False,
-        "kv_layout": "NHD",
-        "pos_encoding_mode": "NONE",
-        "use_fp16_qk_reduction": False,
-        "sm_scale": None,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        **ROPE,
-        "backend": "auto",
-        "return_lse": False,
-    },
-    "append_paged_kv_cache": {
-        **required("append_key", "append_value", "batch_indices", "positions", "paged_kv_cache", "kv_indices"),
-        **required("kv_indptr", "kv_last_page_len"),
-        "kv_layout": "NHD",
-    },
-    "get_batch_indices_positions": {
-        **required("append_indptr", "seq_lens", "nnz"),
-        "batch_indices": None,
-        "positions": None,
-    },
-    "get_seq_lens": required("kv_indptr", "kv_last_page_len", "page_size"),
-    "merge_state": required("v_a", "s_a", "v_b", "s_b"),
-    "merge_state_in_place": required("v", "s", "v_other", "s_other") | {"mask": None},
-    "merge_states": required("v", "s"),
-    "rmsnorm": required("input", "weight") | {"eps": 1e-6, "out": None, "enable_pdl": None},
-    "fused_add_rmsnorm": required("input", "residual", "weight") | {"eps": 1e-6, "enable_pdl": None},
-    "silu_and_mul": required("input") | {"out": None, "enable_pdl": None},
-    "gelu_and_mul": required("input") | {"out": None, "enable_pdl": None},
-    "gelu_tanh_and_mul": required("input") | {"out": None, "enable_pdl": None},
-    "apply_rope_with_cos_sin_cache_inplace": {
-        **required("positions", "query", "key", "head_size", "cos_sin_cache"),
-        "is_neox": True,
-    },
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
-    function: Any = flashinfer
-    for part in name.split("."):
-        function = getattr(function, part)
-    actual = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    assert list(actual.items()) == list(SIGNATURES[name].items())
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-TENSOR = torch.ones(1)
+TENSOR, BYTE = torch.ones(1), torch.ones(1, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("pos_encoding_mode", "ROPE_LLAMA", "expected 'NONE', got 'ROPE_LLAMA'"),
-        ("custom_mask", TENSOR, "expected None, got a tensor"),
-        ("packed_custom_mask", TENSOR, "expected None, got a tensor"),
+        ("pos_encoding_mode", "ROPE", "expected one of NONE, ROPE_LLAMA, ALIBI, got 'ROPE'"),
+        ("custom_mask", TENSOR, r"expected 4 elements \(for the rows times the keys of each sequence\), got 1"),
+        ("packed_custom_mask", BYTE.expand(2), r"expected 1 elements \(for .*\), got 2"),
         ("prefix_len_ptr", TENSOR, "expected None, got a tensor"),
-        ("head_dim_vo", 32, "expected head_dim_qk 16, got 32"),
+        ("token_pos_in_items_ptr", TENSOR, "expected None, got a tensor"),
+        ("token_pos_in_items_len", 3, "expected 0, got 3"),
+        ("max_item_len_ptr", TENSOR, "expected None, got a tensor"),
     ],
 )
 @pytest.mark.parametrize("ragged", [True, False])
@@ -608,16 +431,18 @@ def test_refused_plans(argument: str, value: object, message: str, ragged: bool)
 
 def test_refused() -> None:
     name = "BatchDecodeWithPagedKVCacheWrapper"
-    with pytest.raises(ValueError, match=rf"^{name}\.__init__: use_cuda_graph: expected False, got True$"):
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+    with pytest.raises(
+        ValueError, match=rf"^{name}\.__init__: jit_args: expected those of attention with sinks, or No"
+    ):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=[*[None] * 7, ["bias"], [], ["x"]])
     with pytest.raises(ValueError, match=f"^{name}: kv_layout: expected 'NHD' or 'HND', got 'nhd'$"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "nhd")
     batch, wrapper = Batch([4]), flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    q = torch.randn(1, HEADS, HEAD_SIZE)
+    q, k = torch.randn(1, HEADS, HEAD_SIZE), torch.randn(2, KV_HEADS, HEAD_SIZE)
     with pytest.raises(RuntimeError, match=rf"^{name}\.run: expected a plan, got none"):
         wrapper.run(q, batch.cache)
-    with pytest.raises(ValueError, match=rf"^{name}\.plan: q_len_per_req: expected 1, got 2$"):
-        wrapper.plan(**batch.plan, q_len_per_req=2)
+    with pytest.raises(ValueError, match=rf"^{name}\.plan: q_len_per_req: expected 1 or more, got 0$"):
+        wrapper.plan(**batch.plan, q_len_per_req=0)
     wrapper.plan(**batch.plan)
     with pytest.raises(ValueError, match=rf"^{name}\.run: q: expected shape \[\*, 4, 16\], as planned, got \[1, 2, 16"):
         wrapper.run(q[:, :2], batch.cache)
@@ -626,8 +451,22 @@ def test_refused() -> None:
         ValueError, match=rf"^{name}\.run: keys: expected shape \[\*, 4, 2, 16\], as planned, got \[16,"
     ):
         wrapper.run(q, batch.cache)
-    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected None, got a tensor$"):
-        flashinfer.single_prefill_with_kv_cache(q, q, q, custom_mask=TENSOR)
+    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected 2 elements .*, got 1$"):
+        flashinfer.single_prefill_with_kv_cache(q, k, k, custom_mask=TENSOR)
+    with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: v: expected shape \[\*, 2, 16\]"):
+        flashinfer.single_prefill_with_kv_cache(q, k, k[:, :1])
+    for given in ([1.0], [TENSOR, 1.0]):
+        with pytest.raises(ValueError, match=rf"^{name}\.run: args: expected no more positional arguments, got "):
+            wrapper.run(q, batch.cache, *given)
+    wrapper.plan(**batch.plan)
+    for argument in ("q_scale", "k_scale", "v_scale"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}\.run: {argument}: expected one number for all heads, got shape"
+        ):
+            wrapper.run(q, batch.cache, **{argument: torch.ones(4)})  # type: ignore[arg-type]
+    for argument in ("skip_softmax_threshold_scale_factor", "kv_cache_sf"):
+        with pytest.raises(ValueError, match=rf"^{name}\.run: {argument}: expected None, got a tensor$"):
+            wrapper.run(q, batch.cache, **{argument: TENSOR})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_layout: expected 'NHD' or 'HND', got 'x'$"):
         flashinfer.append_paged_kv_cache(*[q] * 8, kv_layout="x")
 
@@ -729,7 +568,7 @@ def test_run_checks_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sampling", "gemma_rmsnorm", "fast_decode_plan", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
+    "name", ["fused_rmsnorm_silu", "BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache"]
 )
 def test_left_out(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):

@@ -158,6 +158,39 @@ def test_block_mappings(mapping: Any) -> None:
     assert not pool[[0, 1, 4, 6, 7]].any()
 
 
+def test_swaps_of_bytes() -> None:
+    """The newest order: blocks of so many bytes, wherever they lie in a tensor; the first order goes by dimension 0."""
+    src, dst = torch.randn(2, NUM_BLOCKS, 3), torch.zeros(NUM_BLOCKS, 2, 3)
+    vllm_ops.swap_blocks(src, dst, 12, PAIRS + 8)
+    expected = torch.zeros_like(dst).view(-1, 3)
+    expected[PAIRS[:, 1] + 8] = src.view(-1, 3)[PAIRS[:, 0] + 8]
+    assert_same_bits(dst.view(-1, 3), expected)
+    first, newest = torch.zeros_like(src), torch.zeros_like(src)
+    vllm_ops.swap_blocks(src, first, block_mapping=torch.tensor([[0, 1]]))
+    vllm_ops.swap_blocks(src, newest, block_size_in_bytes=NUM_BLOCKS * 12, block_mapping=torch.tensor([[0, 1]]))
+    assert_same_bits(first[1], src[0])
+    assert_same_bits(newest, first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PAIRS, 12), "block_mapping: expected a tensor, a dict or a list of pairs, got 12"),
+        ((12,), "block_mapping: expected a tensor, a dict or a list of pairs, got 12"),
+        ((), "block_mapping: expected a tensor, a dict or a list of pairs, got none"),
+        ((PAIRS, PAIRS), "block_size_in_bytes: expected an int, got Tensor"),
+        ((7, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 7, got 96 bytes"),
+        ((-12, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes -12, got 96 bytes"),
+        ((12, PAIRS + 4), "block_mapping: expected"),
+    ],
+)
+def test_refused_swaps(arguments: tuple[Any, ...], message: str) -> None:
+    src, dst = torch.randn(NUM_BLOCKS, 3), torch.zeros(NUM_BLOCKS, 3)
+    with pytest.raises((ValueError, TypeError), match=f"^swap_blocks: {message}"):
+        vllm_ops.swap_blocks(src, dst, *arguments)
+    assert not dst.any()
+
+
 def test_empty_mapping() -> None:
     cache = torch.randn(NUM_BLOCKS, 3)
     before = cache.clone()
@@ -193,6 +226,168 @@ def test_merge_attn_states() -> None:
     without_lse = torch.empty_like(prefix)
     vllm_ops.merge_attn_states(without_lse, prefix, prefix_lse, suffix, suffix_lse)
     assert_same_bits(without_lse, output)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinite_lse_is_an_empty_part(sign: int) -> None:
+    """vLLM's convention, and flash-attn 2's."""
+    prefix, suffix = torch.zeros(2, HEADS, HEAD_SIZE), torch.randn(2, HEADS, HEAD_SIZE)
+    empty, suffix_lse = torch.full((HEADS, 2), sign * math.inf), torch.full((HEADS, 2), 1.5)
+    output, output_lse = torch.empty_like(suffix), torch.empty_like(empty)
+    vllm_ops.merge_attn_states(output, prefix, empty, suffix, suffix_lse, output_lse)
+    assert_same_bits(output, suffix)
+    assert_same_bits(output_lse, suffix_lse)
+    vllm_ops.merge_attn_states(output, prefix, empty, suffix, empty, output_lse)
+    assert not output.any()
+    assert output_lse.isneginf().all()
+
+
+@pytest.mark.parametrize("with_context", [0, 3, 4])
+def test_tokens_without_context(with_context: int) -> None:
+    """Those behind prefill_tokens_with_context: whatever stands in the prefix, they are the suffix."""
+    prefix, suffix = torch.randn(2, 4, HEADS, HEAD_SIZE)
+    prefix_lse, suffix_lse = torch.randn(2, HEADS, 4)
+    output, output_lse = torch.empty_like(prefix), torch.empty(HEADS, 4)
+    expected, lse = torch.empty_like(prefix), torch.empty(HEADS, 4)
+    before = prefix_lse.clone()
+    vllm_ops.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse, with_context)
+    assert_same_bits(prefix_lse, before)
+    vllm_ops.merge_attn_states(expected, prefix, prefix_lse, suffix, suffix_lse, lse)
+    assert_same_bits(output, torch.cat([expected[:with_context], suffix[with_context:]]))
+    assert_same_bits(output_lse, torch.cat([lse[:, :with_context], suffix_lse[:, with_context:]], 1))
+
+
+# ---- vLLM's attention on CPUs ----------------------------------------------------------------------------------------
+
+STARTS, LENGTHS = [0, 3, 4, 6], [11, 1, 8]  # of the queries; of the keys
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 4},
+        {"causal": False, "window": 3},
+        {"softcap": 2.0, "slopes": torch.rand(HEADS), "sinks": torch.randn(HEADS)},
+    ],
+    ids=str,
+)
+def test_attention_on_cpus(options: dict[str, Any]) -> None:
+    """From the write of keys and values, in vLLM's memory of a layer: head by head, keys, then values."""
+    cache = torch.full((NUM_BLOCKS, KV_HEADS, 2 * BLOCK_SIZE, HEAD_SIZE), math.nan)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    table = torch.randperm(NUM_BLOCKS)[:6].view(NUM_SEQS, 2).int()
+    query, out = torch.randn(6, HEADS, HEAD_SIZE), torch.empty(6, HEADS, HEAD_SIZE)
+    keys, values = torch.randn(2, sum(LENGTHS) + 1, KV_HEADS, HEAD_SIZE)  # and a row of padding
+    slots = [block * BLOCK_SIZE + i for row in table.tolist() for block in row for i in range(BLOCK_SIZE)]
+    slots = torch.tensor([slots[16 * s + t] for s, length in enumerate(LENGTHS) for t in range(length)])
+    vllm_ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, "vec")
+    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in (STARTS, LENGTHS))
+    causal, window = options.get("causal", True), options.get("window", -1)
+    plan = vllm_ops.cpu_attn_get_scheduler_metadata(
+        NUM_SEQS, HEADS, KV_HEADS, HEAD_SIZE, lengths, query.dtype, starts, causal, window, "vec", True
+    )
+    slopes, softcap, sinks = options.get("slopes"), options.get("softcap", 0.0), options.get("sinks")
+    arguments = starts, lengths, SCALE, causal, slopes, window, table, softcap, plan, sinks
+    vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *arguments)
+
+    def expected(causal: bool) -> list[Tensor]:
+        first, results = 0, []
+        sides = (window - 1, window - 1) if window > 0 else (-1, -1)
+        for begin, end, length in zip(STARTS, STARTS[1:], LENGTHS, strict=False):
+            of_keys = slice(first, first := first + length)
+            results.append(
+                attend(
+                    query[begin:end], keys[of_keys], values[of_keys], causal=causal, window=sides, slopes=slopes,
+                    softcap=softcap, sinks=sinks,
+                )[0]
+            )  # fmt: skip
+        return results
+
+    assert_close_to_reference(out, torch.cat(expected(causal)))
+    dynamic = torch.tensor([0, 1, 1], dtype=torch.int32)
+    if slopes is None:
+        vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *arguments, dynamic)
+        assert_close_to_reference(out, torch.cat([expected(False)[0], *expected(True)[1:]]))
+        return
+    for more in ({"causal": False}, {"dynamic_causal": dynamic}):
+        changed = (*arguments[:3], more.get("causal", True), *arguments[4:], more.get("dynamic_causal"))
+        with pytest.raises(ValueError, match=r"^cpu_attention_with_kv_cache: alibi_slopes: expected None for rows"):
+            vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *changed)
+
+
+def test_fp8_attention_on_cpus() -> None:
+    """Scales are floats, there and back."""
+    key_cache, value_cache = torch.zeros(2, 1, KV_HEADS, BLOCK_SIZE, HEAD_SIZE, dtype=torch.uint8)
+    key, value, query = torch.randn(3, 2, KV_HEADS, HEAD_SIZE)
+    scales = 0.5, 0.25, "fp8_e4m3"
+    vllm_ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([0, 1]), "vec", *scales)
+    stored = [(t / scale).to(torch.float8_e4m3fn).float() * scale for t, scale in ((key, 0.5), (value, 0.25))]
+    starts, length, table = (torch.tensor(each, dtype=torch.int32) for each in ([0, 2], [2], [[0]]))
+    out = torch.empty_like(query)
+    arguments = starts, length, SCALE, True, None, -1, table, 0.0, None, None, None, *scales
+    vllm_ops.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, *arguments)
+    assert_close_to_reference(out, attend(query, *stored, causal=True)[0])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The same in slices of wider heads."""
+    return torch.nn.functional.pad(tensor, (0, 5))[..., : tensor.shape[-1]]
+
+
+def test_slices_of_wider_heads() -> None:
+    """What is read and what is written may be such slices."""
+    batch = Decodes("NHD")
+    arguments = *batch.caches, KV_HEADS, SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11, None
+    expected, out = torch.empty_like(batch.query), wide(torch.empty_like(batch.query))
+    vllm_ops.paged_attention_v1(expected, batch.query, *arguments)
+    vllm_ops.paged_attention_v1(out, wide(batch.query), *arguments)
+    assert_same_bits(out.contiguous(), expected)
+    starts, cache = torch.arange(NUM_SEQS + 1, dtype=torch.int32), [each.transpose(1, 2) for each in batch.caches]
+    arguments = starts, batch.seq_lens, SCALE, True, None, -1, batch.block_tables, 0.0, None, None
+    out.zero_()
+    vllm_ops.cpu_attention_with_kv_cache(wide(batch.query), *cache, out, *arguments)
+    assert_close_to_reference(out, expected.double())
+    key, value, slots = *torch.randn(2, 2, KV_HEADS, HEAD_SIZE), torch.tensor([9, 20])
+    vllm_ops.reshape_and_cache(wide(key), wide(value), *batch.caches, slots)
+    found = wide(torch.zeros_like(key)), wide(torch.zeros_like(value))
+    vllm_ops.gather_cached_kv(*found, *batch.caches, slots)
+    assert_same_bits(found[0].contiguous(), key)
+    assert_same_bits(found[1].contiguous(), value)
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rope_of_the_rest_of_a_head(is_neox: bool, flat: bool) -> None:
+    """rope_dim_offset leaves the first elements; inverse takes the rotation back."""
+    positions, cache = torch.tensor([5, 0, 2]), torch.randn(8, 8)
+    angles = torch.rand(8, 4)
+    cache = torch.cat([angles.cos(), angles.sin()], 1)
+    heads = [torch.randn(3, n, HEAD_SIZE) for n in (HEADS, KV_HEADS)]
+    parts = [each[..., 6:].flatten(1) for each in heads]
+    expected = reference.rotary_embedding(positions, *parts, HEAD_SIZE - 6, cache, is_neox)
+    rotated = [each.flatten(1) if flat else each.clone() for each in heads]
+    vllm_ops.rotary_embedding(positions, *rotated, HEAD_SIZE, cache, is_neox, 6)
+    for result, before, rest in zip(rotated, heads, expected, strict=True):
+        result = result.view(before.shape)
+        assert_same_bits(result[..., :6], before[..., :6])
+        assert_close_to_reference(result[..., 6:], rest.view(*before.shape[:2], -1))
+    vllm_ops.rotary_embedding(positions, *rotated, HEAD_SIZE, cache, is_neox, rope_dim_offset=6, inverse=True)
+    for result, before in zip(rotated, heads, strict=True):
+        assert (result.view(before.shape) - before).abs().max() < 1e-5
+
+
+def test_norms_without_weight() -> None:
+    x, residual, out = torch.randn(3, 24), torch.randn(3, 24), torch.empty(3, 24)
+    vllm_ops.rms_norm(out, x, None, 1e-5)
+    assert_close_to_reference(out, reference.rms_norm(x, torch.ones(24), 1e-5))
+    expected = reference.fused_add_rms_norm(x, residual, torch.ones(24), 1e-5)[0]
+    vllm_ops.fused_add_rms_norm(x, residual, None, 1e-5)
+    assert_close_to_reference(x, expected)
 
 
 def test_norms_and_rope() -> None:
@@ -237,11 +432,17 @@ SIGNATURES = {
     "reshape_and_cache": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
     "reshape_and_cache_flash": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
     "copy_blocks": "key_caches value_caches block_mapping",
-    "swap_blocks": "src dst block_mapping",
+    "swap_blocks": "src dst block_size_in_bytes? block_mapping?",
     "convert_fp8": "output input scale? kv_dtype?",
     "rms_norm": "out input weight epsilon",
     "fused_add_rms_norm": "input residual weight epsilon",
-    "rotary_embedding": "positions query key head_size cos_sin_cache is_neox",
+    "rotary_embedding": "positions query key head_size cos_sin_cache is_neox rope_dim_offset? inverse?",
+    "cpu_attn_get_scheduler_metadata": "num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal"
+    " sliding_window_size isa enable_kv_split dynamic_causal? kv_cache_dtype?",
+    "cpu_attn_reshape_and_cache": f"{CACHE} isa k_scale? v_scale? kv_cache_dtype?",
+    "cpu_attention_with_kv_cache": "query key_cache value_cache output query_start_loc seq_lens scale causal"
+    " alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal? k_scale? v_scale?"
+    " kv_cache_dtype?",
     "single_query_cached_kv_attention": "output query key_cache value_cache head_mapping scale block_tables"
     " context_lens block_size max_context_len alibi_slopes?",
     "gather_cached_kv": CACHE,
@@ -270,5 +471,31 @@ def test_refused() -> None:
         vllm_ops.convert_fp8(out.byte(), out, 1.0, "int8")
     with pytest.raises(TypeError, match=r"^convert_fp8: output: expected fp8 or uint8 of torch.float32 input, got tor"):
         vllm_ops.convert_fp8(out, out)
+    with pytest.raises(TypeError, match=r"^paged_attention_v1: scale: expected a number, got True$"):
+        vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, KV_HEADS, True, *arguments[2:])
+    with pytest.raises(TypeError, match=r"^paged_attention_v1: v_scale: expected a number, got False$"):
+        vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, "auto", 1.0, False)
+    with pytest.raises(TypeError, match=r"^convert_fp8: scale: expected a number, got True$"):
+        vllm_ops.convert_fp8(out.byte(), out, True)
+    with pytest.raises(ValueError, match=r"^convert_fp8: output: expected shape \[3, 6, 16\], as input, got \[1, 3, 6"):
+        vllm_ops.convert_fp8(out[None].byte(), out)
+    lse = torch.zeros(HEADS, NUM_SEQS)
+    with pytest.raises(ValueError, match=r"^merge_attn_states: suffix_lse: expected shape \[6, 3\], got \[3, 6\]$"):
+        vllm_ops.merge_attn_states(out, batch.query, lse, batch.query, lse.T)
+    with pytest.raises(ValueError, match=r"^merge_attn_states: output: expected \[3, 6, 16\] .*, got \[1, 3, 6, 16\]"):
+        vllm_ops.merge_attn_states(out[None], batch.query, lse, batch.query, lse)
+    with pytest.raises(
+        ValueError, match=r"^merge_attn_states: prefill_tokens_with_context: expected 0 to 3, .*, got 4"
+    ):
+        vllm_ops.merge_attn_states(out, batch.query, lse, batch.query, lse, None, 4)
+    cache = torch.randn(8, 8)
+    for changes, message in (
+        ({"rope_dim_offset": 9}, "rope_dim_offset: expected 0 to 8, what head_size 16 leaves of the 8 el.*, got 9"),
+        ({"rope_dim_offset": -1}, "rope_dim_offset: expected 0 to 8, what head_size 16 leaves of the 8 el.*, got -1"),
+        ({"inverse": True}, r"positions: expected 0 to 7 \(the rows of cos_sin_cache\), got 1 to 8"),
+    ):
+        query = batch.query.flatten(1)
+        with pytest.raises(ValueError, match=f"^rotary_embedding: {message}"):
+            vllm_ops.rotary_embedding(torch.tensor([1, 8, 2]), query, None, 16, cache, True, **changes)
     with pytest.raises(ValueError, match=r"^merge_attn_states: output_scale: expected None, got a tensor$"):
         vllm_ops.merge_attn_states(out, out, out, out, out, output_scale=torch.ones(1))

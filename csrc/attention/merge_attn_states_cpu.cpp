@@ -9,10 +9,13 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+// An infinity of either sign says that an output is of no tokens.
+float lse_of(float lse) { return lse == __builtin_inff() ? -lse : lse; }
+
 template <typename T>
 void merge_row(const MergeAttnStatesParams& p, int64_t row) {
-  const float prefix_lse = p.prefix_lse[row];
-  const float suffix_lse = p.suffix_lse[row];
+  const float prefix_lse = lse_of(p.prefix_lse[row]);
+  const float suffix_lse = lse_of(p.suffix_lse[row]);
   const float largest = prefix_lse > suffix_lse ? prefix_lse : suffix_lse;
   const float base = softmax_base(largest);
   const float prefix_sum = exp(prefix_lse - base);

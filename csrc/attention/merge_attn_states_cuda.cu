@@ -10,6 +10,9 @@ namespace {
 
 constexpr int ROWS_PER_THREAD = 4;
 
+// An infinity of either sign says that an output is of no tokens.
+__device__ float lse_of(float lse) { return lse == INFINITY ? -INFINITY : lse; }
+
 // Grid: (token, head) pairs x columns (RowGrid).
 template <typename T, int N>
 __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
@@ -25,8 +28,8 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
     const int64_t row = rows.row(r);
     prefixes[r] = load<N>(static_cast<const T*>(p.prefix_output) + row * p.head_size + column);
     suffixes[r] = load<N>(static_cast<const T*>(p.suffix_output) + row * p.head_size + column);
-    prefix_lses[r] = p.prefix_lse[row];
-    suffix_lses[r] = p.suffix_lse[row];
+    prefix_lses[r] = lse_of(p.prefix_lse[row]);
+    suffix_lses[r] = lse_of(p.suffix_lse[row]);
   }
 #pragma unroll
   for (int r = 0; r < ROWS_PER_THREAD; ++r) {

@@ -33,19 +33,32 @@ RowPlaces check_rows(const Door& door, const char* argument, const Tensor& tenso
   return rows;
 }
 
-RmsNormParams check_rms_norm(const Door& door, const Tensor& input, const Tensor& weight, double epsilon) {
-  RmsNormParams params{};
+// Fills in what all norms have, but for the weight and the output.
+void check_norm(const Door& door, NormParams& params, const Tensor& input, double epsilon) {
   params.dtype = door.float_dtype("input", input);
   params.input_rows = check_rows(door, "input", input);
   params.hidden_size = input.size(input.dim() - 1);
   params.num_rows = input.numel() == 0 ? 0 : input.numel() / params.hidden_size;
-  door.dtype("weight", weight, input.scalar_type());
-  door.shape("weight", weight, {params.hidden_size});
-  door.contiguous("weight", weight);
   door.check(epsilon >= 0, "epsilon", "expected a number that is not negative, got ", epsilon);
   params.epsilon = door.finite("epsilon", epsilon);
   params.input = input.const_data_ptr();
-  params.weight = weight.const_data_ptr();
+}
+
+// What has an element for each column of a row.
+const void* check_columns(const Door& door, const char* argument, const Tensor& tensor, ScalarType dtype,
+                          int64_t hidden_size) {
+  door.dtype(argument, tensor, dtype);
+  door.shape(argument, tensor, {hidden_size});
+  door.contiguous(argument, tensor);
+  return tensor.const_data_ptr();
+}
+
+RmsNormParams check_rms_norm(const Door& door, const Tensor& input, const Tensor& weight, double epsilon,
+                             bool adds_one) {
+  RmsNormParams params{};
+  check_norm(door, params, input, epsilon);
+  params.weight = check_columns(door, "weight", weight, input.scalar_type(), params.hidden_size);
+  params.adds_one = adds_one;
   return params;
 }
 
@@ -61,19 +74,16 @@ void run(const Door& door, const RmsNormParams& params) {
   run_rows(door, AnyValues{}, PAGEDATTN_ROW_KERNELS(rms_norm), params, params.num_rows, params.hidden_size);
 }
 
-}  // namespace
-
-void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
-  const Door door("rms_norm", input);
-  RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
+void norm(const Door& door, Tensor& out, const Tensor& input, const Tensor& weight, double epsilon, bool adds_one) {
+  RmsNormParams params = check_rms_norm(door, input, weight, epsilon, adds_one);
   params.out_rows = check_like(door, "out", out, input);
   params.out = out.mutable_data_ptr();
   run(door, params);
 }
 
-void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon) {
-  const Door door("fused_add_rms_norm", input);
-  RmsNormParams params = check_rms_norm(door, input, weight, epsilon);
+void add_and_norm(const Door& door, Tensor& input, Tensor& residual, const Tensor& weight, double epsilon,
+                  bool adds_one) {
+  RmsNormParams params = check_rms_norm(door, input, weight, epsilon, adds_one);
   params.residual_rows = check_like(door, "residual", residual, input);
   door.other_memory("residual", residual, "input", input);
   params.residual = residual.mutable_data_ptr();
@@ -81,6 +91,41 @@ void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, d
   params.out_rows = params.input_rows;
   params.out = input.mutable_data_ptr();
   run(door, params);
+}
+
+}  // namespace
+
+void rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
+  norm(Door("rms_norm", input), out, input, weight, epsilon, false);
+}
+
+void gemma_rms_norm(Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
+  norm(Door("gemma_rms_norm", input), out, input, weight, epsilon, true);
+}
+
+void fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon) {
+  add_and_norm(Door("fused_add_rms_norm", input), input, residual, weight, epsilon, false);
+}
+
+void gemma_fused_add_rms_norm(Tensor& input, Tensor& residual, const Tensor& weight, double epsilon) {
+  add_and_norm(Door("gemma_fused_add_rms_norm", input), input, residual, weight, epsilon, true);
+}
+
+void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Tensor& bias, double epsilon) {
+  const Door door("layer_norm", input);
+  LayerNormParams params{};
+  check_norm(door, params, input, epsilon);
+  door.present("weight", weight);
+  const ScalarType weight_dtype = weight.scalar_type();
+  const bool is_like_input = weight_dtype == input.scalar_type();
+  door.check_type(is_like_input || weight_dtype == ScalarType::Float, "weight", "expected dtype ", input.scalar_type(),
+                  " or float32, got ", weight_dtype);
+  params.weight_dtype = is_like_input ? params.dtype : DType::FLOAT32;
+  params.weight = check_columns(door, "weight", weight, weight_dtype, params.hidden_size);
+  params.bias = check_columns(door, "bias", bias, weight_dtype, params.hidden_size);
+  params.out_rows = check_like(door, "out", out, input);
+  params.out = out.mutable_data_ptr();
+  run_rows(door, AnyValues{}, PAGEDATTN_ROW_KERNELS(layer_norm), params, params.num_rows, params.hidden_size);
 }
 
 }  // namespace pagedattn

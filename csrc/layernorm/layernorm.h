@@ -1,4 +1,4 @@
-// rms_norm and fused_add_rms_norm: parameters and kernels.
+// rms_norm, fused_add_rms_norm, both for Gemma, and layer_norm: parameters and kernels.
 #pragma once
 
 #include "cpu_dispatch.h"
@@ -19,7 +19,7 @@ struct RowPlaces {
   }
 };
 
-struct RmsNormParams {
+struct NormParams {
   DType dtype;
   int64_t num_rows;
   int64_t hidden_size;
@@ -29,15 +29,26 @@ struct RmsNormParams {
   const void* weight;  // [hidden_size]
   void* out;           // [num_rows, hidden_size]; may be input
   RowPlaces out_rows;
+};
+
+struct RmsNormParams : NormParams {
+  bool adds_one;   // to the weight, in fp32, as Gemma's norms do
   void* residual;  // [num_rows, hidden_size], updated; nullptr for plain rms_norm
   RowPlaces residual_rows;
 };
 
+struct LayerNormParams : NormParams {
+  DType weight_dtype;  // of weight and bias: `dtype` or FLOAT32
+  const void* bias;    // [hidden_size]
+};
+
 // Rows [begin, end).
 PAGEDATTN_DECLARE_CPU_KERNEL(rms_norm, const RmsNormParams& params, int64_t begin, int64_t end)
+PAGEDATTN_DECLARE_CPU_KERNEL(layer_norm, const LayerNormParams& params, int64_t begin, int64_t end)
 
 namespace cuda {
 void rms_norm(const RmsNormParams& params, cudaStream_t stream);
-}
+void layer_norm(const LayerNormParams& params, cudaStream_t stream);
+}  // namespace cuda
 
 }  // namespace pagedattn

@@ -1,5 +1,6 @@
-// A first pass adds the residual to a row, if there is one, and sums the squares; a second pass scales the row. The row
-// stays in the nearest cache between the two passes, so memory is read and written once.
+// rms_norm: a first pass adds the residual to a row, if there is one, and sums the squares; a second pass scales the
+// row. The row stays in the nearest cache between the two passes, so memory is read and written once. layer_norm takes
+// one pass more, for the mean.
 #include "layernorm/layernorm.h"
 
 #include "cpu_memory.h"
@@ -9,7 +10,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-template <typename T, bool HAS_RESIDUAL, bool STREAM>
+template <typename T, bool HAS_RESIDUAL, bool ADDS_ONE, bool STREAM>
 void rms_norm_row(const RmsNormParams& p, int64_t row) {
   const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
   const T* weight = static_cast<const T*>(p.weight);
@@ -44,7 +45,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   const auto norm = [&](Vec x, int64_t i, auto load) {
     if constexpr (FETCHES) prefetch_line<TRIES>(input + p.input_rows.stride + i);
     if constexpr (FETCHES && HAS_RESIDUAL) prefetch_line<TRIES>(residual + p.residual_rows.stride + i);
-    return x * inverse_rms * load(weight + i);
+    const Vec w = load(weight + i);
+    return x * inverse_rms * (ADDS_ONE ? w + broadcast(1.0f) : w);
   };
   if constexpr (HAS_RESIDUAL) {
     write_vectors<STREAM>(p.hidden_size, {residual, out}, [&](int64_t i, auto load) {
@@ -57,20 +59,60 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   }
 }
 
+template <typename T, bool ADDS_ONE>
+void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
+  if (p.residual != nullptr) {
+    for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, ADDS_ONE, false>(p, row);
+    return;
+  }
+  // The places of all rows are multiples of what divides both strides.
+  choose_stream(MIN_STREAMED_BYTES, p.input, static_cast<const T*>(p.out), p.out_rows.stride | p.out_rows.group_stride,
+                p.num_rows, p.hidden_size, [&]<bool STREAM>() {
+                  for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, ADDS_ONE, STREAM>(p, row);
+                });
+}
+
+template <typename T, typename W>
+void layer_norm_row(const LayerNormParams& p, int64_t row) {
+  const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
+  const W* weight = static_cast<const W*>(p.weight);
+  const W* bias = static_cast<const W*>(p.bias);
+  T* out = static_cast<T*>(p.out) + p.out_rows[row];
+
+  const float size = static_cast<float>(p.hidden_size);
+  const Vec sums = sum_vectors<T>(p.hidden_size, [&](Vec sum, int64_t i, auto load) { return sum + load(input + i); });
+  const float mean = reduce_sum(sums) / size;
+
+  // Loaded like the elements, so that behind the end of a row the difference is zero as well.
+  float means[VEC_SIZE];
+  for (float& element : means) element = mean;
+  Vec squares{};
+  for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto) {
+    const Vec deviation = load(input + i) - load(means);
+    squares = fma(deviation, deviation, squares);
+  });
+  const Vec inverse_deviation = broadcast(1.0f / __builtin_sqrtf(reduce_sum(squares) / size + p.epsilon));
+
+  for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto store) {
+    const Vec normed = (load(input + i) - broadcast(mean)) * inverse_deviation;
+    store(out + i, fma(normed, load(weight + i), load(bias + i)));
+  });
+}
+
 }  // namespace
 
 void rms_norm(const RmsNormParams& params, int64_t begin, int64_t end) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    if (params.residual != nullptr) {
-      for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, false>(params, row);
-      return;
+    params.adds_one ? rms_norm_rows<T, true>(params, begin, end) : rms_norm_rows<T, false>(params, begin, end);
+  });
+}
+
+void layer_norm(const LayerNormParams& params, int64_t begin, int64_t end) {
+  dispatch_dtype(params.dtype, [&]<typename T>() {
+    const bool is_like_input = params.weight_dtype == params.dtype;
+    for (int64_t row = begin; row < end; ++row) {
+      is_like_input ? layer_norm_row<T, T>(params, row) : layer_norm_row<T, float>(params, row);
     }
-    // The places of all rows are multiples of what divides both strides.
-    choose_stream(MIN_STREAMED_BYTES, params.input, static_cast<const T*>(params.out),
-                  params.out_rows.stride | params.out_rows.group_stride, params.num_rows, params.hidden_size,
-                  [&]<bool STREAM>() {
-                    for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, STREAM>(params, row);
-                  });
   });
 }
 

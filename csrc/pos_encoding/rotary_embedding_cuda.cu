@@ -56,19 +56,6 @@ struct PackedPairs {
   }
 };
 
-// N cosines or sines of C.
-template <int N, typename C>
-__device__ Floats<N> load_floats(const C* source) {
-  constexpr int PER_LOAD = N < ELEMENTS_PER_CHUNK<C> ? N : ELEMENTS_PER_CHUNK<C>;
-  Packed<C, PER_LOAD> packed[N / PER_LOAD];
-#pragma unroll
-  for (int i = 0; i < N / PER_LOAD; ++i) packed[i] = load<PER_LOAD>(source + i * PER_LOAD);
-  Floats<N> result;
-#pragma unroll
-  for (int i = 0; i < N; ++i) result[i] = to_floats(packed[i / PER_LOAD])[i % PER_LOAD];
-  return result;
-}
-
 // Grid: num_tokens blocks of num_columns * heads_per_pass threads. A column is PAIRS pairs of a head. The heads of key
 // follow the heads of query.
 template <typename T, typename C, int PAIRS, bool IS_NEOX>

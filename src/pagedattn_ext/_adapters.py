@@ -72,7 +72,7 @@ def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message
     if wrong_type:  # torch's own words
         expected, argument, got = wrong_type.groups()
         return f"{function.__qualname__}: {names.get(argument, argument)}: expected {expected}, got {got}"
-    parts = re.fullmatch(r"\w+: (\w+): (.*)", message, re.DOTALL)
+    parts = re.fullmatch(r"[\w.]+: (\w+): (.*)", message, re.DOTALL)
     if not parts:
         return message
     argument, text = parts.groups()
@@ -94,6 +94,14 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
             f"element, expanded or not), got shape {list(scale.shape)}"
         )
     return scale[(0,) * scale.dim()].float().reshape(1)
+
+
+def packed_heads(tensor: Tensor) -> Tensor:
+    """[..., num_heads, head_size] as the attention ops take it: a copy if heads do not follow each other, as slices of
+    wider heads do not."""
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.stride()[-2:] == (tensor.shape[-1], 1):
+        return tensor
+    return tensor.contiguous()
 
 
 def window_of(left: int | None) -> int | None:

@@ -6,11 +6,16 @@ Names, order and meaning of the arguments are vLLM's: results first, which are w
 either layout of `pagedattn_ext.ops`. From the first vLLM are `single_query_cached_kv_attention` with a head_mapping,
 `gather_cached_kv`, `rotary_embedding_neox`, and block mappings that are dicts. k_scale and v_scale may be floats.
 
-Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride, and
-output_scale and prefill_tokens_with_context of `merge_attn_states`. `swap_blocks` is that of vLLM before 0.13, without
-block_size_in_bytes.
+Beside them are the functions of vLLM's attention on CPUs: `cpu_attn_get_scheduler_metadata`,
+`cpu_attn_reshape_and_cache` and `cpu_attention_with_kv_cache`. They keep keys and values in the cache as they are, so
+that the one reads what the other has written, and not what vLLM's own functions have.
+
+Taken, and without effect: tp_rank, and isa, scheduler_metadata and enable_kv_split of the attention on CPUs. Refused,
+with a ValueError that names the argument: blocksparse_vert_stride, and output_scale of `merge_attn_states`. A bool is
+no scale.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +23,15 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import expect_defaults, scale_tensor
-from .ops._call import call
+from ._adapters import call_as, expect_defaults, packed_heads, refuse_bools, scale_tensor
+from .ops._call import call, to_int
 
 __all__ = [
     "convert_fp8",
     "copy_blocks",
+    "cpu_attention_with_kv_cache",
+    "cpu_attn_get_scheduler_metadata",
+    "cpu_attn_reshape_and_cache",
     "fused_add_rms_norm",
     "gather_cached_kv",
     "gelu_and_mul",
@@ -75,11 +83,14 @@ def paged_attention_v1(
 ) -> None:
     """`ops.paged_attention_v1` in vLLM's order."""
     _refuse_block_sparse(paged_attention_v1, blocksparse_vert_stride)
+    refuse_bools(paged_attention_v1, scale=scale)
+    packed = packed_heads(out)
     call(
-        "paged_attention_v1", out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-        block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+        "paged_attention_v1", packed, packed_heads(query), key_cache, value_cache, num_kv_heads, scale, block_tables,
+        seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
         *_scales(paged_attention_v1, k_scale, v_scale),
     )  # fmt: skip
+    _write_back(out, packed)
 
 
 def paged_attention_v2(
@@ -108,11 +119,14 @@ def paged_attention_v2(
 ) -> None:
     """`ops.paged_attention_v2` in vLLM's order. Scratch is checked, and not used."""
     _refuse_block_sparse(paged_attention_v2, blocksparse_vert_stride)
+    refuse_bools(paged_attention_v2, scale=scale)
+    packed = packed_heads(out)
     call(
-        "paged_attention_v2", out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
-        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+        "paged_attention_v2", packed, exp_sum, max_logits, tmp_out, packed_heads(query), key_cache, value_cache,
+        num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
         *_scales(paged_attention_v2, k_scale, v_scale),
     )  # fmt: skip
+    _write_back(out, packed)
 
 
 def single_query_cached_kv_attention(
@@ -169,16 +183,148 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: Tensor | None = None,
 ) -> None:
-    """`ops.merge_attn_states` with every lse turned around, [num_heads, num_tokens]."""
-    expect_defaults(
-        merge_attn_states, prefill_tokens_with_context=prefill_tokens_with_context, output_scale=output_scale
-    )
+    """`ops.merge_attn_states` with every lse turned around, [num_heads, num_tokens].
+
+    Args:
+        output: like prefix_output; written.
+        output_lse: like prefix_lse; written. It may be None.
+        prefill_tokens_with_context: the number of tokens that have a prefix, and come first. To all other tokens the
+            suffix is all there is. None means all tokens.
+    """
+    name = "merge_attn_states"
+    expect_defaults(merge_attn_states, output_scale=output_scale)
+    num_tokens, num_heads = prefix_output.shape[:2]
+    for argument, lse in {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}.items():
+        if lse is not None and lse.shape != (num_heads, num_tokens):
+            raise ValueError(f"{name}: {argument}: expected shape {[num_heads, num_tokens]}, got {list(lse.shape)}")
+    if output.shape != prefix_output.shape or output.dtype != prefix_output.dtype:
+        expected = f"{list(prefix_output.shape)} of {prefix_output.dtype}, as prefix_output"
+        raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
+    prefix_lses = prefix_lse.T.contiguous()
+    if prefill_tokens_with_context is not None:
+        if not 0 <= prefill_tokens_with_context <= num_tokens:
+            expected = f"0 to {num_tokens}, the number of tokens"
+            raise ValueError(
+                f"{name}: prefill_tokens_with_context: expected {expected}, got {prefill_tokens_with_context}"
+            )
+        prefix_lses = prefix_lses.clone()
+        prefix_lses[prefill_tokens_with_context:] = -math.inf
     merged, lse = ops.merge_attn_states(
-        prefix_output, prefix_lse.T.contiguous(), suffix_output, suffix_lse.T.contiguous()
+        prefix_output.contiguous(), prefix_lses, suffix_output.contiguous(), suffix_lse.T.contiguous()
     )
     output.copy_(merged)
     if output_lse is not None:
         output_lse.copy_(lse.T)
+
+
+def cpu_attn_get_scheduler_metadata(
+    num_reqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seq_lens: Tensor,
+    dtype: torch.dtype,
+    query_start_loc: Tensor,
+    causal: bool,
+    sliding_window_size: int,
+    isa: str,
+    enable_kv_split: bool,
+    dynamic_causal: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Tensor:
+    """A tensor without elements, because the ops plan their work at each call."""
+    return torch.empty(0, dtype=torch.int8)
+
+
+def cpu_attn_reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    isa: str,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """`ops.reshape_and_cache` into head-major caches.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_size], rows behind those of slot_mapping are padding.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], with any strides but the last.
+    """
+    num_tokens = len(slot_mapping)
+    k_scale_, v_scale_ = _scales(cpu_attn_reshape_and_cache, k_scale, v_scale)
+    call_as(
+        cpu_attn_reshape_and_cache, {}, ops.reshape_and_cache,
+        packed_heads(key[:num_tokens]), packed_heads(value[:num_tokens]),
+        key_cache.transpose(1, 2), value_cache.transpose(1, 2), slot_mapping,
+        kv_cache_dtype=kv_cache_dtype, k_scale=k_scale_, v_scale=v_scale_,
+    )  # fmt: skip
+
+
+def cpu_attention_with_kv_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    causal: bool,
+    alibi_slopes: Tensor | None,
+    sliding_window: int,
+    block_table: Tensor,
+    softcap: float,
+    scheduler_metadata: Tensor | None,
+    s_aux: Tensor | None,
+    dynamic_causal: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """`ops.paged_attention` on head-major caches, as `cpu_attn_reshape_and_cache` takes them.
+
+    Args:
+        query, output: [num_tokens, num_heads, head_size]; output is written.
+        sliding_window: the number of tokens that a row sees up to its own, itself among them. If the rows are not
+            causal, a row sees as many from its own on. -1 for no window.
+        s_aux: sinks, [num_heads].
+        alibi_slopes: [num_heads], for causal rows alone: vLLM and the ops differ where a row sees later tokens.
+        dynamic_causal: int32 or bool [num_seqs], which sequences are causal, in place of causal.
+    """
+    name = "cpu_attention_with_kv_cache"
+    refuse_bools(cpu_attention_with_kv_cache, scale=scale)
+    if output.shape != query.shape or output.dtype != query.dtype:
+        expected = f"{list(query.shape)} of {query.dtype}, as query"
+        raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
+    if alibi_slopes is not None and (dynamic_causal is not None or not causal):
+        raise ValueError(f"{name}: alibi_slopes: expected None for rows that are not causal, got a tensor")
+    if dynamic_causal is not None and dynamic_causal.shape != seq_lens.shape:
+        expected = f"shape {list(seq_lens.shape)}, as seq_lens"
+        raise ValueError(f"{name}: dynamic_causal: expected {expected}, got {list(dynamic_causal.shape)}")
+    k_scale_, v_scale_ = _scales(cpu_attention_with_kv_cache, k_scale, v_scale)
+
+    def attend(causal: bool) -> Tensor:
+        out, _ = call_as(
+            cpu_attention_with_kv_cache, {"block_tables": "block_table", "sinks": "s_aux"}, ops.paged_attention,
+            packed_heads(query), key_cache.transpose(1, 2), value_cache.transpose(1, 2), block_table, seq_lens,
+            query_start_loc=query_start_loc, scale=scale, causal=causal, alibi_slopes=alibi_slopes,
+            sliding_window=None if sliding_window < 0 else sliding_window,
+            right_window=None if sliding_window < 0 or causal else sliding_window - 1,
+            softcap=softcap, sinks=None if s_aux is None else s_aux.float(),
+            kv_cache_dtype=kv_cache_dtype, k_scale=k_scale_, v_scale=v_scale_,
+        )  # fmt: skip
+        return out
+
+    if dynamic_causal is None:
+        output.copy_(attend(causal))
+        return
+    sequence, _ = call_as(
+        cpu_attention_with_kv_cache, {"start_loc": "query_start_loc", "first_positions": "seq_lens"},
+        ops.batch_positions, query_start_loc, seq_lens, len(query),
+    )  # fmt: skip
+    output.copy_(torch.where(dynamic_causal.bool()[sequence, None, None], attend(True), attend(False)))
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -196,8 +342,8 @@ def reshape_and_cache(
 ) -> None:
     """`ops.reshape_and_cache` in vLLM's order."""
     call(
-        "reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,
-        *_scales(reshape_and_cache, k_scale, v_scale),
+        "reshape_and_cache", packed_heads(key), packed_heads(value), key_cache, value_cache, slot_mapping,
+        kv_cache_dtype, *_scales(reshape_and_cache, k_scale, v_scale),
     )  # fmt: skip
 
 
@@ -213,14 +359,17 @@ def reshape_and_cache_flash(
 ) -> None:
     """`ops.reshape_and_cache_flash` in vLLM's order."""
     call(
-        "reshape_and_cache_flash", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,
-        *_scales(reshape_and_cache_flash, k_scale, v_scale),
+        "reshape_and_cache_flash", packed_heads(key), packed_heads(value), key_cache, value_cache, slot_mapping,
+        kv_cache_dtype, *_scales(reshape_and_cache_flash, k_scale, v_scale),
     )  # fmt: skip
 
 
 def gather_cached_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """`ops.gather_cached_kv` into key and value."""
-    call("gather_cached_kv", key, value, key_cache, value_cache, slot_mapping)
+    packed = packed_heads(key), packed_heads(value)
+    call("gather_cached_kv", *packed, key_cache, value_cache, slot_mapping)
+    _write_back(key, packed[0])
+    _write_back(value, packed[1])
 
 
 def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: BlockMapping) -> None:
@@ -228,8 +377,28 @@ def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapp
     ops.copy_blocks(key_caches, value_caches, _pairs(block_mapping))
 
 
-def swap_blocks(src: Tensor, dst: Tensor, block_mapping: BlockMapping) -> None:
-    """`ops.swap_blocks`; block_mapping may be {block of src: block of dst}."""
+def swap_blocks(
+    src: Tensor,
+    dst: Tensor,
+    block_size_in_bytes: int | BlockMapping | None = None,
+    block_mapping: BlockMapping | None = None,
+) -> None:
+    """`ops.swap_blocks`, as swap_blocks(src, dst, block_mapping), which is vLLM's first order, or as swap_blocks(src,
+    dst, block_size_in_bytes, block_mapping), which is the newest.
+
+    Args:
+        src, dst: blocks along dimension 0; with block_size_in_bytes contiguous memory of any shape, in which block i
+            begins at byte i * block_size_in_bytes.
+        block_mapping: int64 [num_pairs, 2], (block of src, block of dst); also a dict or a list of pairs.
+    """
+    if block_mapping is None:
+        block_size_in_bytes, block_mapping = None, block_size_in_bytes
+    if not isinstance(block_mapping, (Tensor, Mapping, Sequence)):
+        got = "none" if block_mapping is None else repr(block_mapping)
+        raise TypeError(f"swap_blocks: block_mapping: expected a tensor, a dict or a list of pairs, got {got}")
+    if block_size_in_bytes is not None:
+        size = to_int("swap_blocks", "block_size_in_bytes", block_size_in_bytes)
+        src, dst = (_in_blocks(name, tensor, size) for name, tensor in (("src", src), ("dst", dst)))
     ops.swap_blocks(src, dst, _pairs(block_mapping))
 
 
@@ -242,6 +411,10 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     fp8_of = dict.fromkeys(("auto", "fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
     if kv_dtype not in fp8_of:
         raise ValueError(f"convert_fp8: kv_dtype: expected one of {', '.join(fp8_of)}, got {kv_dtype!r}")
+    refuse_bools(convert_fp8, scale=scale)
+    if output.shape != input.shape:
+        expected = f"shape {list(input.shape)}, as input"
+        raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")
 
     def as_fp8(tensor: Tensor) -> Tensor:
         return tensor.view(fp8_of[kv_dtype]) if tensor.dtype == torch.uint8 else tensor
@@ -259,17 +432,39 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 # ---- the rest of a layer ---------------------------------------------------------------------------------------------
 
 
-def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
-    ops.rms_norm(input, weight, epsilon, out=out)
+def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """Without a weight, the weight is 1."""
+    ops.rms_norm(input, _weight(input) if weight is None else weight, epsilon, out=out)
 
 
-def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
-    ops.fused_add_rms_norm(input, residual, weight, epsilon)
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """Without a weight, the weight is 1."""
+    ops.fused_add_rms_norm(input, residual, _weight(input) if weight is None else weight, epsilon)
 
 
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> None:
+    """`ops.rotary_embedding` of the rot_dim elements of each head from rope_dim_offset on; with inverse, back."""
+    if rope_dim_offset != 0:
+        largest = head_size - cos_sin_cache.shape[1]
+        if not 0 <= rope_dim_offset <= largest:
+            raise ValueError(
+                f"rotary_embedding: rope_dim_offset: expected 0 to {largest}, what head_size {head_size} leaves of the "
+                f"{cos_sin_cache.shape[1]} elements to rotate, got {rope_dim_offset}"
+            )
+        query = _rest_of_heads("query", query, positions, head_size, rope_dim_offset)
+        key = None if key is None else _rest_of_heads("key", key, positions, head_size, rope_dim_offset)
+        head_size -= rope_dim_offset
+    if inverse:
+        positions, cos_sin_cache = _inverse(positions, cos_sin_cache)
     ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
@@ -311,6 +506,49 @@ def _refuse_block_sparse(function: Callable[..., Any], blocksparse_vert_stride: 
 
 def _scales(function: Callable[..., Any], k_scale: Scale, v_scale: Scale) -> tuple[Tensor | None, Tensor | None]:
     return scale_tensor(function, "k_scale", k_scale), scale_tensor(function, "v_scale", v_scale)
+
+
+def _write_back(out: Tensor, packed: Tensor) -> None:
+    """What was written into `packed_heads(out)`."""
+    if packed is not out:
+        out.copy_(packed)
+
+
+def _in_blocks(argument: str, memory: Tensor, block_size: int) -> Tensor:
+    """The bytes of memory, [num_blocks, block_size]."""
+    num_bytes = memory.numel() * memory.element_size()
+    if not memory.is_contiguous() or block_size <= 0 or num_bytes % block_size:
+        raise ValueError(
+            f"swap_blocks: {argument}: expected contiguous memory of whole blocks of block_size_in_bytes {block_size}, "
+            f"got {num_bytes} bytes with strides {list(memory.stride())}"
+        )
+    return memory.view(-1).view(torch.uint8).view(-1, block_size)
+
+
+def _weight(input: Tensor) -> Tensor:
+    return torch.ones(input.shape[-1], dtype=input.dtype, device=input.device)
+
+
+def _rest_of_heads(argument: str, tensor: Tensor, positions: Tensor, head_size: int, first: int) -> Tensor:
+    """The elements from `first` on of each head of tensor, [*positions.shape, num_heads, head_size - first], a view."""
+    if tensor.dim() == positions.dim() + 1:
+        if tensor.shape[-1] % head_size:
+            expected = f"a last dimension that is a multiple of head_size {head_size}"
+            raise ValueError(f"rotary_embedding: {argument}: expected {expected}, got shape {list(tensor.shape)}")
+        tensor = tensor.view(*tensor.shape[:-1], -1, head_size)
+    return tensor[..., first:]
+
+
+def _inverse(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """(positions, cos_sin_cache) of the inverse rotation: a row of the cache for each position, its sines negated."""
+    try:
+        rows = cos_sin_cache.index_select(0, positions.flatten())
+    except IndexError:
+        smallest, largest = int(positions.min()), int(positions.max())
+        expected = f"0 to {len(cos_sin_cache) - 1} (the rows of cos_sin_cache)"
+        raise ValueError(f"rotary_embedding: positions: expected {expected}, got {smallest} to {largest}") from None
+    rows[:, rows.shape[1] // 2 :].neg_()
+    return torch.arange(len(rows), device=positions.device).view_as(positions), rows
 
 
 def _pairs(block_mapping: BlockMapping) -> Tensor:

@@ -1,4 +1,4 @@
-"""rms_norm and fused_add_rms_norm against the reference: fp32 arithmetic, one rounding at the store."""
+"""The norms against the reference: fp32 arithmetic, one rounding at the store."""
 
 import math
 
@@ -202,6 +202,75 @@ def test_wrappers(device):
     assert_close_to_reference(input, expected)
 
 
+# ---- Gemma's norms, and layer norm -----------------------------------------------------------------------------------
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_tokens=st.integers(0, 9),
+    width=WIDTHS,
+    gap=GAPS,
+    weight_magnitude=st.sampled_from([1e-3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_gemma_rms_norm(device, dtype, num_tokens, width, gap, weight_magnitude, seed):
+    """With and without a residual. A weight that 1 + weight would swallow, in 16 bits, still counts."""
+    input = with_row_gap(normal(num_tokens, width, dtype=dtype, device=device, seed=seed), gap)
+    weight = normal(width, dtype=dtype, device=device, seed=seed + 1, magnitude=weight_magnitude)
+    out = with_row_gap(torch.full_like(input, math.nan), gap)
+    OPS.gemma_rms_norm(out, input, weight, EPSILON)
+    assert_close_to_reference(out, reference.rms_norm(input, 1 + weight.double(), EPSILON))
+    assert_row_gap_untouched(out)
+    residual = normal(num_tokens, width, dtype=dtype, device=device, seed=seed + 2)
+    expected, total = reference.fused_add_rms_norm(input, residual, 1 + weight.double(), EPSILON)
+    OPS.gemma_fused_add_rms_norm(input, residual, weight, EPSILON)
+    assert_close_to_reference(input, expected)
+    assert_close_to_reference(residual, total)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    weight_is_fp32=st.booleans(),
+    num_tokens=st.integers(0, 9),
+    width=WIDTHS,
+    gap=GAPS,
+    offset=st.sampled_from([0.0, -7.0]),
+    epsilon=st.sampled_from([1e-6, 1e-5, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_layer_norm(device, dtype, weight_is_fp32, num_tokens, width, gap, offset, epsilon, seed):
+    """Around any mean: what lies behind a row counts neither for the mean nor for the variance."""
+    input = with_row_gap(normal(num_tokens, width, dtype=dtype, device=device, seed=seed) + offset, gap)
+    weight_dtype = torch.float32 if weight_is_fp32 else dtype
+    weight, bias = (normal(width, dtype=weight_dtype, device=device, seed=seed + i) for i in (1, 2))
+    out = with_row_gap(torch.full_like(input, math.nan), gap)
+    OPS.layer_norm(out, input, weight, bias, epsilon)
+    expected = reference.layer_norm(input, weight, bias, epsilon)
+    # A difference from the mean is as fine as the mean: the rest of its terms cancels.
+    eager = reference.layer_norm(input, weight, bias, epsilon, torch.float32)
+    assert_close_to_reference(out, expected, eager if num_tokens > 0 else None)
+    assert_row_gap_untouched(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 64), (2, 0, 64), (2, 16392)], ids=str)
+def test_shapes_of_layer_norm(device, dtype, shape):
+    input, weight = normal(*shape, dtype=dtype, device=device), normal(shape[-1], dtype=dtype, device=device, seed=1)
+    expected = reference.layer_norm(input, weight, weight, EPSILON)
+    assert_close_to_reference(ops.layer_norm(input, weight, weight, EPSILON), expected)
+    assert ops.layer_norm(input, weight, weight, EPSILON, out=input) is input
+    assert_close_to_reference(input, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_variance_about_a_large_mean(device, dtype):
+    """The mean of squares less the square of the mean would be noise."""
+    input = (torch.tensor([-1.0, 1.0] * 32) + 2**10).to(dtype).to(device)[None]
+    weight = torch.ones(64, device=device)
+    expected = reference.layer_norm(input, weight, weight, 0.0).nan_to_num(nan=1.0)  # bf16 has no such neighbours
+    assert_close_to_reference(ops.layer_norm(input, weight, weight, 1e-12), expected)
+
+
 # what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
 RMS_NORM_ERRORS = {
     "input dtype": ("input", TypeError, lambda a: {"input": a["input"].long(), "out": a["out"].long()}),
@@ -245,17 +314,36 @@ RMS_NORM_ERRORS |= EPSILON_ERRORS
 FUSED_ERRORS |= EPSILON_ERRORS
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "gemma_rms_norm"])
 @pytest.mark.parametrize("what", RMS_NORM_ERRORS)
-def test_rms_norm_rejects(device, what):
+def test_rms_norm_rejects(device, what, name):
     argument, error, change = RMS_NORM_ERRORS[what]
     input = normal(3, 6, dtype=torch.float32, device=device)
     arguments = {"out": torch.zeros_like(input), "input": input, "weight": input[0].clone(), "epsilon": EPSILON}
-    assert_rejected("rms_norm", arguments | change(arguments), argument, error)
+    assert_rejected(name, arguments | change(arguments), argument, error)
 
 
+@pytest.mark.parametrize("name", ["fused_add_rms_norm", "gemma_fused_add_rms_norm"])
 @pytest.mark.parametrize("what", FUSED_ERRORS)
-def test_fused_add_rms_norm_rejects(device, what):
+def test_fused_add_rms_norm_rejects(device, what, name):
     argument, error, change = FUSED_ERRORS[what]
     input = normal(3, 6, dtype=torch.float32, device=device)
     arguments = {"input": input, "residual": input.clone(), "weight": input[0].clone(), "epsilon": EPSILON}
-    assert_rejected("fused_add_rms_norm", arguments | change(arguments), argument, error)
+    assert_rejected(name, arguments | change(arguments), argument, error)
+
+
+LAYER_NORM_ERRORS = {name: case for name, case in RMS_NORM_ERRORS.items() if "dtype" not in name} | {
+    "weight dtype": ("weight", TypeError, lambda a: {"weight": a["weight"].half(), "bias": a["bias"].half()}),
+    "bias dtype": ("bias", TypeError, lambda a: {"bias": a["bias"].half()}),
+    "bias shape": ("bias", ValueError, lambda a: {"bias": a["bias"][:5]}),
+    "bias not contiguous": ("bias", ValueError, lambda a: {"bias": torch.ones(12)[::2]}),
+}
+
+
+@pytest.mark.parametrize("what", LAYER_NORM_ERRORS)
+def test_layer_norm_rejects(device, what):
+    argument, error, change = LAYER_NORM_ERRORS[what]
+    input = normal(3, 6, dtype=torch.float32, device=device)
+    arguments = {"out": torch.zeros_like(input), "input": input, "weight": input[0].clone(), "bias": input[1].clone()}
+    arguments["epsilon"] = EPSILON
+    assert_rejected("layer_norm", arguments | change(arguments), argument, error)

@@ -64,6 +64,20 @@ def test_merge_attn_states(device, dtype, shape, spread, unseen, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_infinity_of_either_sign_is_an_empty_part(device, dtype):
+    """As in vLLM and in flash-attn 2, whose lse of a row without keys is +inf."""
+    arguments = make_merge_arguments(device, dtype)
+    same = arguments | {name: arguments[name].clone() for name in ("output", "output_lse", "prefix_lse", "suffix_lse")}
+    unseen = ((0, "prefix_lse"), (1, "suffix_lse"), (2, "prefix_lse"), (2, "suffix_lse"))
+    for token, lse in unseen:
+        arguments[lse][token], same[lse][token] = math.inf, -math.inf
+    OPS.merge_attn_states(**arguments)
+    assert_merge(same)
+    assert_same_bits(arguments["output"], same["output"])
+    assert_same_bits(arguments["output_lse"], same["output_lse"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_seen_is_zero(device, dtype):
     arguments = make_merge_arguments(device, dtype)
     arguments["prefix_lse"][1] = arguments["suffix_lse"][1] = -math.inf

@@ -34,9 +34,9 @@ STRIDED = {
     "compute_slot_mapping": {"block_tables": 1},
     "compute_slot_mapping of lists": {},
     "consecutive_block_tables": {},
-    "rms_norm": {"out": 1, "input": 1},
-    "rms_norm of heads": {"out": 2, "input": 2},
-    "fused_add_rms_norm": {"input": 1, "residual": 1},
+    **{name: {"out": 1, "input": 1} for name in ("rms_norm", "gemma_rms_norm", "layer_norm")},
+    **{name: {"out": 2, "input": 2} for name in ("rms_norm of heads", "layer_norm of heads")},
+    **{name: {"input": 1, "residual": 1} for name in ("fused_add_rms_norm", "gemma_fused_add_rms_norm")},
     "fused_add_rms_norm of heads": {"input": 2, "residual": 2},
     "rotary_embedding": {"query": 1, "key": 1},
     "rotary_embedding_neox": {"query": 1, "key": 1},
@@ -52,13 +52,18 @@ STRIDED = {
     "quantize_weight_int4": {"weight": 1},
     "quantize_weight_int8": {"weight": 1},
     "apply_token_bitmask": {"logits": 1, "bitmask": 1},
+    "softmax": {"out": 1, "logits": 1},
+    "renorm_probs": {"out": 1, "probs": 1},
+    "top_k_mask_logits": {"out": 1, "logits": 1},
+    "sample_from_probs": {"probs": 1},
+    "chain_speculative_sampling": {},
     "all_reduce_shared": {},
     "all_gather_shared": {},
 }
 
 
 # Beside CALLS: the rows of these tensors are the heads of tokens.
-OF_HEADS = ["rms_norm of heads", "fused_add_rms_norm of heads", "rotary_embedding of heads"]
+OF_HEADS = ["rms_norm of heads", "layer_norm of heads", "fused_add_rms_norm of heads", "rotary_embedding of heads"]
 
 
 def make_any_call(call: str, device: torch.device) -> dict:

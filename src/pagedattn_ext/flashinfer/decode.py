@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._adapters import expect_defaults
-from ._wrapper import Dtype, PagedWrapper, Plan, attend_one, options_of, results_of, scale_of
+from ._plan import Dtype, refusal, results_of
+from ._single import attend_one
+from ._wrapper import PagedWrapper
 from .page import PagedCache
 
 
@@ -24,8 +27,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        expect_defaults(type(self).__init__, use_cuda_graph=use_cuda_graph, jit_args=jit_args)
-        super().__init__(kv_layout)
+        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers and at most
+        the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers. On a GPU, tables take 4 bytes for
+        each sequence and each page of that buffer."""
+        buffers = {
+            "indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+            "indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
+            "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+        }
+        super().__init__(kv_layout, use_cuda_graph, buffers, jit_args)
+        self.use_tensor_cores = use_tensor_cores
 
     def plan(
         self,
@@ -52,6 +63,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+        is_causal: bool | None = None,
     ) -> None:
         """Says which pages the sequences of the next calls of `run` have.
 
@@ -59,21 +73,46 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             indptr: int32 [batch + 1], where the pages of each sequence begin in `indices`; on any device.
             indices: int32 or int64 [indptr[-1]], pages.
             last_page_len: int32 [batch], tokens in the last page of each sequence, the new one included.
+            pos_encoding_mode: "NONE"; "ROPE_LLAMA", where `run` turns q, and copies of the keys, by their positions in
+                the sequence; or "ALIBI", with slopes by the number of heads.
             window_left: tokens that a row sees before its own; -1 is all.
             logits_soft_cap: None or 0 is none.
             sm_scale: default head_dim ** -0.5.
+            o_data_type: of the results, a dtype or its name; default that of q. The other data types have no effect.
+            rope_scale, rope_theta: positions are divided by rope_scale, default 1; theta is 10000 by default.
+            q_len_per_req: rows of each sequence in `run`, the last of its tokens.
         """
-        expect_defaults(type(self).plan, pos_encoding_mode=pos_encoding_mode, q_len_per_req=q_len_per_req)
-        lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
-        self._plan_pages(type(self).plan, None, page_size, **lists)
-        shapes = (num_qo_heads, head_dim), (page_size, num_kv_heads, head_dim)
-        self._planned = Plan(*shapes, True, window_left, logits_soft_cap, sm_scale)
+        is_causal = None if is_causal == (q_len_per_req > 1) else is_causal  # FlashInfer takes nothing else either
+        expect_defaults(type(self).plan, window_right=window_right)
+        if is_causal is not None:
+            raise refusal(type(self).plan, "is_causal", "None, or whether q_len_per_req is more than 1", is_causal)
+        if q_len_per_req < 1:
+            raise refusal(type(self).plan, "q_len_per_req", "1 or more", q_len_per_req)
+        plan = self._new_plan(
+            function=type(self).plan,
+            query_shape=(num_qo_heads, head_dim),
+            key_shape=(page_size, num_kv_heads, head_dim),
+            value_shape=(page_size, num_kv_heads, head_dim),
+            causal=True,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_data_type=o_data_type,
+        )
+        query_starts = None
+        if q_len_per_req > 1:
+            query_starts = torch.arange(0, indptr.shape[0], dtype=torch.int32) * q_len_per_req
+        self._plan_pages(plan, query_starts, page_size, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        self._q_len_per_req, self._num_rows = q_len_per_req, last_page_len.shape[0] * q_len_per_req
 
     def run(
         self,
         q: Tensor,
         paged_kv_cache: PagedCache,
-        *,
+        *args: Any,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
@@ -83,20 +122,34 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Attention of q [batch, num_qo_heads, head_dim].
+        """Attention of q [batch * q_len_per_req, num_qo_heads, head_dim].
 
         Args:
+            args: sinks and sm_scale, if the wrapper was made with the jit_args of attention with sinks.
             q_scale, k_scale, v_scale: what q, the keys and the values are multiplied with.
             out, lse: where the results go; allocated by default.
             window_left: in place of the plan's.
             sinks: fp32 [num_qo_heads], a logit more in the softmax's denominator.
+            q_len_per_req: that of the plan.
 
         Returns:
-            out, like q; with return_lse (out, lse), lse fp32 [batch, num_qo_heads] in base 2.
+            out, like q; with return_lse (out, lse), lse fp32 [batch * q_len_per_req, num_qo_heads] in base 2.
         """
-        scales = q_scale, k_scale, v_scale
-        return self._attend(type(self).run, q, paged_kv_cache, scales, window_left, sinks, out, lse, return_lse)
+        run = type(self).run
+        expect_defaults(
+            run, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
+        )
+        plan, sinks = self._plan_and_sinks(run, args, sinks, window_left)
+        if q_len_per_req not in (None, self._q_len_per_req):
+            raise refusal(run, "q_len_per_req", f"{self._q_len_per_req}, as planned", q_len_per_req)
+        if self._q_len_per_req > 1 and q.shape[0] != self._num_rows:
+            raise refusal(run, "q", f"{self._num_rows} rows (batch * q_len_per_req)", q.shape[0])
+        results = {"out": out, "lse": lse, "return_lse": return_lse}
+        return self._attend(run, q, paged_kv_cache, plan, (q_scale, k_scale, v_scale), sinks, results)
 
     begin_forward = plan
 
@@ -117,9 +170,78 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
-        self._replace_options(pos_encoding_mode, **options)
+        self._replace_options(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The decode wrapper with use_cuda_graph."""
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        buffers = indptr_buffer, indices_buffer, last_page_len_buffer
+        super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Dtype | None = None,
+    kv_data_type: Dtype | None = None,
+    data_type: Dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """`plan` of a decode wrapper, which callers put in its place: `partial(fast_decode_plan, wrapper)`.
+
+    global_override_indptr_cpu: indptr on the CPU, in place of the one on a GPU.
+    """
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        q_len_per_req=q_len_per_req,
+    )
 
 
 def single_decode_with_kv_cache(
@@ -141,8 +263,19 @@ def single_decode_with_kv_cache(
 ) -> Any:
     """Attention of one token, q [num_qo_heads, head_dim], over the tokens k and v [kv_len, num_kv_heads, head_dim]
     (HND: [num_kv_heads, kv_len, head_dim]). Returns out, like q; with return_lse (out, lse), lse [num_qo_heads]."""
-    expect_defaults(single_decode_with_kv_cache, pos_encoding_mode=pos_encoding_mode)
-    scale = scale_of(sm_scale, q.shape[-1], q_scale, k_scale)
-    options = options_of(scale, True, window_left, logits_soft_cap)
-    out, lse = attend_one(single_decode_with_kv_cache, q[None], k, v, kv_layout, options)
+    out, lse = attend_one(
+        single_decode_with_kv_cache,
+        q[None],
+        k,
+        v,
+        kv_layout,
+        scales=(q_scale, k_scale),
+        causal=True,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
     return results_of(single_decode_with_kv_cache, out[0], lse[0], v_scale, None, None, return_lse)

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from .._adapters import call_as, expect_defaults
+from .._adapters import expect_defaults
 from .._index_checks import check_starts
-from ._wrapper import NAMES, Dtype, PagedWrapper, Plan, Scale, Wrapper, attend_one, options_of, results_of, scale_of
+from ._mask import mask_of
+from ._plan import NAMES, Dtype, Plan, Scale, in_dtype, results_of
+from ._ragged import RaggedBatch, attend_ragged
+from ._single import attend_one
+from ._wrapper import PagedWrapper, Wrapper
 from .page import PagedCache
 
 
@@ -31,15 +34,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
-        expect_defaults(
-            type(self).__init__,
-            use_cuda_graph=use_cuda_graph,
-            custom_mask_buf=custom_mask_buf,
-            jit_args=jit_args,
-            jit_kwargs=jit_kwargs,
-        )
-        super().__init__(kv_layout)
+        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers, and at most
+        the pages that paged_kv_indices_buf holds. Rows of q behind qo_indptr[-1] are zeros. `plan` writes to the
+        buffers, but for those of masks. With a mask or "ROPE_LLAMA", `run` copies as many pages as the buffer holds."""
+        expect_defaults(type(self).__init__, variant_owns_mask=variant_owns_mask)
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "paged_kv_indptr": ("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "paged_kv_indices": ("paged_kv_indices_buf", paged_kv_indices_buf),
+            "paged_kv_last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        super().__init__(kv_layout, use_cuda_graph, buffers, jit_args)
 
     def plan(
         self,
@@ -77,54 +84,81 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
     ) -> None:
         """Says which rows and pages the sequences of the next calls of `run` have.
 
         Args:
             qo_indptr: int32 [batch + 1], where the rows of each sequence begin; on any device.
+            head_dim_vo: of values and results; default head_dim_qk. Where values are narrower than keys, `run` copies
+                the keys and values of the batch, unless the values are the start of the keys, in the same memory.
+            custom_mask: of each sequence [rows, keys], flattened, one after the other; not 0 where a row sees a key. In
+                place of causal. `run` copies the keys and values of the batch, and reads them once for each row.
+            packed_custom_mask: the same in bits, of `segment_packbits` with bitorder "little".
             causal: whether a row sees no token after its own, with the last row at the last token.
             The other arguments are those of the decode wrapper.
         """
-        _refuse_in_plan(
-            type(self).plan,
-            head_dim_qk,
-            head_dim_vo,
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
+        refuse_items(type(self).plan, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        plan = self._new_plan(
+            function=type(self).plan,
+            query_shape=(num_qo_heads, head_dim_qk),
+            key_shape=(page_size, num_kv_heads, head_dim_qk),
+            value_shape=(page_size, num_kv_heads, head_dim_vo or head_dim_qk),
+            causal=causal,
+            has_mask=custom_mask is not None or packed_custom_mask is not None,
             pos_encoding_mode=pos_encoding_mode,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         self._plan_pages(
-            type(self).plan,
+            plan,
             qo_indptr,
             page_size,
+            (custom_mask, packed_custom_mask),
             paged_kv_indptr=paged_kv_indptr,
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        shapes = (num_qo_heads, head_dim_qk), (page_size, num_kv_heads, head_dim_qk)
-        self._planned = Plan(*shapes, causal, window_left, logits_soft_cap, sm_scale)
 
     def run(
         self,
         q: Tensor,
         paged_kv_cache: PagedCache,
-        *,
+        *args: Any,
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Any:
-        """Attention of q [qo_indptr[-1], num_qo_heads, head_dim]; the rest as in the decode wrapper."""
-        scales = q_scale, k_scale, v_scale
-        return self._attend(type(self).run, q, paged_kv_cache, scales, window_left, sinks, out, lse, return_lse)
+        """Attention of q [qo_indptr[-1], num_qo_heads, head_dim_qk]: out [qo_indptr[-1], num_qo_heads, head_dim_vo].
+
+        Args:
+            lse_base: "log2", or "ln" for the natural lse.
+            lse_layout: "NH", or "HN" for an lse [num_qo_heads, qo_indptr[-1]].
+            The other arguments are those of the decode wrapper.
+        """
+        run = type(self).run
+        expect_defaults(
+            run, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
+        )
+        plan, sinks = self._plan_and_sinks(run, args, sinks, window_left)
+        results = {"out": out, "lse": lse, "return_lse": return_lse, "lse_base": lse_base, "lse_layout": lse_layout}
+        return self._attend(run, q, paged_kv_cache, plan, (q_scale, k_scale, v_scale), sinks, results)
 
     begin_forward = plan
 
@@ -146,8 +180,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
-        self._replace_options(pos_encoding_mode, causal=causal, **options)
+        self._replace_options(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 
@@ -166,15 +207,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
-        expect_defaults(
-            type(self).__init__,
-            use_cuda_graph=use_cuda_graph,
-            custom_mask_buf=custom_mask_buf,
-            jit_args=jit_args,
-            jit_kwargs=jit_kwargs,
-        )
-        super().__init__(kv_layout)
+        """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers, and at most
+        as many rows and keys as the first. `plan` writes to the buffers, but for those of masks."""
+        expect_defaults(type(self).__init__, variant_owns_mask=variant_owns_mask)
+        buffers = {"qo_indptr": ("qo_indptr_buf", qo_indptr_buf), "kv_indptr": ("kv_indptr_buf", kv_indptr_buf)}
+        super().__init__(kv_layout, use_cuda_graph, buffers, jit_args)
 
     def plan(
         self,
@@ -208,47 +247,73 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         seq_lens_q: Tensor | None = None,
         max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+        uniform_q_len: int | None = None,
     ) -> None:
-        """Says where the rows (qo_indptr) and the keys (kv_indptr, int32 [batch + 1]) of each sequence begin."""
-        _refuse_in_plan(
-            type(self).plan,
-            head_dim_qk,
-            head_dim_vo,
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
+        """Says where the rows (qo_indptr) and the keys (kv_indptr, int32 [batch + 1]) of each sequence begin. The other
+        arguments are those of the wrapper of pages. `run` copies values that are narrower than keys."""
+        expect_defaults(type(self).plan, v_indptr=v_indptr, o_indptr=o_indptr)
+        refuse_items(type(self).plan, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        plan = self._new_plan(
+            function=type(self).plan,
+            query_shape=(num_qo_heads, head_dim_qk),
+            key_shape=(num_kv_heads, head_dim_qk),
+            value_shape=(num_kv_heads, head_dim_vo or head_dim_qk),
+            causal=causal,
+            has_mask=custom_mask is not None or packed_custom_mask is not None,
             pos_encoding_mode=pos_encoding_mode,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_data_type=o_data_type,
         )
         check_starts(type(self).plan, "qo_indptr", qo_indptr)
         check_starts(type(self).plan, "kv_indptr", kv_indptr, num_seqs=qo_indptr.shape[0] - 1)
-        self._starts = qo_indptr, kv_indptr
-        shapes = (num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk)
-        self._planned = Plan(*shapes, causal, window_left, logits_soft_cap, sm_scale)
+        starts = qo_indptr, kv_indptr.to(qo_indptr.device)
+        mask = mask_of(plan.function, custom_mask, packed_custom_mask, *starts)
+        if self._graph is not None:
+            self._graph.check_ends(plan.function, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+            self._graph.fill(plan.function, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr})
+        self._starts = starts
+        self._set_plan(plan, mask)
+
+    def _ragged_batch(self, plan: Plan) -> RaggedBatch:
+        batch = RaggedBatch.of(plan, self._mask, *self._starts)
+        return batch if self._graph is None else self._graph.keep_ragged(batch)
 
     def run(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *args: Any,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        o_scale: float | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Attention of q [qo_indptr[-1], num_qo_heads, head_dim] over k and v [kv_indptr[-1], num_kv_heads, head_dim];
-        the rest as in the decode wrapper."""
-        plan = self._plan
-        plan.check_shapes(type(self).run, q, k)
-        starts = [indptr.to(q.device) for indptr in self._starts]
-        options = plan.options(q_scale, k_scale)
-        attended, natural_lse = call_as(type(self).run, NAMES, ops.varlen_attention, q, k, v, *starts, **options)
-        return results_of(type(self).run, attended, natural_lse, v_scale, out, lse, return_lse)
+        """Attention of q [qo_indptr[-1], num_qo_heads, head_dim_qk] over k [kv_indptr[-1], num_kv_heads, head_dim_qk]
+        and v [kv_indptr[-1], num_kv_heads, head_dim_vo]. Keys and values in fp8 are copied. The rest as in the wrapper
+        of pages."""
+        run = type(self).run
+        expect_defaults(run, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
+        plan, sinks = self._plan_and_sinks(run, args, None)
+        plan.check_tensors(run, q=q, k=k, v=v)
+        assert self._batch is not None
+        options = plan.options(run, q_scale, k_scale, q.device) | {"sinks": sinks}
+        attended, natural_lse = attend_ragged(run, NAMES, plan, self._batch, q, k, v, options)
+        attended = in_dtype(attended, plan.o_data_type)
+        return results_of(run, attended, natural_lse, v_scale, out, lse, return_lse, lse_base, lse_layout)
 
     begin_forward = plan
 
@@ -269,8 +334,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older `run`, whose options replace the plan's."""
-        options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
-        self._replace_options(pos_encoding_mode, causal=causal, **options)
+        self._replace_options(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v, return_lse=return_lse)
 
 
@@ -295,30 +367,56 @@ def single_prefill_with_kv_cache(
     rope_theta: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
 ) -> Any:
     """Attention of the last rows of one sequence, q [qo_len, num_qo_heads, head_dim]; k and v as in
-    `single_decode_with_kv_cache`. Returns out, like q; with return_lse (out, lse), lse [qo_len, num_qo_heads]."""
+    `single_decode_with_kv_cache`, where heads of v may have another width. Masks are those of one sequence, packed by
+    `packbits` with bitorder "little". Returns out [qo_len, num_qo_heads, head_dim of v]; with return_lse (out, lse),
+    lse [qo_len, num_qo_heads]."""
     expect_defaults(
         single_prefill_with_kv_cache,
         scale_q=scale_q,
         scale_k=scale_k,
         scale_v=scale_v,
-        o_dtype=o_dtype,
+        kv_cache_sf=kv_cache_sf,
+    )
+    out, lse = attend_one(
+        single_prefill_with_kv_cache,
+        q,
+        k,
+        v,
+        kv_layout,
+        scales=(None, k_scale),
         custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask,
+        causal=causal,
         pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
     )
-    options = options_of(scale_of(sm_scale, q.shape[-1]), causal, window_left, logits_soft_cap)
-    out, lse = attend_one(single_prefill_with_kv_cache, q, k, v, kv_layout, options)
-    return results_of(single_prefill_with_kv_cache, out, lse, None, None, None, return_lse)
+    return results_of(single_prefill_with_kv_cache, in_dtype(out, o_dtype), lse, v_scale, None, None, return_lse)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
 
 
-def _refuse_in_plan(
-    function: Callable[..., Any], head_dim_qk: int, head_dim_vo: int | None, **arguments: object
+def refuse_items(
+    plan: Callable[..., Any],
+    prefix_len_ptr: Tensor | None,
+    token_pos_in_items_ptr: Tensor | None,
+    token_pos_in_items_len: int,
+    max_item_len_ptr: Tensor | None,
 ) -> None:
-    expect_defaults(function, **arguments)
-    if head_dim_vo not in (None, head_dim_qk):
-        raise ValueError(f"{function.__qualname__}: head_dim_vo: expected head_dim_qk {head_dim_qk}, got {head_dim_vo}")
+    """Refuses multi-item scoring."""
+    expect_defaults(
+        plan,
+        prefix_len_ptr=prefix_len_ptr,
+        token_pos_in_items_ptr=token_pos_in_items_ptr,
+        token_pos_in_items_len=token_pos_in_items_len,
+        max_item_len_ptr=max_item_len_ptr,
+    )

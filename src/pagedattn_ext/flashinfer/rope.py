@@ -1,19 +1,480 @@
-"""Rotary position embedding."""
+"""Rotary position embedding.
 
+q and k are [nnz, num_heads, head_dim], and may be slices of wider heads. The first rotary_dim elements of a head are
+rotated, all of them by default. With interleave, elements 2i and 2i + 1 are a pair. Without, element i of the first
+half and element i of the second half are one.
+
+Without a cache of cosines and sines, pair i of the token at position p is rotated by the angle p * rope_theta **
+(-2i / rotary_dim) / rope_scale. Angles are fp64, cosines and sines fp32. `apply_llama31_rope` and its kin scale as
+Llama 3.1 does: a pair that turns less than low_freq_factor times within old_context_len tokens is scaled by rope_scale,
+a pair that turns more than high_freq_factor times is not scaled, and in between the scale changes linearly.
+
+Bad arguments raise ValueError or TypeError before anything is written.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from .. import ops
+from .._adapters import call_as, refuse_bools
+from .._index_checks import check_indices
+from ..ops._call import check_bool, check_rank, check_tensors, to_int
+from .page import check_layout, pages_of
+
+Function = Callable[..., Any]
+
+# ---- from positions --------------------------------------------------------------------------------------------------
+
+
+def apply_rope(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> tuple[Tensor, Tensor]:
+    """(q, k) rotated, as new tensors. Sequence i has rows indptr[i] to indptr[i + 1], at positions from offsets[i].
+
+    Args:
+        indptr: int [num_seqs + 1], from 0 to nnz at most, in ascending order. Rows behind the last sequence stay.
+        offsets: int [num_seqs], not negative.
+    """
+    positions = _ragged_positions(apply_rope, q, indptr, offsets)
+    return _rotate(apply_rope, *_copies(apply_rope, q, k), positions, rotary_dim, interleave, rope_scale, rope_theta)
+
+
+def apply_rope_inplace(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
+    """`apply_rope` into q and k."""
+    positions = _ragged_positions(apply_rope_inplace, q, indptr, offsets)
+    _rotate(apply_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta)
+
+
+def apply_llama31_rope(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rope` with the scale of Llama 3.1."""
+    positions = _ragged_positions(apply_llama31_rope, q, indptr, offsets)
+    passage = low_freq_factor, high_freq_factor, old_context_len
+    return _rotate(
+        apply_llama31_rope,
+        *_copies(apply_llama31_rope, q, k),
+        positions,
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        passage,
+    )
+
+
+def apply_llama31_rope_inplace(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """`apply_llama31_rope` into q and k."""
+    positions = _ragged_positions(apply_llama31_rope_inplace, q, indptr, offsets)
+    passage = low_freq_factor, high_freq_factor, old_context_len
+    _rotate(apply_llama31_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, passage)
+
+
+def apply_rope_pos_ids(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> tuple[Tensor, Tensor]:
+    """(q, k) rotated, as new tensors, at the positions pos_ids, int [nnz]."""
+    return _rotate(
+        apply_rope_pos_ids, *_copies(apply_rope_pos_ids, q, k), pos_ids, rotary_dim, interleave, rope_scale, rope_theta
+    )
+
+
+def apply_rope_pos_ids_inplace(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
+    """`apply_rope_pos_ids` into q and k."""
+    _rotate(apply_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
+
+
+def apply_llama31_rope_pos_ids(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rope_pos_ids` with the scale of Llama 3.1."""
+    passage = low_freq_factor, high_freq_factor, old_context_len
+    return _rotate(
+        apply_llama31_rope_pos_ids,
+        *_copies(apply_llama31_rope_pos_ids, q, k),
+        pos_ids,
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        passage,
+    )
+
+
+def apply_llama31_rope_pos_ids_inplace(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """`apply_llama31_rope_pos_ids` into q and k."""
+    passage = low_freq_factor, high_freq_factor, old_context_len
+    _rotate(apply_llama31_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, passage)
+
+
+def _ragged_positions(function: Function, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
+    """The position of each row of q, int64 [nnz]."""
+    check_tensors(function.__qualname__, q=q)
+    names = {"start_loc": "indptr", "first_positions": "offsets"}
+    positions: Tensor = call_as(function, names, ops.batch_positions, indptr, offsets, len(q))[1]
+    return positions
+
+
+def _copies(function: Function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    check_tensors(function.__qualname__, q=q, k=k)
+    return q.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
+
+
+def _rotate(
+    function: Function,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    rotary_dim: int | None,
+    interleave: bool,
+    rope_scale: float,
+    rope_theta: float,
+    passage: tuple[float, float, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q and k in place. passage is (low_freq_factor, high_freq_factor, old_context_len) of Llama 3.1."""
+    check_tensors(function.__qualname__, q=q, k=k, pos_ids=positions)
+    check_rank(function.__qualname__, "q", q, 3)
+    check_rank(function.__qualname__, "k", k, 3)
+    check_indices(function, "pos_ids", positions, len(q))
+    check_bool(function.__qualname__, "interleave", interleave)
+    rotary_dim = q.shape[2] if rotary_dim is None else to_int(function.__qualname__, "rotary_dim", rotary_dim)
+    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2]:
+        raise ValueError(
+            f"{function.__qualname__}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}"
+        )
+    refuse_bools(function, rope_scale=rope_scale, rope_theta=rope_theta)
+    phases, frequencies = _waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
+    cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
+    rows = torch.arange(len(q), device=q.device)
+    names = {"query": "q", "key": "k"}
+    call_as(function, names, ops.rotary_embedding, rows, q, k, q.shape[2], cos_sin, not interleave)
+    return q, k
+
+
+@lru_cache(maxsize=32)
+def _waves(
+    rotary_dim: int,
+    rope_scale: float,
+    rope_theta: float,
+    passage: tuple[float, float, float] | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """(phases, frequencies), fp64 [rotary_dim]: cos(phases + p * frequencies) are the cosines of position p, then its
+    sines."""
+    frequencies = rope_theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
+    unscaled = torch.zeros_like(frequencies)
+    if passage is not None:
+        low, high, old_context_len = passage
+        turns = frequencies * old_context_len / (2 * math.pi)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    frequencies = torch.lerp(frequencies / rope_scale, frequencies, unscaled).repeat(2)
+    phases = torch.zeros_like(frequencies)
+    phases[rotary_dim // 2 :] = -math.pi / 2
+    return phases, frequencies
+
+
+# ---- from a cache of cosines and sines -------------------------------------------------------------------------------
+
+
+def apply_rope_with_cos_sin_cache(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(query, key) rotated, as new tensors.
+
+    Args:
+        positions: int [nnz], rows of cos_sin_cache.
+        query, key: [nnz, num_heads * head_size] or [nnz, num_heads, head_size].
+        cos_sin_cache: [max_position, rotary_dim], cosines, then sines, of any floating dtype.
+        is_neox: pairs are of the two halves; otherwise they are neighbours.
+    """
+    query, key = _copies(apply_rope_with_cos_sin_cache, query, key)
+    _rotate_by_cache(apply_rope_with_cos_sin_cache, positions, query, key, head_size, cos_sin_cache, is_neox)
+    return query, key
 
 
 def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+) -> None:
+    """`apply_rope_with_cos_sin_cache` into query and key."""
+    _rotate_by_cache(apply_rope_with_cos_sin_cache_inplace, positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def _rotate_by_cache(
+    function: Function,
     positions: Tensor,
     query: Tensor,
     key: Tensor,
     head_size: int,
     cos_sin_cache: Tensor,
-    is_neox: bool = True,
+    is_neox: bool,
 ) -> None:
-    """`ops.rotary_embedding`, with positions of any int dtype."""
+    check_tensors(function.__qualname__, positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
+    check_indices(function, "positions", positions, query.shape[0])
     if cos_sin_cache.dtype != query.dtype:
         cos_sin_cache = cos_sin_cache.float()
-    ops.rotary_embedding(positions.long(), query, key, head_size, cos_sin_cache, is_neox)
+    call_as(function, {}, ops.rotary_embedding, positions.long(), query, key, head_size, cos_sin_cache, is_neox)
+
+
+# ---- with a quantization to fp8 --------------------------------------------------------------------------------------
+
+
+def rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+    backend: str = "cuda",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q_rope, k_rope, q_nope, k_nope) as fp8, the first two rotated, each times its scale and saturating.
+
+    Args:
+        q_rope, q_nope: [nnz, num_heads, any width]; None is no width.
+        k_rope, k_nope: the same of keys, or [nnz, any width], as MLA's latent keys are.
+        cos_sin_cache, pos_ids: as cos_sin_cache and positions of `apply_rope_with_cos_sin_cache`.
+        quantize_dtype: float8_e4m3fn or float8_e5m2; by default that of the results that are given, or the first.
+        q_rope_out, k_rope_out, q_nope_out, k_nope_out: written; allocated by default.
+    """
+    return _rope_quantize(
+        rope_quantize_fp8, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, quantize_dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
+    )  # fmt: skip
+
+
+def mla_rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor,
+    k_nope: Tensor,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rope_quantize_fp8`."""
+    return _rope_quantize(
+        mla_rope_quantize_fp8, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, quantize_dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, k_rope_out, q_nope_out, k_nope_out),
+    )  # fmt: skip
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope_quantize_fp8` of queries and keys, and of v, with keys and values appended to fp8 pages.
+
+    Args:
+        v: [nnz, num_kv_heads, head_dim]; None for MLA's latent keys.
+        paged_kv_cache: (keys, values) as in `append_paged_kv_cache`; for MLA (k_nope, k_rope), [num_pages, page_size,
+            width] each.
+        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`.
+
+    Returns:
+        (q_rope, q_nope) as fp8.
+    """
+    function = rope_quantize_fp8_append_paged_kv_cache
+    check_layout(function, kv_layout)
+    if (v is None) != (k_rope.dim() == 2):
+        expected = "None for keys without heads" if v is not None else "values for keys with heads"
+        raise ValueError(f"{function.__qualname__}: v: expected {expected}, got {'None' if v is None else 'a tensor'}")
+    caches = paged_kv_cache if v is None else pages_of(paged_kv_cache, kv_layout)
+    dtype = caches[0].dtype if quantize_dtype is None else quantize_dtype
+    if caches[0].shape[1] != page_size or {cache.dtype for cache in caches} != {dtype}:
+        got = f"{caches[0].shape[1]} and {', '.join(str(cache.dtype) for cache in caches)}"
+        raise ValueError(
+            f"{function.__qualname__}: paged_kv_cache: expected pages of {page_size} and {dtype}, got {got}"
+        )
+    slots = call_as(
+        function, SLOT_NAMES, ops.compute_slot_mapping, positions, kv_indices, page_size, caches[0].shape[0],
+        batch_indices=batch_indices, block_start_loc=kv_indptr,
+    )  # fmt: skip
+    q_rope, k_rope, q_nope, k_nope = _rope_quantize(
+        function, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, dtype,
+        quant_scale_q, quant_scale_kv, (q_rope_out, None, q_nope_out, None),
+    )  # fmt: skip
+    if v is None:  # the halves of an element are appended as a key and a value
+        halves = [(rows.chunk(2, -1), cache.chunk(2, -1)) for rows, cache in zip((k_nope, k_rope), caches, strict=True)]
+        for rows, parts in halves:
+            _append(function, [row[:, None] for row in rows], [part[:, :, None] for part in parts], slots)
+    else:
+        value = _quantize(v, quant_scale_kv, torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format))
+        _append(function, [torch.cat([k_rope, k_nope], -1), value], caches, slots)
+    return q_rope, q_nope
+
+
+SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
+
+
+def _append(function: Function, rows: Sequence[Tensor], caches: Sequence[Tensor], slots: Tensor) -> None:
+    """fp8 bit for bit: two elements are moved as one of fp16."""
+    pairs = [tensor.view(torch.float16) for tensor in (*(row.contiguous() for row in rows), *caches)]
+    names = dict.fromkeys(["key_cache", "value_cache"], "paged_kv_cache")
+    call_as(function, names, ops.reshape_and_cache, *pairs, slots)
+
+
+Optionals = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _rope_quantize(
+    function: Function,
+    parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool,
+    dtype: torch.dtype | None,
+    scale_q: float,
+    scale_kv: float,
+    outs: Optionals,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """parts and outs are (q_rope, k_rope, q_nope, k_nope)."""
+    q_rope, k_rope, q_nope, k_nope = parts
+    check_tensors(function.__qualname__, q_rope=q_rope, k_rope=k_rope, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    check_rank(function.__qualname__, "q_rope", q_rope, 3)
+    refuse_bools(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
+    check_indices(function, "pos_ids", pos_ids, len(q_rope))
+    dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise TypeError(f"{function.__qualname__}: quantize_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype}")
+    whole = (
+        q_rope, k_rope,
+        q_rope[..., :0] if q_nope is None else q_nope,
+        k_rope[..., :0] if k_nope is None else k_nope,
+    )  # fmt: skip
+    written = []
+    for name, part, out in zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), whole, outs, strict=True):
+        if out is None:
+            out = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
+        elif out.shape != part.shape or out.dtype != dtype:
+            expected, got = (f"{list(tensor.shape)} of {kind}" for tensor, kind in ((part, dtype), (out, out.dtype)))
+            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}")
+        written.append(out)
+    query, key = (part.float().contiguous() for part in whole[:2])
+    query, key = (each.clone() if each is part else each for each, part in zip((query, key), whole[:2], strict=True))
+    names = {"query": "q_rope", "key": "k_rope", "positions": "pos_ids"}
+    heads = key[:, None] if key.dim() == 2 else key
+    call_as(
+        function, names, ops.rotary_embedding, pos_ids.long(), query, heads, query.shape[2],
+        cos_sin_cache.float(), is_neox,
+    )  # fmt: skip
+    for part, scale, out in zip((query, key, *whole[2:]), (scale_q, scale_kv) * 2, written, strict=True):
+        _quantize(part, scale, out)
+    return written[0], written[1], written[2], written[3]
+
+
+def _quantize(values: Tensor, scale: float, out: Tensor) -> Tensor:
+    largest = torch.finfo(out.dtype).max
+    return out.copy_((values.float() * scale).clamp(-largest, largest))

@@ -62,7 +62,7 @@ from .cache import (
     swap_blocks,
 )
 from .collectives import all_gather_shared, all_reduce_shared
-from .layernorm import fused_add_rms_norm, rms_norm
+from .layernorm import fused_add_rms_norm, gemma_fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm
 from .linear import (
     linear_int4,
     linear_int8,
@@ -74,13 +74,21 @@ from .linear import (
     quantize_weight_int8,
 )
 from .pos_encoding import rotary_embedding, rotary_embedding_neox
-from .sampling import apply_token_bitmask
+from .sampling import (
+    apply_token_bitmask,
+    chain_speculative_sampling,
+    renorm_probs,
+    sample_from_probs,
+    softmax,
+    top_k_mask_logits,
+)
 
 __all__ = [
     "all_gather_shared",
     "all_reduce_shared",
     "apply_token_bitmask",
     "batch_positions",
+    "chain_speculative_sampling",
     "check_paged_attention",
     "compute_slot_mapping",
     "consecutive_block_tables",
@@ -92,6 +100,9 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
+    "layer_norm",
     "linear_int4",
     "linear_int8",
     "linear_packed",
@@ -105,13 +116,17 @@ __all__ = [
     "paged_attention_v2",
     "quantize_weight_int4",
     "quantize_weight_int8",
+    "renorm_probs",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_neox",
+    "sample_from_probs",
     "silu_and_mul",
+    "softmax",
     "swap_blocks",
+    "top_k_mask_logits",
     "varlen_attention",
 ]
 

@@ -1,4 +1,4 @@
-"""RMS norm."""
+"""RMS norm, with and without a residual, as LLaMA and as Gemma have it; layer norm."""
 
 import torch
 from torch import Tensor
@@ -36,3 +36,41 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     """
     call("fused_add_rms_norm", input, residual, weight, epsilon)
     return input, residual
+
+
+def gemma_rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+    """`rms_norm` with the weight 1 + weight, added in fp32: the norm of Gemma's layers."""
+    check_tensors("gemma_rms_norm", input=input)
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    call("gemma_rms_norm", out, input, weight, epsilon)
+    return out
+
+
+def gemma_fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """`fused_add_rms_norm` with the weight 1 + weight, added in fp32."""
+    call("gemma_fused_add_rms_norm", input, residual, weight, epsilon)
+    return input, residual
+
+
+def layer_norm(
+    input: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *, out: Tensor | None = None
+) -> Tensor:
+    """out = (input - mean(input)) / sqrt(variance(input) + epsilon) * weight + bias, over the last dimension (Ba, Kiros
+    and Hinton, 2016). The variance is the mean of the squared differences from the mean.
+
+    Args:
+        input: [..., hidden_size], rows of one stride or of two.
+        weight, bias: [hidden_size], both fp32 or both of input's dtype.
+        out: like input (it may be input); allocated by default.
+
+    Returns:
+        out.
+    """
+    check_tensors("layer_norm", input=input)
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    call("layer_norm", out, input, weight, bias, epsilon)
+    return out

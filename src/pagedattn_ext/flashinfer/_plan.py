@@ -1,0 +1,137 @@
+"""What `plan` says of the batches that `run` gets, and what `run` returns."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._adapters import refuse_bools, window_of
+from .._index_checks import check_result
+from ._positions import POS_ENCODING_MODES, alibi_slopes
+
+Scale = float | Tensor | None
+Dtype = str | torch.dtype
+
+# What FlashInfer calls the arguments of the ops.
+NAMES = {"query": "q", "key": "k", "value": "v", "key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
+NAMES |= {"scale": "sm_scale", "sliding_window": "window_left", "softcap": "logits_soft_cap"}
+NAMES |= {"query_start_loc": "qo_indptr", "key_start_loc": "kv_indptr"}
+
+LSE_BASES, LSE_LAYOUTS = ("log2", "ln"), ("NH", "HN")
+
+
+def refusal(function: Callable[..., Any], argument: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{function.__qualname__}: {argument}: expected {expected}, got {got}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan`, or a function without a plan, says of its rows and keys."""
+
+    function: Callable[..., Any]  # whose arguments these are
+    query_shape: tuple[int, int]  # num_qo_heads, head_dim
+    key_shape: tuple[int, ...]  # of a page [page_size, num_kv_heads, head_dim], or of a ragged batch without page_size
+    value_shape: tuple[int, ...]  # like key_shape; values may have another width
+    causal: bool
+    has_mask: bool = False
+    pos_encoding_mode: str = "NONE"
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    o_data_type: Dtype | None = None  # of the results; None: that of the queries
+
+    def __post_init__(self) -> None:
+        refuse_bools(self.function, sm_scale=self.sm_scale, logits_soft_cap=self.logits_soft_cap)
+        refuse_bools(self.function, rope_scale=self.rope_scale, rope_theta=self.rope_theta)
+        mode, head_dim = self.pos_encoding_mode, self.query_shape[1]
+        if mode not in POS_ENCODING_MODES:
+            raise refusal(self.function, "pos_encoding_mode", f"one of {', '.join(POS_ENCODING_MODES)}", repr(mode))
+        if mode == "ROPE_LLAMA" and head_dim % 2:
+            raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ALIBI' for an odd head_dim", repr(mode))
+        if mode == "ALIBI" and self.logits_soft_cap:
+            raise refusal(self.function, "logits_soft_cap", "None with 'ALIBI'", self.logits_soft_cap)
+        if mode == "ALIBI" and self.has_mask:
+            raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ROPE_LLAMA' with a mask", repr(mode))
+
+        if isinstance(self.o_data_type, str) and not isinstance(getattr(torch, self.o_data_type, None), torch.dtype):
+            raise refusal(self.function, "o_data_type", "a dtype of torch, or its name", repr(self.o_data_type))
+
+    @property
+    def biases_future(self) -> bool:
+        """Whether rows see keys after their own with ALiBi. FlashInfer's bias goes on to grow there, while that of the
+        ops falls to both sides."""
+        return self.pos_encoding_mode == "ALIBI" and not self.causal
+
+    def options(
+        self, function: Callable[..., Any], q_scale: Scale, k_scale: Scale, device: torch.device
+    ) -> dict[str, Any]:
+        """Keyword arguments of the attention ops."""
+        scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
+        if q_scale is not None:
+            scale *= one_factor(function, "q_scale", q_scale)
+        if k_scale is not None:
+            scale *= one_factor(function, "k_scale", k_scale)
+        return {
+            "scale": scale,
+            "causal": self.causal,
+            "sliding_window": window_of(self.window_left),
+            "softcap": self.logits_soft_cap or 0.0,
+            "alibi_slopes": alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None,
+        }
+
+    def check_tensors(self, function: Callable[..., Any], **tensors: Tensor) -> None:
+        """tensors: queries, keys and values, under the function's names."""
+        shapes = self.query_shape, self.key_shape, self.value_shape
+        if tuple(tensor.shape[1:] for tensor in tensors.values()) == shapes:
+            return
+        for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
+            if tensor.shape[1:] != shape:
+                planned = ", ".join(map(str, ("*", *shape)))
+                raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+
+
+def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:
+    """Rounded from the dtype of the queries, in which the ops compute it."""
+    dtype = getattr(torch, o_data_type) if isinstance(o_data_type, str) else o_data_type
+    return out if dtype is None or dtype == out.dtype else out.to(dtype)
+
+
+def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -> float:
+    refuse_bools(function, **{name: scale})
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise refusal(function, name, "one number for all heads", f"shape {list(scale.shape)}")
+    return float(scale)
+
+
+def results_of(
+    function: Callable[..., Any],
+    attended: Tensor,
+    natural_lse: Tensor,
+    v_scale: Scale,
+    out: Tensor | None,
+    lse: Tensor | None,
+    return_lse: bool,
+    lse_base: str = "log2",
+    lse_layout: str = "NH",
+) -> Any:
+    """What `run` returns, of the results of the op."""
+    if lse_base not in LSE_BASES:
+        raise refusal(function, "lse_base", "'log2' or 'ln'", repr(lse_base))
+    if lse_layout not in LSE_LAYOUTS:
+        raise refusal(function, "lse_layout", "'NH' or 'HN'", repr(lse_layout))
+    if lse_layout == "HN":
+        natural_lse = natural_lse.t().contiguous()
+    check_result(function, "out", out, attended)
+    check_result(function, "lse", lse, natural_lse)
+    if v_scale is not None:
+        attended = attended.mul_(one_factor(function, "v_scale", v_scale))
+    attended = attended if out is None else out.copy_(attended)
+    if not return_lse:
+        return attended
+    result = natural_lse if lse_base == "ln" else natural_lse * math.log2(math.e)
+    return attended, result if lse is None else lse.copy_(result)

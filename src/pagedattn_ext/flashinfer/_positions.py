@@ -1,0 +1,75 @@
+"""What pos_encoding_mode means: rotations of queries and keys, and slopes of ALiBi."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+
+def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
+
+    starts: [num_seqs + 1], from 0 to num_rows.
+    """
+    row = torch.arange(num_rows, dtype=starts.dtype, device=starts.device)
+    sequence = torch.searchsorted(starts[1:], row, right=True)
+    return sequence, row.long() - starts[sequence]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Where the rows and the keys of a ragged batch stand, each in its sequence: int64 [num_rows], [num_keys]."""
+
+    rows: Tensor
+    keys: Tensor
+    cos_sin: Tensor  # [num_positions, head_dim], see `cosines_and_sines`
+
+    @classmethod
+    def of(
+        cls, head_dim: int, rope_scale: float | None, rope_theta: float | None, query_starts: Tensor, key_starts: Tensor
+    ) -> "Rotation":
+        """query_starts, key_starts: [batch + 1], where the rows and the keys of each sequence begin."""
+        num_rows, num_keys = query_starts.diff(), key_starts.diff()
+        first = num_keys - num_rows  # the last row stands at the last key
+        # A sequence of more rows than keys begins with its first row: only distances count.
+        of_row, row = rows_of(query_starts, int(query_starts[-1]))
+        of_key, key = rows_of(key_starts, int(key_starts[-1]))
+        rows, keys = row + first.clamp(min=0)[of_row], key + (-first).clamp(min=0)[of_key]
+        longest = int(torch.maximum(num_rows, num_keys).max()) if len(num_rows) else 0
+        num_positions = 2 ** max(longest - 1, 0).bit_length()
+        cos_sin = cosines_and_sines(num_positions, head_dim, rope_scale or 1.0, rope_theta or 1e4, rows.device)
+        return cls(rows, keys, cos_sin)
+
+    def to(self, device: torch.device) -> "Rotation":
+        return Rotation(self.rows.to(device), self.keys.to(device), self.cos_sin.to(device))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """A copy of x [num_tokens, num_heads, head_dim]."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        ops.rotary_embedding(positions, x, None, x.shape[-1], self.cos_sin)
+        return x
+
+
+@lru_cache(maxsize=2)
+def cosines_and_sines(
+    num_positions: int, head_dim: int, rope_scale: float, rope_theta: float, device: torch.device
+) -> Tensor:
+    """fp32 [num_positions, head_dim], for `ops.rotary_embedding`: angle i is position / rope_scale * rope_theta **
+    (-2 i / head_dim). Kept from plan to plan. Source: Su et al., "RoFormer", 2021, with the halves of LLaMA."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim
+    angles = torch.arange(num_positions, device=device)[:, None] * (rope_theta**exponents / rope_scale)
+    return torch.cat([angles.cos(), angles.sin()], 1).float()
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """fp32 [num_heads]: powers of 2 ** (-8 / n) for n heads, n a power of 2; heads beyond n take every second power of
+    the square root. Source: Press et al., "Train Short, Test Long", ICLR 2022."""
+    n = 2 ** int(math.log2(num_heads))
+    exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (num_heads - n), 2)]
+    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float32, device=device)

@@ -1,0 +1,47 @@
+"""Attention of one sequence, without a plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._mask import mask_of
+from ._plan import NAMES, Plan, Scale, refusal
+from ._ragged import RaggedBatch, attend_ragged
+from .page import check_layout
+
+
+def attend_one(
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str,
+    *,
+    scales: tuple[Scale, Scale],  # of q, k
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    **options: Any,  # of `Plan`
+) -> tuple[Tensor, Tensor]:
+    """The last rows of a sequence: q [num_rows, num_qo_heads, head_dim], k and v in kv_layout. Returns out and the
+    natural lse."""
+    check_layout(function, kv_layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise refusal(function, name, "3 dimensions", f"shape {list(tensor.shape)}")
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    plan = Plan(
+        function=function,
+        query_shape=(q.shape[1], q.shape[2]),
+        key_shape=(k.shape[1], q.shape[2]),
+        value_shape=(k.shape[1], v.shape[2]),
+        has_mask=custom_mask is not None or packed_custom_mask is not None,
+        **options,
+    )
+    plan.check_tensors(function, q=q, k=k, v=v)
+    starts = torch.tensor([[0, len(q)], [0, len(k)]], dtype=torch.int32, device=q.device).unbind()
+    mask = mask_of(function, custom_mask, packed_custom_mask, *starts)
+    batch = RaggedBatch.of(plan, mask, *starts)
+    return attend_ragged(function, NAMES, plan, batch, q, k, v, plan.options(function, *scales, q.device))

@@ -1,0 +1,271 @@
+"""Names, order and defaults of the arguments of pagedattn_ext.flashinfer are those of FlashInfer 0.7."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn_ext import flashinfer
+
+EMPTY = inspect.Parameter.empty
+PLAN_OF_PAGES = ["num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
+ROPE = {"rope_scale": None, "rope_theta": None}
+DATA_TYPES = {"q_data_type": "float16", "kv_data_type": None, "o_data_type": None}
+MASKS = {"custom_mask": None, "packed_custom_mask": None}
+ITEMS = {"prefix_len_ptr": None, "token_pos_in_items_ptr": None, "token_pos_in_items_len": 0, "max_item_len_ptr": None}
+SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
+SCALES = {"q_scale": None, "k_scale": None, "v_scale": None}
+RESULTS = {"out": None, "lse": None, "return_lse": False}
+LSE = {"lse_base": "log2", "lse_layout": "NH"}
+LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
+
+
+def required(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, EMPTY)
+
+
+# FlashInfer 0.7, in order.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "BatchDecodeWithPagedKVCacheWrapper.__init__": {
+        **required("self", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "use_tensor_cores": False,
+        "paged_kv_indptr_buffer": None,
+        "paged_kv_indices_buffer": None,
+        "paged_kv_last_page_len_buffer": None,
+        "backend": "auto",
+        "jit_args": None,
+    },
+    "BatchDecodeWithPagedKVCacheWrapper.plan": {
+        **required("self", "indptr", "indices", "last_page_len", *PLAN_OF_PAGES),
+        "pos_encoding_mode": "NONE",
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **DATA_TYPES,
+        "data_type": None,
+        "sm_scale": None,
+        **ROPE,
+        "non_blocking": True,
+        "block_tables": None,
+        "seq_lens": None,
+        **SPLIT,
+        "q_len_per_req": 1,
+        "window_right": 0,
+        "is_causal": None,
+    },
+    "BatchDecodeWithPagedKVCacheWrapper.run": {
+        **required("self", "q", "paged_kv_cache", "args"),
+        **SCALES,
+        **RESULTS,
+        "enable_pdl": None,
+        "window_left": None,
+        "sinks": None,
+        "q_len_per_req": None,
+        "skip_softmax_threshold_scale_factor": None,
+        "kv_cache_sf": None,
+    },
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__": {
+        **required("self", "workspace_buffer", "indptr_buffer", "indices_buffer", "last_page_len_buffer"),
+        "kv_layout": "NHD",
+        "use_tensor_cores": False,
+    },
+    "fast_decode_plan": {
+        **required("self", "indptr", "indices", "last_page_len", *PLAN_OF_PAGES),
+        "pos_encoding_mode": "NONE",
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "q_data_type": None,
+        "kv_data_type": None,
+        "data_type": None,
+        "sm_scale": None,
+        **ROPE,
+        "non_blocking": True,
+        **SPLIT,
+        "q_len_per_req": 1,
+        "global_override_indptr_cpu": None,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.__init__": {
+        **required("self", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "qo_indptr_buf": None,
+        "paged_kv_indptr_buf": None,
+        "paged_kv_indices_buf": None,
+        "paged_kv_last_page_len_buf": None,
+        "custom_mask_buf": None,
+        "mask_indptr_buf": None,
+        "backend": "auto",
+        "jit_args": None,
+        "jit_kwargs": None,
+        "variant_owns_mask": False,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.plan": {
+        **required("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+        **required("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
+        "head_dim_vo": None,
+        **MASKS,
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        **DATA_TYPES,
+        "non_blocking": True,
+        **ITEMS,
+        "seq_lens": None,
+        "seq_lens_q": None,
+        "block_tables": None,
+        **LENGTHS,
+        **SPLIT,
+        "uniform_q_len": None,
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.run": {
+        **required("self", "q", "paged_kv_cache", "args"),
+        **SCALES,
+        **RESULTS,
+        **LSE,
+        "enable_pdl": None,
+        "window_left": None,
+        "sinks": None,
+        "kv_cache_sf": None,
+        "skip_softmax_threshold_scale_factor": None,
+        "use_fp16_softmax": None,
+        "uses_spcompress": None,
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper.run": {
+        **required("self", "q", "k", "v", "args"),
+        **SCALES,
+        "o_scale": None,
+        **RESULTS,
+        **LSE,
+        "enable_pdl": None,
+        "kv_cache_sf": None,
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": {
+        **required("self", "qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk"),
+        "head_dim_vo": None,
+        **MASKS,
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "sm_scale": None,
+        **ROPE,
+        **DATA_TYPES,
+        "non_blocking": True,
+        **ITEMS,
+        **SPLIT,
+        "seq_lens": None,
+        "seq_lens_q": None,
+        **LENGTHS,
+        "v_indptr": None,
+        "o_indptr": None,
+        "uniform_q_len": None,
+    },
+    "single_decode_with_kv_cache": {
+        **required("q", "k", "v"),
+        "kv_layout": "NHD",
+        "pos_encoding_mode": "NONE",
+        "use_tensor_cores": False,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        "sm_scale": None,
+        **ROPE,
+        "return_lse": False,
+    },
+    "single_prefill_with_kv_cache": {
+        **required("q", "k", "v"),
+        "scale_q": None,
+        "scale_k": None,
+        "scale_v": None,
+        "o_dtype": None,
+        **MASKS,
+        "causal": False,
+        "kv_layout": "NHD",
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        "backend": "auto",
+        "return_lse": False,
+        "kv_cache_sf": None,
+        "k_scale": None,
+        "v_scale": None,
+    },
+    "MultiLevelCascadeAttentionWrapper.__init__": {
+        **required("self", "num_levels", "float_workspace_buffer"),
+        "kv_layout": "NHD",
+        "use_cuda_graph": False,
+        "qo_indptr_buf_arr": None,
+        "paged_kv_indptr_buf_arr": None,
+        "paged_kv_indices_buf_arr": None,
+        "paged_kv_last_page_len_buf_arr": None,
+    },
+    "MultiLevelCascadeAttentionWrapper.plan": {
+        **required("self", "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"),
+        **required(*PLAN_OF_PAGES),
+        "causal": False,
+        "pos_encoding_mode": "NONE",
+        "use_fp16_qk_reduction": False,
+        "sm_scale": None,
+        "window_left": -1,
+        "logits_soft_cap": None,
+        **ROPE,
+        "q_data_type": "float16",
+        "kv_data_type": None,
+    },
+    "BatchAttention.plan": {
+        **required("self", "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_qo_heads", "num_kv_heads"),
+        **required("head_dim_qk", "head_dim_vo", "page_size"),
+        "causal": False,
+        "sm_scale": None,
+        "logits_soft_cap": None,
+        "q_data_type": torch.bfloat16,
+        "kv_data_type": torch.bfloat16,
+        "use_profiler": False,
+    },
+    "packbits": required("x") | {"bitorder": "big"},
+    "segment_packbits": required("x", "indptr") | {"bitorder": "big"},
+    "append_paged_kv_cache": {
+        **required("append_key", "append_value", "batch_indices", "positions", "paged_kv_cache", "kv_indices"),
+        **required("kv_indptr", "kv_last_page_len"),
+        "kv_layout": "NHD",
+    },
+    "get_batch_indices_positions": {
+        **required("append_indptr", "seq_lens", "nnz"),
+        "batch_indices": None,
+        "positions": None,
+    },
+    "get_seq_lens": required("kv_indptr", "kv_last_page_len", "page_size"),
+    "merge_state": required("v_a", "s_a", "v_b", "s_b"),
+    "merge_state_in_place": required("v", "s", "v_other", "s_other") | {"mask": None},
+    "merge_states": required("v", "s"),
+    "rmsnorm": required("input", "weight") | {"eps": 1e-6, "out": None, "enable_pdl": None},
+    "fused_add_rmsnorm": required("input", "residual", "weight") | {"eps": 1e-6, "enable_pdl": None},
+    "silu_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "gelu_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "gelu_tanh_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "apply_rope_with_cos_sin_cache_inplace": {
+        **required("positions", "query", "key", "head_size", "cos_sin_cache"),
+        "is_neox": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    function: Any = flashinfer
+    for part in name.split("."):
+        function = getattr(function, part)
+    actual = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    assert list(actual.items()) == list(SIGNATURES[name].items())
