@@ -213,12 +213,12 @@ def _scaled(
 
 
 def _by_row(
-    function: Function, name: str, scale: Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
+    function: Function, name: str, scale: float | Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
 ) -> Tensor | float:
     """The scale of each row and head, fp32 [num_rows, num_heads, 1], or one for all."""
     refuse_bools(function, **{name: scale})
-    if scale is None:
-        return 1.0
+    if not isinstance(scale, Tensor):
+        return 1.0 if scale is None else scale
     if is_one_scale(scale):
         return scale[(0,) * scale.dim()].float()
     num_rows, num_heads = rows.shape[:2]
