@@ -86,6 +86,8 @@ def flash_attn_func(
     check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
     check_out(function, out, q, v)
     batch, seqlen_k = k.shape[:2]
+    if q.shape[0] != batch:
+        raise ValueError(f"flash_attn_func: k: expected {q.shape[0]} sequences, as q has, got {batch}")
     sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk))
@@ -380,7 +382,9 @@ def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     if cu_seqlens_q is not None:
         return cu_seqlens_q
     batch, seqlen = q.shape[:2]
-    return None if seqlen == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    if seqlen == 0:
+        return torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+    return None if seqlen == 1 else torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=q.device)
 
 
 def _positions(
