@@ -355,6 +355,23 @@ def test_merges_of_large_and_infinite_lses(lses: list[float], shares: list[float
         torch.testing.assert_close(lse, torch.full((1, HEADS), merged), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"s": torch.zeros(2, HEADS)}, r"s: expected shape \[3, 4\], got \[2, 4\]$"),
+        ({"v_other": torch.zeros(1, HEADS, HEAD_SIZE)}, r"v_other: expected shape \[3, 4, 16\], got \[1, 4, 16\]$"),
+        ({"s_other": torch.zeros(1, HEADS)}, r"s_other: expected shape \[3, 4\], got \[1, 4\]$"),
+        ({"mask": torch.tensor([True])}, r"mask: expected shape \[3\], got \[1\]$"),
+    ],
+)
+def test_merges_of_other_shapes(changes: dict[str, Tensor], message: str) -> None:
+    """Torch would repeat what is smaller."""
+    states = {name: torch.zeros(3, HEADS, HEAD_SIZE) for name in ("v", "v_other")}
+    states |= {name: torch.zeros(3, HEADS) for name in ("s", "s_other")}
+    with pytest.raises(ValueError, match=f"^merge_state_in_place: {message}"):
+        flashinfer.merge_state_in_place(**states | changes)
+
+
 def test_merge_of_no_states() -> None:
     out, lse = flashinfer.merge_states(torch.empty(3, 0, HEADS, HEAD_SIZE), torch.empty(3, 0, HEADS))
     assert (out.shape, out.any().item(), (lse == -INF).all().item()) == ((3, HEADS, HEAD_SIZE), False, True)

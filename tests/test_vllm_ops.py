@@ -112,6 +112,15 @@ def test_wrong_head_mapping(head_mapping: list[int]) -> None:
         )
 
 
+def test_an_output_that_is_larger() -> None:
+    """Torch would repeat the result in such memory."""
+    batch = Decodes("chunked")
+    output, mapping = torch.stack([batch.query] * 2), torch.tensor([0, 0, 1, 1, 2, 2])
+    arguments = mapping, SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11
+    with pytest.raises(ValueError, match=r"^single_query_cached_kv_attention: output: expected shape \["):
+        vllm_ops.single_query_cached_kv_attention(output, batch.query, *batch.caches, *arguments)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reshape_and_cache(layout: str) -> None:
     """And back, by gather_cached_kv; a slot of -1 is skipped."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import ops
 from ._adapters import expect_defaults, packed_heads, refuse_bools, scale_tensor
+from ._index_checks import check_result
 from .ops._call import call, to_int
 from .vllm_cpu_attention import (
     cpu_attention_with_kv_cache,
@@ -159,6 +160,7 @@ def single_query_cached_kv_attention(
             f"single_query_cached_kv_attention: head_mapping: expected {num_heads} elements from 0 to "
             f"{num_kv_heads - 1}, got {head_mapping.tolist()}"
         )
+    check_result(single_query_cached_kv_attention, "output", output, query)
     # The ops take equally many heads for each KV head, side by side: each head gets a place of its own.
     place_in_group = (kv_heads[:, None] == kv_heads).tril(-1).sum(1)
     group_size = int(place_in_group.max()) + 1

@@ -20,24 +20,39 @@ from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of tokens, of two results (v [seq_len, num_heads, head_dim], s [seq_len, num_heads])."""
-    s_a, s_b = _of_empty_sets(s_a), _of_empty_sets(s_b)
-    base = _base(torch.maximum(s_a, s_b))
-    merged, lse = ops.merge_attn_states(
-        v_a.contiguous(), (s_a - base) * math.log(2), v_b.contiguous(), (s_b - base) * math.log(2)
-    )
-    return merged, lse * math.log2(math.e) + base
+    return _merged(merge_state, v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """`merge_state` into v and s, of the rows that mask (bool [seq_len]) has."""
-    merged, lse = merge_state(v, s, v_other, s_other)
+    merged, lse = _merged(merge_state_in_place, v=v, s=s, v_other=v_other, s_other=s_other)
     if mask is None:
         v.copy_(merged)
         s.copy_(lse)
     else:
+        _check_shape(merge_state_in_place, "mask", mask, v.shape[:1])
         mask = mask.bool()
         v.copy_(torch.where(mask[:, None, None], merged, v))
         s.copy_(torch.where(mask[:, None], lse, s))
+
+
+def _merged(function: Callable[..., Any], **states: Tensor) -> tuple[Tensor, Tensor]:
+    """states: v, s, v, s, under the function's names."""
+    (v_name, v_a), (s_name, s_a), (other_v_name, v_b), (other_s_name, s_b) = states.items()
+    _check_shape(function, s_name, s_a, v_a.shape[:-1])
+    _check_shape(function, other_s_name, s_b, v_a.shape[:-1])
+    s_a, s_b = _of_empty_sets(s_a), _of_empty_sets(s_b)
+    base = _base(torch.maximum(s_a, s_b))
+    lses = (s_a - base) * math.log(2), (s_b - base) * math.log(2)
+    names = {"prefix_output": v_name, "suffix_output": other_v_name}
+    values = v_a.contiguous(), v_b.contiguous()
+    merged, lse = call_as(function, names, ops.merge_attn_states, values[0], lses[0], values[1], lses[1])
+    return merged, lse * math.log2(math.e) + base
+
+
+def _check_shape(function: Callable[..., Any], name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{function.__name__}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
