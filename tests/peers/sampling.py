@@ -9,8 +9,8 @@ import pytest
 
 # What takes long on a CPU is left out: by its longest sequence, and by the product of all its numbers.
 MAX_LENGTH = 640
-MAX_SIZE = 2**25
-FEWER_TRIALS = {5_000_000: 100_000, 5_000: 20}  # of tests of random numbers
+MAX_SIZE = 2**24
+FEWER_TRIALS = {5_000_000: 100_000, 5_000: 20, 1_000: 20}  # of tests of random numbers
 
 
 def sampled(axes: list[list[dict[str, Any]]], count: int, seed: str, num_trials: int = 1) -> list[dict[str, Any]]:
