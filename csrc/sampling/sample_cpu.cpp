@@ -1,6 +1,6 @@
 // A token is drawn by one number of [0, 1): the sums of a row's blocks say in which block it falls, and the elements of
-// this block, one after the other, say on which token. Results in a row that are of the same distribution share what is known of
-// it.
+// this block, one after the other, say on which token. Results in a row that are of the same distribution share what is
+// known of it.
 #include "dispatch.h"
 #include "sampling/filter_rows_cpu.h"
 #include "sampling/philox.h"
