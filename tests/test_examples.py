@@ -1,7 +1,9 @@
 """What a reader copies: the programs in python/examples and bench, and the code in the README, all run as they are."""
 
 import doctest
+import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +83,17 @@ def test_train_demo_model(tmp_path):
 
     output = LLM(str(tmp_path / "model")).generate("The", SamplingParams(max_tokens=3), use_tqdm=False)[0]
     assert 1 <= len(output.outputs[0].token_ids) <= 3
+
+
+@pytest.mark.parametrize("library", ["flash_attn", "flashinfer", "vllm_ops"])
+def test_layers_of_other_libraries(library, capsys, monkeypatch):
+    """Compiled as far as a graph of torch's ops, which is quick; tests/test_compile.py goes on to machine code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with torch.random.fork_rng():
+        runpy.run_path(str(ROOT / f"python/examples/layer_of_{library}.py"))["main"]()
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert last == "captured: True compiled: True"
+    assert len(rows) == 2 and all(len(set(row.split())) > 5 for row in rows)
 
 
 def python_blocks(text: str) -> list[str]:

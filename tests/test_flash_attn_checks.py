@@ -85,6 +85,8 @@ def test_dense() -> None:
     q, k = torch.zeros(1, 3, HEADS, HEAD_SIZE), torch.zeros(1, 5, KV_HEADS, HEAD_SIZE)
     with pytest.raises(ValueError, match=r"^flash_attn_func: v: expected shape \[1, 5, 2, 16\], got \[1, 4, 2, 16\]$"):
         flash_attn_func(q, k, k[:, :4])
+    with pytest.raises(ValueError, match=r"^flash_attn_func: k: expected 2 sequences, as q has, got 1$"):
+        flash_attn_func(q.expand(2, -1, -1, -1), k, k)
     with pytest.raises(ValueError, match=r"^flash_attn_func: alibi_slopes: expected shape \[4\], got \[3\]$"):
         flash_attn_func(q, k, k, alibi_slopes=torch.ones(3))
 

@@ -124,19 +124,22 @@ def test_rope_of_a_cache(flat: bool) -> None:
 
 
 def test_rope_captured_and_compiled() -> None:
-    """A replay rotates by the positions that it finds, and so does a compiled function."""
-    (q, k), positions = qk(), POSITIONS.clone()
+    """A replay rotates by the positions that it finds, and checks them, and so does a compiled function."""
+    (q, k), offsets = qk(), OFFSETS.clone()
 
-    def rotate(positions: Tensor) -> tuple[Tensor, Tensor]:
-        return flashinfer.apply_rope_pos_ids(q, k, positions)
+    def rotate(offsets: Tensor) -> tuple[Tensor, Tensor]:
+        return flashinfer.apply_llama31_rope(q, k, INDPTR, offsets)
 
     graph = CPUGraph()
     with torch.inference_mode(), graph.capture():
-        captured = rotate(positions)
-    positions += 5
+        captured = rotate(offsets)
+    offsets -= 1001
+    with pytest.raises(ValueError, match="first_positions: expected 0 "):
+        graph.replay()
+    offsets += 1006
     graph.replay()
-    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")(positions)
-    for results in zip(captured, compiled, rotate(POSITIONS + 5), strict=True):
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")(offsets)
+    for results in zip(captured, compiled, rotate(OFFSETS + 5), strict=True):
         assert_same_bits(results[0], results[2])
         assert_same_bits(results[1], results[2])
 

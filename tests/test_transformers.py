@@ -1,4 +1,5 @@
-"""transformers' continuous batching on the paged ops: the tokens of `generate`, for many families of models.
+"""transformers' continuous batching on the paged ops: the tokens of `generate`, for many families of models. `generate`
+by flash-attn's names.
 
 With another version of transformers than the installed one:
 
@@ -7,6 +8,7 @@ With another version of transformers than the installed one:
 """
 
 import copy
+import functools
 import importlib
 import logging
 import random
@@ -18,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, modeling_flash_attention_utils
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from pagedattn_ext import ops
-from pagedattn_ext.transformers import use_paged_attention
+from pagedattn_ext import flash_attn, ops
+from pagedattn_ext.transformers import use_flash_attention, use_paged_attention
 
 VOCAB_SIZE, NUM_LAYERS, NUM_NEW_TOKENS = 97, 3, 20
 SHAPE: dict[str, Any] = dict(
@@ -383,6 +385,47 @@ def test_the_ops_need_no_transformers() -> None:
     program = "import sys; sys.modules['transformers'] = None; import pagedattn_ext; pagedattn_ext.ops.rms_norm"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the functions that run, after `use_flash_attention`, whose work is undone afterwards."""
+    table = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    for version, asked in [*table.items()]:
+        monkeypatch.setitem(table, version, dict(asked))
+    for name in ("_lazy_imports", "_loaded_implementation"):
+        monkeypatch.setattr(modeling_flash_attention_utils, name, getattr(modeling_flash_attention_utils, name))
+    called: set[str] = set()
+
+    def seen(function: Any) -> Any:
+        @functools.wraps(function)  # transformers looks at its parameters
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        monkeypatch.setattr(flash_attn, name, seen(getattr(flash_attn, name)))
+    use_flash_attention()
+    return called
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "family"), [("flash_attention_2", "Mistral"), ("flash_attention_3", "Qwen3")])
+def test_flash_attention_by_name(name: str, family: str, flash_attention: set[str]) -> None:
+    """One prompt, and prompts that are padded on the left."""
+    model, prompts = make_model(family), make_prompts(family)
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    tokens = []
+    for implementation in ("sdpa", name):
+        model.set_attn_implementation(implementation)
+        padded = model.generate(ids, GREEDY, attention_mask=mask, pad_token_id=0)[:, length:].tolist()
+        tokens.append([greedy_reference(model, prompts[-1]), *padded])
+    assert tokens[0] == tokens[1]
+    assert flash_attention == {"flash_attn_func", "flash_attn_varlen_func"}
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.18.0", "5.24.0.dev0", "6.0.0"])

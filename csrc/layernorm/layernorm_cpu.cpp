@@ -83,20 +83,28 @@ void layer_norm_row(const LayerNormParams& p, int64_t row) {
   const Vec sums = sum_vectors<T>(p.hidden_size, [&](Vec sum, int64_t i, auto load) { return sum + load(input + i); });
   const float mean = reduce_sum(sums) / size;
 
-  // Loaded like the elements, so that behind the end of a row the difference is zero as well.
-  float means[VEC_SIZE];
-  for (float& element : means) element = mean;
-  Vec squares{};
-  for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto) {
-    const Vec deviation = load(input + i) - load(means);
-    squares = fma(deviation, deviation, squares);
+  const int64_t rest = p.hidden_size % VEC_SIZE;
+  const int64_t whole = p.hidden_size - rest;
+  Vec squares = sum_vectors<T>(whole, [&](Vec sum, int64_t i, auto load) {
+    const Vec deviation = load(input + i) - broadcast(mean);
+    return fma(deviation, deviation, sum);
   });
+  if (rest > 0) {
+    float means[VEC_SIZE];
+    store(means, broadcast(mean));
+    const Vec deviation = load_first(input + whole, rest) - load_first(means, rest);  // 0 behind the end of the row
+    squares = fma(deviation, deviation, squares);
+  }
   const Vec inverse_deviation = broadcast(1.0f / __builtin_sqrtf(reduce_sum(squares) / size + p.epsilon));
 
-  for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto store) {
-    const Vec normed = (load(input + i) - broadcast(mean)) * inverse_deviation;
-    store(out + i, fma(normed, load(weight + i), load(bias + i)));
-  });
+  const auto norm = [&](int64_t i, auto load) {
+    return fma((load(input + i) - broadcast(mean)) * inverse_deviation, load(weight + i), load(bias + i));
+  };
+  if constexpr (std::is_same_v<T, W>) {
+    write_vectors<false>(p.hidden_size, {out}, [&](int64_t i, auto load) { return Vecs<1>{{norm(i, load)}}; });
+  } else {
+    for_each_vector(p.hidden_size, [&](int64_t i, auto load, auto store) { store(out + i, norm(i, load)); });
+  }
 }
 
 }  // namespace

@@ -1,8 +1,12 @@
-"""transformers' continuous batching on the paged ops.
+"""transformers on the paged ops: its continuous batching, and its attention by flash-attn's names.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     use_paged_attention(model)
     outputs = model.generate_batch(prompts)
+
+    use_flash_attention()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")
+    outputs = model.generate(prompts)
 
 `import pagedattn_ext` leaves this module out, because it needs transformers of the versions FIRST to LAST. It
 subclasses what transformers does not promise to keep, so with another version the import raises ImportError.
@@ -17,8 +21,9 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import modeling_flash_attention_utils
 
-from . import ops, padded_head_size
+from . import flash_attn, ops, padded_head_size
 from ._C import MAX_BLOCK_SIZE, MAX_HEAD_SIZE
 
 FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
@@ -40,7 +45,7 @@ from transformers.generation.continuous_batching.initialization import (  # noqa
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim  # noqa: E402
 
-__all__ = ["use_paged_attention"]
+__all__ = ["use_flash_attention", "use_paged_attention"]
 
 NAME = "pagedattn_flash"  # "flash" tells transformers that this attention takes no masks, so that it builds none
 FULL_ATTENTION = "full_attention"
@@ -63,6 +68,40 @@ def use_paged_attention(model: transformers.PreTrainedModel) -> None:
     _check_model(model)
     model.destroy_cached_continuous_batching_manager()  # a cached manager would go on with another attention
     model.init_continuous_batching = MethodType(init_continuous_batching, model)
+
+
+def use_flash_attention() -> None:
+    """From now on, in this process, `attn_implementation="flash_attention_2"` and `"flash_attention_3"` are taken on a
+    CPU as on CUDA, and run on `pagedattn_ext.flash_attn`, also where flash-attn itself is installed. transformers warns
+    that flash-attn is for GPUs and 16 bits; this one is for CPUs and fp32 as well. A second call changes nothing.
+
+    Gradients are refused, with RuntimeError. Models that list kernels of the hub for their attention, such as gpt-oss,
+    go on with these.
+    """
+    for version in (2, 3):
+        asked = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
+        asked |= {"general_availability_check": _yes, "supported_devices": ((_yes, "cpu"), (_yes, "cuda"))}
+    modeling_flash_attention_utils._lazy_imports = _flash_attention_functions
+
+
+def _yes() -> bool:
+    return True
+
+
+_lazy_imports = modeling_flash_attention_utils._lazy_imports
+
+
+def _flash_attention_functions(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """What transformers calls for an attention: functions, and how to leave out padding and bring it back."""
+    if implementation not in ("flash_attention_2", "flash_attention_3"):
+        return _lazy_imports(implementation, *args, **kwargs)
+    return (
+        flash_attn.flash_attn_func,
+        flash_attn.flash_attn_varlen_func,
+        flash_attn.flash_attn_with_kvcache,
+        modeling_flash_attention_utils._pad_input,
+        modeling_flash_attention_utils._unpad_input,
+    )
 
 
 def _check_model(model: object) -> None:

@@ -387,7 +387,9 @@ def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     if cu_seqlens_q is not None:
         return cu_seqlens_q
     batch, seqlen = q.shape[:2]
-    return None if seqlen == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    if seqlen == 0:
+        return torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+    return None if seqlen == 1 else torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=q.device)
 
 
 def _positions(
