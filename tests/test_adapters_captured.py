@@ -60,6 +60,12 @@ def padded() -> Arguments:
     return arguments | caches | {"cache_batch_idx": indices(2, 0), "cache_leftpad": indices(1, 0)}
 
 
+def other_heads() -> Arguments:
+    """Heads that the ops do not take as they are, and ALiBi slopes of each sequence."""
+    arguments = {name: t[..., :13] if t.dim() == 4 else t for name, t in paged().items()}
+    return arguments | {"alibi_slopes": normal(2, HEADS)}
+
+
 def with_kvcache(arguments: Arguments) -> Any:
     return flash_attn_with_kvcache(**arguments, causal=True, return_softmax_lse=True)
 
@@ -110,6 +116,7 @@ STEPS: dict[str, tuple[Callable[[], Arguments], Callable[[Arguments], Any]]] = {
     "paged": (paged, with_kvcache),
     "rotary": (rotary, with_kvcache),
     "ragged": (ragged, with_kvcache),
+    "other heads": (other_heads, with_kvcache),
     "padded": (padded, with_kvcache),
     "used": (used, varlen),
     "lists": (lists, append_and_run),

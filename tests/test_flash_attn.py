@@ -481,6 +481,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.ones(1, 5, 3, HEAD_SIZE)}, "v: expected shape"),
     ({"softmax_scale": torch.inf}, "softmax_scale: expected a finite number"),
     ({"window_size": (1, 2, 3)}, "window_size: expected"),
+    ({"q": torch.ones(2, 3, HEADS, HEAD_SIZE)}, "k: expected 2 sequences, as q has, got 1"),
+    ({"out": torch.ones(1, 3, 1, HEAD_SIZE).expand(1, 3, HEADS, HEAD_SIZE)}, "out: expected memory for each element"),
     ({"window_size": 5}, r"window_size: expected \(left, right\), got 5"),
     ({"softcap": -1.0}, "softcap: expected 0 or a positive number"),
     ({"window_size": (2, 2**40), "out": torch.ones(1, 1, HEADS, HEAD_SIZE)}, r"out: expected shape \[1, 3, 4, 16\]"),
@@ -536,9 +538,17 @@ def test_refused_varlen() -> None:
         flash_attn_varlen_func(q, k, v, starts([3]), starts([5]), seqused_q=TENSOR)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "alibi_slopes", "s_aux"])
+def test_what_is_no_tensor_is_refused(name: str) -> None:
+    tensors = dict(zip("qkv", torch.randn(3, 1, 3, HEADS, HEAD_SIZE), strict=True))
+    with pytest.raises(TypeError, match=f"^flash_attn_func: {name}: expected a torch.Tensor, got float"):
+        flash_attn_func(**tensors | {name: 0.5})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes", "s_aux"])
 def test_backward_is_refused(name: str) -> None:
     tensors = dict(zip("qkv", torch.randn(3, 1, 3, HEADS, HEAD_SIZE), strict=True))
+    tensors |= {"alibi_slopes": torch.ones(HEADS), "s_aux": torch.ones(HEADS)}
     tensors[name].requires_grad_()
     with pytest.raises(RuntimeError, match=f"^flash_attn_func: {name}: requires grad, but there is no backward"):
         flash_attn_func(**tensors)

@@ -240,6 +240,7 @@ def test_fp8_queries_over_other_keys_are_refused() -> None:
     ("name", "scale"),
     [
         *product(("softmax_scale", "softcap"), (True, False)),
+        ("attention_chunk", True),
         *product(("k_descale", "v_descale"), (True, torch.tensor(True), torch.ones(2, 2).bool())),
     ],
     ids=str,

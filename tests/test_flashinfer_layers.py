@@ -173,6 +173,11 @@ IDS = {"pos_ids": POSITIONS}
         ),
         ("apply_rope_pos_ids_inplace", {"rope_scale": True, **IDS}, "rope_scale: expected a number, got True"),
         ("apply_rope_pos_ids", {"interleave": 1, **IDS}, "interleave: expected a bool, got int"),
+        ("apply_rope_pos_ids", {"rope_scale": 0, **IDS}, "rope_scale: expected a positive number, got 0"),
+        ("apply_rope_pos_ids", {"rope_theta": math.inf, **IDS}, "rope_theta: expected a positive number, got inf"),
+        ("apply_llama31_rope", {"high_freq_factor": 1}, "high_freq_factor: expected more than low_freq_factor 1, .* 1"),
+        ("apply_llama31_rope", {"old_context_len": 0}, "old_context_len: expected a positive number, got 0"),
+        ("apply_rope", {"k": torch.ones(5, 2, 16, requires_grad=True)}, "k: requires grad, but the ops have no backw"),
     ],
 )
 def test_refused_rope(name: str, changes: dict[str, Any], message: str) -> None:
@@ -180,7 +185,7 @@ def test_refused_rope(name: str, changes: dict[str, Any], message: str) -> None:
     where = {} if "pos_ids" in changes else {"indptr": INDPTR, "offsets": OFFSETS}
     arguments = {"q": q, "k": k} | where | changes
     before = arguments["q"].clone()
-    with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{name}: {message}"):
         getattr(flashinfer, name)(**arguments)
     assert_same_bits(arguments["q"], before)
 

@@ -146,6 +146,18 @@ def test_compiled_and_captured() -> None:
         assert_same_bits(compiled(LOGITS, seed, offset), expected)
 
 
+def test_a_replay_draws_a_seed() -> None:
+    """A graph without a seed must not sample the same tokens for ever."""
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        samples = sampling.sampling_from_probs(PROBS.repeat(20, 1))
+    draws = []
+    for _ in range(2):
+        graph.replay()
+        draws.append(samples.clone())
+    assert not torch.equal(*draws)
+
+
 # ---- signatures, those of FlashInfer 0.7 in order --------------------------------------------------------------------
 
 RANDOM = {"deterministic": True, "generator": None, "check_nan": False, "seed": None, "offset": None}

@@ -36,7 +36,11 @@ def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) 
 def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
     """The ops refuse gradients, too, but under their own names of the arguments, and after a cache was written."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            _call.check_tensors(function.__qualname__, **{name: tensor})
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
                 "torch.no_grad() or torch.inference_mode()"
@@ -59,7 +63,9 @@ def call_as(
     """
     try:
         return op(*args, **kwargs)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
+        if type(error) not in (ValueError, TypeError, RuntimeError):
+            raise
         raise type(error)(_in_terms_of(function, names, str(error))) from None
 
 
@@ -87,6 +93,8 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
         return None
     refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
+        if not isinstance(scale, (int, float)):
+            raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
         return torch.tensor([scale], dtype=torch.float32)
     if not is_one_scale(scale):
         raise ValueError(

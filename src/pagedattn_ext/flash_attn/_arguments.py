@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._adapters import refuse_bools, window_of
-from ..ops._call import check_rank, to_int
+from ..ops._call import check_rank, check_tensors, to_int
 from ._attend import FP8
 
 WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or less than 0 is no window
@@ -101,6 +101,7 @@ def sinks_of(function: Callable[..., Any], q: Tensor, **spellings: Tensor | None
 
 
 def chunk_of(function: Callable[..., Any], attention_chunk: int) -> int:
+    refuse_bools(function, attention_chunk=attention_chunk)
     chunk = to_int(function.__name__, "attention_chunk", attention_chunk)
     if chunk < 0:
         raise ValueError(f"{function.__name__}: attention_chunk: expected 0 or more tokens, got {chunk}")
@@ -111,7 +112,8 @@ def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> 
     """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
     widths = []
     for name, (tensor, rank) in tensors.items():
-        if tensor.dim() != rank:
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
+            check_tensors(function.__name__, **{name: tensor})
             check_rank(function.__name__, name, tensor, rank)
         widths.append(tensor.shape[-1])
     if widths[0] != widths[1]:
@@ -131,9 +133,12 @@ def check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **
 def check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:
     if out is None:
         return
+    check_tensors(function.__name__, out=out)
     shape, dtype = (*q.shape[:-1], v.shape[-1]), torch.bfloat16 if q.dtype in FP8 else q.dtype
     if out.shape != shape or out.dtype != dtype or out.device != q.device:
         raise ValueError(
             f"{function.__name__}: out: expected shape {list(shape)}, {dtype} on {q.device}, got {list(out.shape)}, "
             f"{out.dtype} on {out.device}"
         )
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{function.__name__}: out: expected memory for each element, got an expanded tensor")

@@ -120,10 +120,8 @@ def append(
     width = _width_of_op(key_cache, value_cache)
     wide_keys, wide_values = _widened(key_cache, width), _widened(value_cache, width)
     ops.reshape_and_cache(_widened(key, width), _widened(value, width), wide_keys, wide_values, slots, **scales)
-    written = slots[slots >= 0].long()
-    place = written // key_cache.shape[1], written % key_cache.shape[1]
-    for cache, wide_cache in ((key_cache, wide_keys), (value_cache, wide_values)):
-        cache[place] = wide_cache[place][..., : cache.shape[-1]]
+    key_cache.copy_(wide_keys[..., : key_cache.shape[-1]])
+    value_cache.copy_(wide_values[..., : value_cache.shape[-1]])
 
 
 def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
@@ -213,12 +211,12 @@ def _scaled(
 
 
 def _by_row(
-    function: Function, name: str, scale: Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
+    function: Function, name: str, scale: float | Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
 ) -> Tensor | float:
     """The scale of each row and head, fp32 [num_rows, num_heads, 1], or one for all."""
     refuse_bools(function, **{name: scale})
-    if scale is None:
-        return 1.0
+    if not isinstance(scale, Tensor):
+        return 1.0 if scale is None else scale
     if is_one_scale(scale):
         return scale[(0,) * scale.dim()].float()
     num_rows, num_heads = rows.shape[:2]

@@ -82,11 +82,11 @@ def flash_attn_func(
     """
     function = flash_attn_func
     expect_defaults(function, dropout_p=dropout_p, qv=qv)
-    refuse_gradients(function, q=q, k=k, v=v)
+    refuse_gradients(function, q=q, k=k, v=v, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux)
     check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
     check_out(function, out, q, v)
     batch, seqlen_k = k.shape[:2]
-    if q.shape[0] != batch:
+    if batch != q.shape[0]:
         raise ValueError(f"flash_attn_func: k: expected {q.shape[0]} sequences, as q has, got {batch}")
     sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
@@ -164,7 +164,9 @@ def flash_attn_varlen_func(
     """
     function = flash_attn_varlen_func
     expect_defaults(function, dropout_p=dropout_p, qv=qv)
-    refuse_gradients(function, q=q, k=k, v=v)
+    refuse_gradients(
+        function, q=q, k=k, v=v, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks
+    )
     block_table = one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
@@ -285,7 +287,10 @@ def flash_attn_with_kvcache(
     """
     function = flash_attn_with_kvcache
     expect_defaults(function, qv=qv)
-    refuse_gradients(function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(
+        function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks,
+    )  # fmt: skip
     block_table = one_of(function, block_table=block_table, page_table=page_table)
     check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     check_out(function, out, q, v_cache)

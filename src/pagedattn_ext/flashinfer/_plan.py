@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import window_of
+from .._adapters import refuse_bools, window_of
 from .._index_checks import check_result
 from ._positions import POS_ENCODING_MODES, alibi_slopes
 
@@ -46,6 +46,8 @@ class Plan:
     o_data_type: Dtype | None = None  # of the results; None: that of the queries
 
     def __post_init__(self) -> None:
+        refuse_bools(self.function, sm_scale=self.sm_scale, logits_soft_cap=self.logits_soft_cap)
+        refuse_bools(self.function, rope_scale=self.rope_scale, rope_theta=self.rope_theta)
         mode, head_dim = self.pos_encoding_mode, self.query_shape[1]
         if mode not in POS_ENCODING_MODES:
             raise refusal(self.function, "pos_encoding_mode", f"one of {', '.join(POS_ENCODING_MODES)}", repr(mode))
@@ -100,6 +102,7 @@ def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:
 
 
 def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -> float:
+    refuse_bools(function, **{name: scale})
     if isinstance(scale, Tensor) and scale.numel() != 1:
         raise refusal(function, name, "one number for all heads", f"shape {list(scale.shape)}")
     return float(scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as
+from .._adapters import call_as, refuse_bools
 from .._index_checks import check_page_lists, check_starts
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
@@ -96,6 +96,7 @@ class Wrapper:
                 expected = "sinks and sm_scale" if self._takes_sinks else "no more positional arguments"
                 raise refusal(function, "args", expected, f"{len(args)} arguments")
             sinks, sm_scale = args
+            refuse_bools(function, sm_scale=sm_scale)
             plan = replace(plan, sm_scale=float(sm_scale))
         if self._takes_sinks and sinks is None:
             raise refusal(function, "sinks", "a tensor, by jit_args", None)

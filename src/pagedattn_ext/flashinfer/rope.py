@@ -219,8 +219,9 @@ def _rotate(
         raise ValueError(
             f"{function.__qualname__}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}"
         )
-    refuse_bools(function, rope_scale=rope_scale, rope_theta=rope_theta)
-    phases, frequencies = _waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
+    _check_scales(function, passage, rope_scale=rope_scale, rope_theta=rope_theta)
+    waves = _waves if torch.compiler.is_compiling() else _cached_waves  # torch.compile warns of caches
+    phases, frequencies = waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
     cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
     rows = torch.arange(len(q), device=q.device)
     names = {"query": "q", "key": "k"}
@@ -228,7 +229,18 @@ def _rotate(
     return q, k
 
 
-@lru_cache(maxsize=32)
+def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:
+    if passage is not None:
+        low, high, scales["old_context_len"] = passage
+        if not 0 < low < high:
+            expected = f"more than low_freq_factor {low}, and both positive"
+            raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
+    refuse_bools(function, **scales)
+    for name, value in scales.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {value}")
+
+
 def _waves(
     rotary_dim: int,
     rope_scale: float,
@@ -248,6 +260,9 @@ def _waves(
     phases = torch.zeros_like(frequencies)
     phases[rotary_dim // 2 :] = -math.pi / 2
     return phases, frequencies
+
+
+_cached_waves = lru_cache(maxsize=32)(_waves)
 
 
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------
