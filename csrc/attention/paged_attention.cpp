@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention/paged_attention_plan.h"
+#include "index_checks.h"
 #include "ops.h"
 #include "paged_cache.h"
 #include "run.h"
@@ -69,11 +70,7 @@ void check_count(const Door& door, const char* argument, int64_t num_rows, const
 // `rows` says what there are `num_rows` of.
 void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t num_rows,
                      const char* rows) {
-  door.check(starts[0] == 0, argument, "expected 0 first, got ", starts[0]);
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    door.check(starts[seq] <= starts[seq + 1], argument, "expected offsets that do not decrease, got ", starts[seq],
-               " and then ", starts[seq + 1], " at sequence ", seq);
-  }
+  check_offsets(door, argument, starts, num_seqs);
   door.check(starts[num_seqs] == num_rows, argument, "expected the number of ", rows, ", ", num_rows, ", last, got ",
              starts[num_seqs]);
 }
@@ -159,14 +156,6 @@ void set_query(const Door& door, const Tensor& query, PagedAttentionParams& para
              params.num_heads);
   params.query = query.const_data_ptr();
   params.query_stride = query.stride(0);
-}
-
-Indices check_indices(const Door& door, const char* argument, const Tensor& tensor, int64_t size) {
-  const Indices indices = door.indices(argument, tensor);
-  door.present(argument, tensor);
-  door.shape(argument, tensor, {size});
-  door.contiguous(argument, tensor);
-  return indices;
 }
 
 // Checks the arguments that all ops over a cache have. The op itself sets `out`, `lse` and the parameters that only

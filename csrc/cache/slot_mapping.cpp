@@ -2,21 +2,14 @@
 
 #include <algorithm>
 
+#include "index_checks.h"
 #include "ops.h"
 #include "run.h"
 
 namespace pagedattn {
 namespace {
 
-Indices check_indices(const Door& door, const char* argument, const Tensor& tensor, int64_t size) {
-  door.present(argument, tensor);
-  const Indices indices = door.indices(argument, tensor);
-  door.shape(argument, tensor, {size});
-  door.contiguous(argument, tensor);
-  return indices;
-}
-
-Indices check_indices(const Door& door, const char* argument, const std::optional<Tensor>& tensor, int64_t size) {
+Indices check_given(const Door& door, const char* argument, const std::optional<Tensor>& tensor, int64_t size) {
   return tensor.has_value() ? check_indices(door, argument, *tensor, size) : Indices{};
 }
 
@@ -34,11 +27,7 @@ void check_count(const Door& door, const char* argument, int64_t value) {
 // Offsets from 0 to at most `largest`, which `text` explains.
 void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t largest,
                      const char* text) {
-  door.check(starts[0] == 0, argument, "expected 0 first, got ", starts[0]);
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    door.check(starts[seq] <= starts[seq + 1], argument, "expected offsets that do not decrease, got ", starts[seq],
-               " and then ", starts[seq + 1], " at sequence ", seq);
-  }
+  check_offsets(door, argument, starts, num_seqs);
   door.check(starts[num_seqs] <= largest, argument, "expected at most ", largest, " (", text, ") last, got ",
              starts[num_seqs]);
 }
@@ -161,7 +150,7 @@ std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_lo
   params.num_seqs = first_positions.size(0);
   check_count(door, "num_tokens", num_tokens);
   params.num_tokens = num_tokens;
-  params.start_loc = check_indices(door, "start_loc", start_loc, params.num_seqs + 1);
+  params.start_loc = check_given(door, "start_loc", start_loc, params.num_seqs + 1);
   if (!start_loc.has_value()) {
     params.tokens_per_seq = num_tokens / std::max<int64_t>(params.num_seqs, 1);
     door.check(params.tokens_per_seq * params.num_seqs == num_tokens, "num_tokens", "expected a multiple of the ",
@@ -190,7 +179,7 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   door.check(block_size > 0, "block_size", "expected a positive number, got ", block_size);
   params.block_size = block_size;
   check_count(door, "num_blocks", num_blocks);
-  params.batch_indices = check_indices(door, "batch_indices", batch_indices, params.num_tokens);
+  params.batch_indices = check_given(door, "batch_indices", batch_indices, params.num_tokens);
 
   door.present("block_tables", block_tables);
   params.block_tables = door.indices("block_tables", block_tables);
@@ -211,7 +200,7 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   door.check(batch_indices.has_value() || params.num_tokens == num_seqs, "positions",
              "expected one token for each of the ", num_seqs, " sequences (no batch_indices are given), got ",
              params.num_tokens);
-  const Indices last_lens = check_indices(door, "last_block_lens", last_block_lens, num_seqs);
+  const Indices last_lens = check_given(door, "last_block_lens", last_block_lens, num_seqs);
 
   const Tensor slot_mapping = torch::stable::new_empty(positions, {&params.num_tokens, 1}, ScalarType::Long);
   params.slot_mapping = slot_mapping.mutable_data_ptr<int64_t>();
@@ -246,7 +235,7 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
   params.num_seqs = seq_lens.size(0);
   params.first_blocks = check_indices(door, "first_blocks", first_blocks, params.num_seqs);
   const Indices ends = check_indices(door, "end_blocks", end_blocks, params.num_seqs);
-  params.left_padding = check_indices(door, "left_padding", left_padding, params.num_seqs);
+  params.left_padding = check_given(door, "left_padding", left_padding, params.num_seqs);
   check_count(door, "max_num_blocks_per_seq", max_num_blocks_per_seq);
   params.max_num_blocks_per_seq = max_num_blocks_per_seq;
   door.check(num_blocks >= 0 && num_blocks <= INT32_MAX, "num_blocks", "expected 0 to ", INT32_MAX, ", got ",
