@@ -5,7 +5,6 @@ say nothing of its other tests. What the tests take from the insides of the libr
 nothing.
 """
 
-import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -22,13 +21,7 @@ from on_cpu import CAPABILITY
 import pagedattn_ext
 
 PACKAGE = pagedattn_ext.__path__[0]
-# The modules of each library, ours beside them. A package brings all its modules.
-OURS = {
-    "flashinfer": "flashinfer",
-    "flash_attn": "flash_attn",
-    "flash_attn_interface": "flash_attn_interface",
-}
-LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface")
+LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface")  # ours have the same names
 INSIDES = (
     *("flashinfer.jit", "flashinfer.cutile", "flashinfer.trace", "flashinfer.fp4_quantization"),
     *("flashinfer.quantization.nvfp4_quantization_utils", "flash_attn.cute.cache_utils"),
@@ -87,13 +80,13 @@ def with_other_names(module: ModuleType, name: str, kind: Callable[[str], object
 def use_our_names(flash_attn_checkout: Path) -> None:
     """From now on, for this process."""
     sys.meta_path.append(OtherModules())
-    for name, ours in OURS.items():
-        with contextlib.suppress(ModuleNotFoundError):
-            put(name, importlib.import_module(f"pagedattn_ext.{ours}"))
+    for name in LIBRARIES:
+        put(name, importlib.import_module(f"pagedattn_ext.{name}"))
     add_helpers_of_tests(flash_attn_checkout)
 
 
 def put(name: str, module: ModuleType) -> None:
+    """The module under this name, with all modules in it."""
     sys.modules[name] = module
     for child in pkgutil.iter_modules(getattr(module, "__path__", [])):
         if not child.name.startswith("_"):
