@@ -19,14 +19,21 @@ import torch
 from torch import Generator, Tensor
 
 from .. import ops
+from .._adapters import call_as
 
 Seed = Tensor | int | None
+
+# What FlashInfer calls the arguments of the ops.
+NAMES = {
+    "num_accepted": "maybe_output_accepted_token_num",
+    "num_emitted": "maybe_output_emitted_draft_token_num",
+}
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
     """softmax(logits / temperature), in fp32. At a temperature of 0 all tokens get the same probability."""
     temperature = _floats_of_rows(softmax, "temperature", temperature, logits)
-    return _call(softmax, ops.softmax, _rows(logits), temperature)
+    return call_as(softmax, NAMES, ops.softmax, _rows(logits), temperature)
 
 
 def sampling_from_logits(
@@ -41,7 +48,7 @@ def sampling_from_logits(
     """A token of each row."""
     if check_nan:
         _check_nan(sampling_from_logits, "logits", logits)
-    probs = _call(sampling_from_logits, ops.softmax, _rows(logits))
+    probs = call_as(sampling_from_logits, NAMES, ops.softmax, _rows(logits))
     return _sample(sampling_from_logits, probs, indices, generator, seed, offset)[0]
 
 
@@ -138,7 +145,7 @@ def top_k_top_p_sampling_from_logits(
     if check_nan:
         _check_nan(function, "logits", logits)
     filters = _top_k_top_p(function, logits, top_k, top_p, filter_apply_order)
-    probs = _call(function, ops.softmax, _rows(logits))
+    probs = call_as(function, NAMES, ops.softmax, _rows(logits))
     return _sample(function, probs, indices, generator, seed, offset, **filters)[0]
 
 
@@ -167,19 +174,19 @@ def top_k_top_p_sampling_from_probs(
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
     """What `top_p_sampling_from_probs` samples from, in fp32."""
     top_p = _floats_of_rows(top_p_renorm_probs, "top_p", top_p, probs)
-    return _call(top_p_renorm_probs, ops.renorm_probs, probs.float(), top_p=top_p)
+    return call_as(top_p_renorm_probs, NAMES, ops.renorm_probs, probs.float(), top_p=top_p)
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int, is_deterministic: bool = False) -> Tensor:
     """What `top_k_sampling_from_probs` samples from, in the dtype of probs."""
     top_k = _ints_of_rows(top_k_renorm_probs, "top_k", top_k, probs)
-    return _call(top_k_renorm_probs, ops.renorm_probs, probs, top_k)
+    return call_as(top_k_renorm_probs, NAMES, ops.renorm_probs, probs, top_k)
 
 
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
     """The k greatest logits of each row, and -inf in the place of the others."""
     top_k = _ints_of_rows(top_k_mask_logits, "top_k", top_k, logits)
-    return _call(top_k_mask_logits, ops.top_k_mask_logits, logits, top_k)
+    return call_as(top_k_mask_logits, NAMES, ops.top_k_mask_logits, logits, top_k)
 
 
 top_p_renorm_prob = top_p_renorm_probs
@@ -201,8 +208,9 @@ def chain_speculative_sampling(
     to those that are given (int32 [batch_size])."""
     function = chain_speculative_sampling
     seed, offset = _seeds(function, draft_probs, generator, seed, offset)
-    return _call(
+    return call_as(
         function,
+        NAMES,
         ops.chain_speculative_sampling,
         draft_probs.float(),
         draft_token_ids,
@@ -212,20 +220,6 @@ def chain_speculative_sampling(
         num_accepted=maybe_output_accepted_token_num,
         num_emitted=maybe_output_emitted_draft_token_num,
     )
-
-
-def _call(function: Callable[..., Any], op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of an op, whose errors name what the caller has called, and its arguments."""
-    try:
-        return op(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        message = str(error).replace(f"{op.__name__}: ", f"{function.__name__}: ", 1)
-        for inner, outer in (
-            (": num_accepted:", ": maybe_output_accepted_token_num:"),
-            (": num_emitted:", ": maybe_output_emitted_draft_token_num:"),
-        ):
-            message = message.replace(inner, outer, 1)
-        raise type(error)(message) from None
 
 
 def _sample(
@@ -238,7 +232,9 @@ def _sample(
     **filters: Any,
 ) -> tuple[Tensor, Tensor]:
     seed, offset = _seeds(function, probs, generator, seed, offset)
-    return _call(function, ops.sample_from_probs, _rows(probs), indices=indices, seed=seed, offset=offset, **filters)
+    return call_as(
+        function, NAMES, ops.sample_from_probs, _rows(probs), indices=indices, seed=seed, offset=offset, **filters
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
