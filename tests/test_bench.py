@@ -356,7 +356,7 @@ def test_cuda_targets(fake_cuda, small_shapes):
 
     targets = targets_cuda.targets("cpu")
     kinds = [target.what.split(",")[0] for target in targets]
-    assert kinds[:5] == ["decode"] * 4 + ["prefill"] and len(targets) == 5 + 6 + 4
+    assert kinds[:5] == ["decode"] * 4 + ["prefill"] and len(targets) == 5 + 8 + 4
     forms = [target.form.format(target.measure()) for target in targets]
     assert forms[0].endswith("x") and forms[-1].endswith("%") and re.fullmatch(r"\d+\.\d", forms[1])
     assert targets[1].is_met(15) and not targets[1].is_met(15.1)
