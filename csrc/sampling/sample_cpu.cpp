@@ -94,7 +94,7 @@ void verify_rows(const ChainSpeculativeSamplingParams& p, int64_t begin, int64_t
     const T* target_probs = static_cast<const T*>(p.target_probs) + row * (n + 1) * p.vocab_size;
     int32_t* out = p.out + row * (n + 1);
 
-    int32_t num_accepted = 0;
+    int64_t num_accepted = 0;
     int64_t num_emitted = n;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t token = p.draft_token_ids[row * n + i];
@@ -111,8 +111,7 @@ void verify_rows(const ChainSpeculativeSamplingParams& p, int64_t begin, int64_t
     out[num_emitted] = static_cast<int32_t>(token_of_rest(target_probs + num_emitted * p.vocab_size, draft_of_rest,
                                                           p.vocab_size, p.scratch, number_of(p.seeds, row, n)));
     for (int64_t i = num_emitted + 1; i <= n; ++i) out[i] = -1;
-    p.num_accepted[row] += num_accepted;
-    p.num_emitted[row] += static_cast<int32_t>(num_emitted);
+    p.count(row, num_accepted, num_emitted);
   }
 }
 

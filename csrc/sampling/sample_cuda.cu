@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(ROW_THREADS) chain_speculative_sampling_kernel
   const T* target_probs = static_cast<const T*>(p.target_probs) + row * (n + 1) * p.vocab_size;
   int32_t* out = p.out + row * (n + 1);
 
-  int32_t num_accepted = 0;
+  int64_t num_accepted = 0;
   int64_t num_emitted = n;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t token = p.draft_token_ids[row * n + i];
@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(ROW_THREADS) chain_speculative_sampling_kernel
   if (threadIdx.x != 0) return;
   out[num_emitted] = static_cast<int32_t>(token);
   for (int64_t i = num_emitted + 1; i <= n; ++i) out[i] = -1;
-  p.num_accepted[row] += num_accepted;
-  p.num_emitted[row] += static_cast<int32_t>(num_emitted);
+  p.count(row, num_accepted, num_emitted);
 }
 
 }  // namespace

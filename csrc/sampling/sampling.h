@@ -89,6 +89,12 @@ struct ChainSpeculativeSamplingParams {
   const void* target_probs;  // [num_rows, num_draft_tokens + 1, vocab_size]
   Seeds seeds;
   void* scratch;
+
+  // A count behind the greatest int32 goes on at the least.
+  constexpr void count(int64_t row, int64_t accepted, int64_t emitted) const {
+    num_accepted[row] = static_cast<int32_t>(num_accepted[row] + accepted);
+    num_emitted[row] = static_cast<int32_t>(num_emitted[row] + emitted);
+  }
 };
 
 // What logits are multiplied with. At a temperature of 0 all tokens that are not at -infinity get the same probability,
