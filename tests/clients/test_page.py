@@ -59,15 +59,25 @@ def page(browser: Browser, slow_server: ServerProcess, complaints: list[str]) ->
 
 @contextmanager
 def asking(server: ServerProcess, num_prompts: int, **fields: Any) -> Iterator[None]:
-    """So many requests at once, and their end."""
+    """So many requests at once, and again when they have ended, until the block is left: on a busy machine the page may
+    ask for its state later than one round of them takes."""
     prompts = [[i + 5, i + 6, i + 7] for i in range(num_prompts)]
     body = {"prompt": prompts, "temperature": 0, "ignore_eos": True, **fields}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
-    thread = threading.Thread(target=lambda: urllib.request.urlopen(request, timeout=300).read())
+    is_left = threading.Event()
+
+    def ask() -> None:
+        while not is_left.is_set():
+            urllib.request.urlopen(request, timeout=300).read()
+
+    thread = threading.Thread(target=ask)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        is_left.set()
+        thread.join()
 
 
 def pixels(page: Page) -> str:
