@@ -200,7 +200,7 @@ gpu-wheel: .venv/ready
 
 # What a GPU shows, and how fast it is, in the order of worth; with the environment of PYTHON as it is. All of these are
 # optional; for ten minutes on a GPU:
-# make gpu-report PYTHON=python3 WHEEL=dist/...whl BUDGET=570 OUT=/tmp/report PACK=report.tar.gz STEPS="smoke suite"
+# make gpu-report PYTHON=python3 WHEEL=dist/...whl BUDGET=570 OUT=build/report PACK=build/report.tar.gz STEPS="smoke suite"
 gpu-report:
 	$(PYTHON) bench/gpu_report.py $(if $(WHEEL),--wheel $(WHEEL)) $(if $(BUDGET),--budget $(BUDGET)) \
 	  $(if $(OUT),--out $(OUT)) $(if $(PACK),--pack $(PACK)) $(if $(STEPS),--steps $(STEPS))
