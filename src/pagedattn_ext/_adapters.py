@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .ops import _call
 
 
@@ -116,3 +117,11 @@ def window_of(left: int | None) -> int | None:
     """The sliding_window of an inclusive window of `left` tokens before a row's own; None or less than 0 is no window.
     A sliding window counts the row's own token."""
     return None if left is None or left < 0 else left + 1
+
+
+def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
+
+    starts: [num_seqs + 1], from 0 to num_rows.
+    """
+    return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import is_one_scale, refuse_bools, scale_tensor
+from .._adapters import is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
+from .._index_checks import values_are_checked
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
@@ -128,7 +129,9 @@ def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
     """What the op would check, for what computes with the batch before the op sees it."""
     key_cache, _, block_tables, seq_lens = keys
     num_seqs, num_slots = block_tables.shape[0], block_tables.shape[1] * key_cache.shape[1]
-    if seq_lens.shape != (num_seqs,) or (seq_lens.is_cpu and not ((seq_lens >= 0) & (seq_lens <= num_slots)).all()):
+    if seq_lens.shape != (num_seqs,) or (
+        values_are_checked(seq_lens) and not ((seq_lens >= 0) & (seq_lens <= num_slots)).all()
+    ):
         raise ValueError(
             f"paged_attention: seq_lens: expected {num_seqs} lengths of 0 to {num_slots} (the tokens that a row of "
             f"block_tables has room for), got {seq_lens.tolist()}"
@@ -138,7 +141,7 @@ def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
         if num_rows != num_seqs:
             raise ValueError(f"paged_attention: query: expected a row for each of {num_seqs} sequences, got {num_rows}")
     elif starts.shape != (num_seqs + 1,) or (
-        starts.is_cpu and not (starts[0] == 0 and starts[-1] == num_rows and (starts.diff() >= 0).all())
+        values_are_checked(starts) and not (starts[0] == 0 and starts[-1] == num_rows and (starts.diff() >= 0).all())
     ):
         raise ValueError(
             f"paged_attention: query_start_loc: expected {num_seqs + 1} offsets that do not decrease, from 0 to the "
@@ -226,7 +229,7 @@ def _by_row(
             f"{function.__name__}: {name}: expected one element, or shape [{num_seqs}, {num_kv_heads}] (a scale for "
             f"each sequence and KV head), got shape {list(scale.shape)}"
         )
-    of_rows = scale.float() if starts is None else scale.float()[_rows_of(starts, num_rows)[0]]
+    of_rows = scale.float() if starts is None else scale.float()[sequences_of_rows(starts, num_rows)[0]]
     return of_rows.repeat_interleave(num_heads // num_kv_heads, 1)[..., None]
 
 
@@ -250,12 +253,12 @@ def _of_used_rows(
     room = starts.diff()
     if used.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function.__name__}: seqused_q: expected dtype int32 or int64, got {used.dtype}")
-    if used.shape != room.shape or (used.is_cpu and not ((used >= 0) & (used <= room)).all()):
+    if used.shape != room.shape or (values_are_checked(used) and not ((used >= 0) & (used <= room)).all()):
         raise ValueError(
             f"{function.__name__}: seqused_q: expected for each of the {len(room)} sequences 0 to its rows "
             f"{room.tolist()}, got {used.tolist()}"
         )
-    sequence, place = _rows_of(starts, num_rows)
+    sequence, place = sequences_of_rows(starts, num_rows)
     rows = (place < used[sequence]).nonzero()[:, 0]
     used_starts = pad(used.cumsum(0), (1, 0))
     arguments, steps = prepare(function, query[rows], keys, used_starts, options, extras)
@@ -279,7 +282,7 @@ def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> 
     key_cache, value_cache, block_tables, seq_lens = keys
     if starts is None:
         starts = torch.arange(num_rows + 1, device=seq_lens.device)
-    sequence, place = _rows_of(starts, num_rows)
+    sequence, place = sequences_of_rows(starts, num_rows)
     position = (seq_lens - starts.diff())[sequence] + place
     chunk_of_row = torch.div(position, chunk, rounding_mode="floor").clamp(min=-1)
     begins = torch.ones(num_rows, dtype=torch.bool, device=starts.device)
@@ -298,8 +301,3 @@ def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> 
     # Behind a chunk's own pages stand any others.
     tables = block_tables[sequences[:, None], entries.clamp(max=block_tables.shape[1] - 1)]
     return (key_cache, value_cache, tables, lengths), pad(first_rows, (0, 1), value=num_rows), sequences
-
-
-def _rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows]."""
-    return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._positions import rows_of
+from .._adapters import sequences_of_rows
 from .quantization import unpack_bits
 
 
@@ -55,7 +55,7 @@ def visible_keys(
 ) -> tuple[Tensor, Tensor]:
     """Of each row, the keys that it sees under the mask (None: all) and within the window: their places among all keys,
     int32 [num_rows, most that a row sees], and how many there are, int32 [num_rows]."""
-    sequence, place = rows_of(query_starts, int(query_starts[-1]))
+    sequence, place = sequences_of_rows(query_starts, int(query_starts[-1]))
     lengths = key_starts.diff()
     num_keys = lengths[sequence][:, None]
     key = torch.arange(int(lengths.max()) if len(lengths) else 0, device=key_starts.device)

@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .._adapters import sequences_of_rows
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-
-
-def rows_of(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch, its sequence and its place among the rows of the sequence; int64 [num_rows].
-
-    starts: [num_seqs + 1], from 0 to num_rows.
-    """
-    row = torch.arange(num_rows, dtype=starts.dtype, device=starts.device)
-    sequence = torch.searchsorted(starts[1:], row, right=True)
-    return sequence, row.long() - starts[sequence]
 
 
 @dataclass(frozen=True)
@@ -38,8 +29,8 @@ class Rotation:
         num_rows, num_keys = query_starts.diff(), key_starts.diff()
         first = num_keys - num_rows  # the last row stands at the last key
         # A sequence of more rows than keys begins with its first row: only distances count.
-        of_row, row = rows_of(query_starts, int(query_starts[-1]))
-        of_key, key = rows_of(key_starts, int(key_starts[-1]))
+        of_row, row = sequences_of_rows(query_starts, int(query_starts[-1]))
+        of_key, key = sequences_of_rows(key_starts, int(key_starts[-1]))
         rows, keys = row + first.clamp(min=0)[of_row], key + (-first).clamp(min=0)[of_key]
         longest = int(torch.maximum(num_rows, num_keys).max()) if len(num_rows) else 0
         num_positions = 2 ** max(longest - 1, 0).bit_length()

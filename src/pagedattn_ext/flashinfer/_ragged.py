@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as
+from .._adapters import call_as, sequences_of_rows
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
-from ._positions import Rotation, rows_of
+from ._positions import Rotation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RaggedBatch:
         return cls(query_starts, key_starts, int(query_starts[-1]), int(key_starts[-1]), visible, rotation)
 
     def in_pages(self, block_tables: Tensor, page_size: int) -> "RaggedBatch":
-        sequence, place = rows_of(self.key_starts, self.num_keys)
+        sequence, place = sequences_of_rows(self.key_starts, self.num_keys)
         return replace(self, tokens=(block_tables[sequence, place // page_size], place % page_size))
 
     def to(self, device: torch.device) -> "RaggedBatch":
@@ -121,7 +121,7 @@ def with_alibi_of_flashinfer(
 ) -> Tensor:
     """The lse of logits with FlashInfer's bias of ALiBi, slope * (key - row), where the ops take the row's position.
     The difference is the same for all keys of a row."""
-    sequence, place = rows_of(query_starts, lse.shape[0])
+    sequence, place = sequences_of_rows(query_starts, lse.shape[0])
     num_keys, num_rows = key_starts.diff(), query_starts.diff()
     ahead = (num_keys - num_rows)[sequence] if plan.causal else num_keys[sequence] - 1 - place
     return lse + options["alibi_slopes"] * ahead[:, None]

@@ -1,6 +1,6 @@
 """Paged caches: their layouts, and new tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,12 +57,24 @@ def append_paged_kv_cache(
         block_start_loc=kv_indptr,
         last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
     )
-    rows, caches = (append_key.contiguous(), append_value.contiguous()), (key_cache, value_cache)
-    if append_key.itemsize == 1 and append_key.dtype == append_value.dtype == key_cache.dtype == value_cache.dtype:
+    write_slots(function, NAMES, append_key, append_value, key_cache, value_cache, slots)
+
+
+def write_slots(
+    function: Callable[..., Any],
+    names: Mapping[str, str],
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """`ops.reshape_and_cache` by `call_as`. fp8 goes into a cache of its dtype bit for bit."""
+    tensors = [key.contiguous(), value.contiguous(), key_cache, value_cache]
+    if key.itemsize == 1 and key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         # The op would round its rows to fp8. Two elements of fp8 are moved as one of fp16.
-        rows = rows[0].view(torch.float16), rows[1].view(torch.float16)
-        caches = key_cache.view(torch.float16), value_cache.view(torch.float16)
-    call_as(function, NAMES, ops.reshape_and_cache, *rows, *caches, slots)
+        tensors = [tensor.view(torch.float16) for tensor in tensors]
+    call_as(function, names, ops.reshape_and_cache, *tensors, slots)
 
 
 def get_batch_indices_positions(

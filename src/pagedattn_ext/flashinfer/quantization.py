@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._positions import rows_of
+from .._adapters import sequences_of_rows
 
 BIT_ORDERS = ("big", "little")
 
@@ -35,7 +35,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
             f"length of x), got {indptr.tolist()}"
         )
     new_indptr = torch.nn.functional.pad(((indptr.diff() + 7) // 8).cumsum(0), (1, 0)).int()
-    segment, place = rows_of(indptr, int(indptr[-1]))
+    segment, place = sequences_of_rows(indptr, int(indptr[-1]))
     bits = x.new_zeros(8 * int(new_indptr[-1]))
     bits[8 * new_indptr[segment] + place] = x[: int(indptr[-1])]
     return packbits(bits, bitorder), new_indptr

@@ -13,7 +13,7 @@ Bad arguments raise ValueError or TypeError before anything is written.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from .. import ops
 from .._adapters import call_as, refuse_bools
 from .._index_checks import check_indices
 from ..ops._call import check_bool, check_rank, check_tensors, to_int
-from .page import check_layout, pages_of
+from .page import check_layout, pages_of, write_slots
 
 Function = Callable[..., Any]
 
@@ -423,22 +423,18 @@ def rope_quantize_fp8_append_paged_kv_cache(
     )  # fmt: skip
     if v is None:  # the halves of an element are appended as a key and a value
         halves = [(rows.chunk(2, -1), cache.chunk(2, -1)) for rows, cache in zip((k_nope, k_rope), caches, strict=True)]
-        for rows, parts in halves:
-            _append(function, [row[:, None] for row in rows], [part[:, :, None] for part in parts], slots)
+        for (key, value), (key_cache, value_cache) in halves:
+            as_heads = (key[:, None], value[:, None], key_cache[:, :, None], value_cache[:, :, None])
+            write_slots(function, CACHE_NAMES, *as_heads, slots)
     else:
         value = _quantize(v, quant_scale_kv, torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format))
-        _append(function, [torch.cat([k_rope, k_nope], -1), value], caches, slots)
+        key_cache, value_cache = caches
+        write_slots(function, CACHE_NAMES, torch.cat([k_rope, k_nope], -1), value, key_cache, value_cache, slots)
     return q_rope, q_nope
 
 
 SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
-
-
-def _append(function: Function, rows: Sequence[Tensor], caches: Sequence[Tensor], slots: Tensor) -> None:
-    """fp8 bit for bit: two elements are moved as one of fp16."""
-    pairs = [tensor.view(torch.float16) for tensor in (*(row.contiguous() for row in rows), *caches)]
-    names = dict.fromkeys(["key_cache", "value_cache"], "paged_kv_cache")
-    call_as(function, names, ops.reshape_and_cache, *pairs, slots)
+CACHE_NAMES = {"key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
 
 
 Optionals = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -64,10 +64,7 @@ def sampling_from_probs(
 ) -> Any:
     """A token of each row; with return_valid also whether the row is a distribution: without NaN, infinities and
     negative numbers, and not all zeros. The token of other rows is 0."""
-    if check_nan:
-        _check_nan(sampling_from_probs, "probs", probs)
-    sampled = _sample(sampling_from_probs, probs, indices, generator, seed, offset)
-    return sampled if return_valid else sampled[0]
+    return _sample_probs(sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -82,11 +79,10 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the greatest probabilities whose sum is top_p or more, as few as possible."""
-    if check_nan:
-        _check_nan(top_p_sampling_from_probs, "probs", probs)
     top_p = _floats_of_rows(top_p_sampling_from_probs, "top_p", top_p, probs)
-    sampled = _sample(top_p_sampling_from_probs, probs, indices, generator, seed, offset, top_p=top_p)
-    return sampled if return_valid else sampled[0]
+    return _sample_probs(
+        top_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p
+    )
 
 
 def top_k_sampling_from_probs(
@@ -101,11 +97,10 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the k greatest probabilities."""
-    if check_nan:
-        _check_nan(top_k_sampling_from_probs, "probs", probs)
     top_k = _ints_of_rows(top_k_sampling_from_probs, "top_k", top_k, probs)
-    sampled = _sample(top_k_sampling_from_probs, probs, indices, generator, seed, offset, top_k=top_k)
-    return sampled if return_valid else sampled[0]
+    return _sample_probs(
+        top_k_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k
+    )
 
 
 def min_p_sampling_from_probs(
@@ -120,11 +115,10 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the probabilities from min_p times the greatest on."""
-    if check_nan:
-        _check_nan(min_p_sampling_from_probs, "probs", probs)
     min_p = _floats_of_rows(min_p_sampling_from_probs, "min_p", min_p, probs)
-    sampled = _sample(min_p_sampling_from_probs, probs, indices, generator, seed, offset, min_p=min_p)
-    return sampled if return_valid else sampled[0]
+    return _sample_probs(
+        min_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p
+    )
 
 
 def top_k_top_p_sampling_from_logits(
@@ -164,11 +158,8 @@ def top_k_top_p_sampling_from_probs(
 ) -> Any:
     """`top_k_top_p_sampling_from_logits` of probabilities; return_valid as in `sampling_from_probs`."""
     function = top_k_top_p_sampling_from_probs
-    if check_nan:
-        _check_nan(function, "probs", probs)
     filters = _top_k_top_p(function, probs, top_k, top_p, filter_apply_order)
-    sampled = _sample(function, probs, indices, generator, seed, offset, **filters)
-    return sampled if return_valid else sampled[0]
+    return _sample_probs(function, probs, indices, generator, check_nan, seed, offset, return_valid, **filters)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
@@ -220,6 +211,23 @@ def chain_speculative_sampling(
         num_accepted=maybe_output_accepted_token_num,
         num_emitted=maybe_output_emitted_draft_token_num,
     )
+
+
+def _sample_probs(
+    function: Callable[..., Any],
+    probs: Tensor,
+    indices: Tensor | None,
+    generator: Generator | None,
+    check_nan: bool,
+    seed: Seed,
+    offset: Seed,
+    return_valid: bool,
+    **filters: Any,
+) -> Any:
+    if check_nan:
+        _check_nan(function, "probs", probs)
+    sampled = _sample(function, probs, indices, generator, seed, offset, **filters)
+    return sampled if return_valid else sampled[0]
 
 
 def _sample(
