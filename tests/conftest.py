@@ -138,9 +138,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_collection_finish() -> None:
-    """No collection looks at what was imported: each full one would take 0.3 seconds, and transformers' continuous
-    batching collects often."""
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_was_imported() -> None:
+    """No collection of garbage looks at what the files before have imported: each full one would take 0.3 seconds after
+    Inductor has run. Transformers' continuous batching collects often, and so do the tests of leaks."""
     gc.collect()
     gc.freeze()
 
