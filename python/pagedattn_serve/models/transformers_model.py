@@ -44,9 +44,43 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Step:
-    """What the layers find beside their own arguments while the model is called: the cache, and where to look in it."""
+    """What the layers find beside their own arguments while the model is called: the caches, where to look in them, and
+    what the trial has seen of each layer.
 
-    inputs: tuple[Sequence[KVCache], AttentionMetadata] | None = None
+    shapes: of the attention of each layer. cache_of_layer: as in `CausalLM`.
+    """
+
+    def __init__(self, shapes: dict[int, AttentionShape], cache_of_layer: list[int | None]) -> None:
+        self.shapes = shapes
+        self.cache_of_layer = cache_of_layer
+        self.inputs: tuple[Sequence[KVCache], AttentionMetadata, Tensor] | None = None  # the last one: positions
+
+
+class NumTokensBefore:
+    """Stands for transformers' cache in layers that ask the cache how many tokens come before their rows. The answer is
+    a number for each row of the step, so that the number and the row's index are the row's position."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def get_seq_length(self, layer_idx: int) -> Tensor:
+        assert self.step.inputs is not None
+        positions = self.step.inputs[2]
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def tell_positions(model: PreTrainedModel, step: Step) -> None:
+    """For layers that scale queries by their positions, which are Llama 4's layers without rotary embedding."""
+
+    def add_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs if step.inputs is None else {**kwargs, "past_key_values": NumTokensBefore(step)}
+
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.register_forward_pre_hook(add_cache, with_kwargs=True)
 
 
 class TransformersCausalLM(CausalLM):
@@ -75,10 +109,11 @@ class TransformersCausalLM(CausalLM):
             shapes = self.slices.attention
         self.num_layers = text_config.num_hidden_layers
         self.num_heads = max(shape.num_heads for shape in shapes.values())
-        self.cache_shapes = [shapes[layer].cache_shape for layer in range(self.num_layers)]
-        self.cache_of_layer = list(range(self.num_layers))
+        writers = sorted({shape.writer for shape in shapes.values()})
+        self.cache_shapes = [shapes[layer].cache_shape for layer in writers]
+        self.cache_of_layer = [writers.index(shapes[layer].writer) for layer in range(self.num_layers)]
         self.vocab_size = text_config.vocab_size
-        self.step = Step()
+        self.step = Step(shapes, self.cache_of_layer)
 
     def load_weights(
         self, tensors: dict[str, Tensor], directory: Path, device: str, on_loading: Report | None = None
@@ -97,6 +132,7 @@ class TransformersCausalLM(CausalLM):
                 self.model = self.model.to(device).eval()
             self.slices.make_slices(self.model)
         give_to_layers(self.model, self.step)
+        tell_positions(self.model, self.step)
         try:
             with joined(self.model, {} if self.slices is None else self.slices.joins_alone()):
                 difference = self.compare()
@@ -139,7 +175,7 @@ class TransformersCausalLM(CausalLM):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        self.step.inputs = kv_caches, metadata
+        self.step.inputs = kv_caches, metadata, positions
         try:
             outputs = self.model(
                 input_ids=token_ids[None],
@@ -219,16 +255,23 @@ def paged_attention(
 
     s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, head_size of value].
     """
-    kv_caches, metadata = module.pagedattn.inputs
+    step: Step = module.pagedattn
+    assert step.inputs is not None
+    kv_caches, metadata = step.inputs[:2]
+    layer_idx = module.layer_idx
+    shape, cache = step.shapes[layer_idx], step.cache_of_layer[layer_idx]
+    assert cache is not None
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     rows = attention(
         query,
         key,
         value,
-        kv_caches[module.layer_idx],
+        kv_caches[cache],
         metadata,
         query.shape[2] ** -0.5 if scaling is None else scaling,
+        is_written=shape.writer != layer_idx,
         sliding_window=sliding_window,
+        attention_chunk=shape.attention_chunk,
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
