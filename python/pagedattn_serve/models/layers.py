@@ -20,17 +20,21 @@ def attention(
     metadata: AttentionMetadata,
     scale: float,
     *,
+    is_written: bool = False,
     sliding_window: int | None = None,
+    attention_chunk: int = 0,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     rows: LastRows | None = None,
 ) -> Tensor:
-    """Put the new keys and values into the cache, then let new rows attend to all that they see.
+    """Put the new keys and values into the cache, unless an earlier layer has (is_written); then let new rows attend to
+    all that they see.
 
     query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size]. Values may have any
         head size up to the cache's.
-    alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included. softcap: 0 is none.
+    alibi_slopes, sinks: fp32 [num_heads]. sliding_window: tokens that a row sees, its own included.
+    attention_chunk: tokens of a chunk, outside of which a row sees nothing; 0 is no chunks. softcap: 0 is none.
     rows: the n new rows that attend. None: all of them. Whether others do changes no bit of a row's result on the CPU.
     Returns [n, num_heads * head_size], with the head size of the values.
     """
@@ -39,7 +43,9 @@ def attention(
     padded_size, value_size = key_cache.shape[2] * key_cache.shape[4], value.shape[-1]
     if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
         query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
-    ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    if not is_written:
+        slots = metadata.slot_mapping
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, k_scale=k_scale, v_scale=v_scale)
     out, _ = ops.paged_attention(
         query,
         key_cache,
@@ -50,6 +56,7 @@ def attention(
         scale=scale,
         max_seq_len=metadata.max_seq_len,
         sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         sinks=sinks,

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.models.cache_shape import allocate_caches
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
@@ -44,9 +44,43 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Step:
-    """What the layers find beside their own arguments while the model is called: the cache, and where to look in it."""
+    """What the layers find beside their own arguments while the model is called: the caches, where to look in them, and
+    what the trial has seen of each layer.
 
-    inputs: tuple[Sequence[KVCache], AttentionMetadata] | None = None
+    shapes: of the attention of each layer. cache_of_layer: as in `CausalLM`.
+    """
+
+    def __init__(self, shapes: dict[int, AttentionShape], cache_of_layer: list[int | None]) -> None:
+        self.shapes = shapes
+        self.cache_of_layer = cache_of_layer
+        self.inputs: tuple[Sequence[KVCache], AttentionMetadata, Tensor] | None = None  # the last one: positions
+
+
+class NumTokensBefore:
+    """Stands for transformers' cache in layers that ask the cache how many tokens come before their rows. The answer is
+    a number for each row of the step, so that the number and the row's index are the row's position."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def get_seq_length(self, layer_idx: int) -> Tensor:
+        assert self.step.inputs is not None
+        positions = self.step.inputs[2]
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def tell_positions(model: PreTrainedModel, step: Step) -> None:
+    """For layers that scale queries by their positions, which are Llama 4's layers without rotary embedding."""
+
+    def add_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs if step.inputs is None else {**kwargs, "past_key_values": NumTokensBefore(step)}
+
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.register_forward_pre_hook(add_cache, with_kwargs=True)
 
 
 class TransformersCausalLM(CausalLM):
@@ -65,20 +99,21 @@ class TransformersCausalLM(CausalLM):
             text_config = config.get_text_config()
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
-            shape = run_trial(self.model, text_config)
+            shapes = run_trial(self.model, text_config)
             self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition
-        self.slices = None if partition.world_size == 1 else self.slice(shape)
+        self.slices = None if partition.world_size == 1 else self.slice(shapes)
         if self.slices is not None:
-            shape = self.slices.attention
+            shapes = self.slices.attention
         self.num_layers = text_config.num_hidden_layers
-        self.num_heads = shape.num_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_size = max(shape.key_size, shape.value_size)
+        self.num_heads = max(shape.num_heads for shape in shapes.values())
+        writers = sorted({shape.writer for shape in shapes.values()})
+        self.cache_shapes = [shapes[layer].cache_shape for layer in writers]
+        self.cache_of_layer = [writers.index(shapes[layer].writer) for layer in range(self.num_layers)]
         self.vocab_size = text_config.vocab_size
-        self.step = Step()
+        self.step = Step(shapes, self.cache_of_layer)
 
     def load_weights(
         self, tensors: dict[str, Tensor], directory: Path, device: str, on_loading: Report | None = None
@@ -97,6 +132,7 @@ class TransformersCausalLM(CausalLM):
                 self.model = self.model.to(device).eval()
             self.slices.make_slices(self.model)
         give_to_layers(self.model, self.step)
+        tell_positions(self.model, self.step)
         try:
             with joined(self.model, {} if self.slices is None else self.slices.joins_alone()):
                 difference = self.compare()
@@ -106,13 +142,13 @@ class TransformersCausalLM(CausalLM):
             reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
             raise self.refusal(Refusal(reason))
 
-    def slice(self, shape: AttentionShape) -> Slices:
+    def slice(self, shapes: dict[int, AttentionShape]) -> Slices:
         """The rank's slices, which the model without weights is made of.
 
-        shape: that of the whole model. Raises ArgumentError if ranks cannot share the model.
+        shapes: those of the whole model. Raises ArgumentError if ranks cannot share the model.
         """
         try:
-            slices = Slices(self.model, shape, self.partition)
+            slices = Slices(self.model, shapes, self.partition)
             slices.cut_all(self.model)
             slices.make_slices(self.model)
             with joined(self.model, slices.joins_alone()):
@@ -139,7 +175,7 @@ class TransformersCausalLM(CausalLM):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        self.step.inputs = kv_caches, metadata
+        self.step.inputs = kv_caches, metadata, positions
         try:
             outputs = self.model(
                 input_ids=token_ids[None],
@@ -160,13 +196,8 @@ class TransformersCausalLM(CausalLM):
         A rank that has slices computes with them alone, without the other ranks.
         """
         block_size, device = 8, self.model.device
-        head_size = padded_head_size(self.head_size, self.dtype)
-        kv_caches = [
-            KVCache(key_cache, value_cache)
-            for key_cache, value_cache in allocate_kv_cache(
-                4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
-            )
-        ]
+        pairs = allocate_caches(self.cache_shapes, 4, block_size, self.dtype, device)
+        kv_caches = [KVCache(*pair) for pair in pairs]
         begin, end = (0, self.vocab_size) if self.slices is None else self.slices.vocabulary.ranges[0]
         sequences = [begin + (torch.arange(n, device=device) * 7 + n) % min(end - begin, 1000) for n in (11, 6)]
         expected = self.alone(sequences)
@@ -224,16 +255,23 @@ def paged_attention(
 
     s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, head_size of value].
     """
-    kv_caches, metadata = module.pagedattn.inputs
+    step: Step = module.pagedattn
+    assert step.inputs is not None
+    kv_caches, metadata = step.inputs[:2]
+    layer_idx = module.layer_idx
+    shape, cache = step.shapes[layer_idx], step.cache_of_layer[layer_idx]
+    assert cache is not None
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     rows = attention(
         query,
         key,
         value,
-        kv_caches[module.layer_idx],
+        kv_caches[cache],
         metadata,
         query.shape[2] ** -0.5 if scaling is None else scaling,
+        is_written=shape.writer != layer_idx,
         sliding_window=sliding_window,
+        attention_chunk=shape.attention_chunk,
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )

@@ -5,22 +5,27 @@ ops do not know: its results would be wrong. A config does not say so reliably. 
 each layer's call of attention is looked at, and what is not understood is refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
+from pagedattn_serve.models.cache_shape import CacheShape
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
 # What a layer may tell its attention function beside query, key, value and mask. Every other argument must be None.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the first two find sequences for kernels
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class Refusal(Exception):
@@ -29,12 +34,23 @@ class Refusal(Exception):
 
 @dataclass(slots=True, frozen=True)
 class AttentionShape:
-    """What one layer asks of attention. Sizes are sizes of a head."""
+    """What one layer asks of attention. Sizes are sizes of a head.
+
+    writer: the layer whose keys and values it attends to: itself, or an earlier one.
+    sliding_window, attention_chunk: as in `ops.paged_attention`.
+    """
 
     num_heads: int
     num_kv_heads: int
     key_size: int
     value_size: int
+    writer: int
+    sliding_window: int | None
+    attention_chunk: int
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size))
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +66,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.shapes: dict[int, AttentionShape] = {}
-        self.windows: dict[int, int | None] = {}
+        self.keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]
@@ -68,9 +84,14 @@ class Trial:
         for name, option in options.items():
             if name not in HONOURED | WITHOUT_EFFECT and option is not None and option is not False:
                 raise Refusal(f"layer {layer} hands {name} to attention, which the ops do not know")
-        self.windows[layer] = options.get("sliding_window")
-        self.shapes[layer] = AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-        check_mask(layer, mask, self.windows[layer])
+        window = options.get("sliding_window")
+        chunk = check_mask(layer, mask, window)
+        earlier = [of for of, (k, v) in self.keys_and_values.items() if k is key and v is value]
+        writer = earlier[0] if earlier else layer
+        self.keys_and_values[layer] = key, value
+        self.shapes[layer] = AttentionShape(
+            query.shape[1], key.shape[1], key.shape[3], value.shape[3], writer, window, chunk
+        )
 
 
 def record(
@@ -92,10 +113,23 @@ AttentionInterface.register(TRIAL, record)
 AttentionMaskInterface.register(TRIAL, describe_mask)
 
 
-def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
-    """Raises Refusal unless the mask shows what the ops show: `sliding_window` tokens, or all earlier tokens."""
+class ZerosForMeta(TorchFunctionMode):
+    """Tensors on "meta" are read as zeros: a mask may read how many tokens of padding come first. There are none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def read(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_meta:
+                return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+            return value
+
+        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+
+def check_mask(layer: int, mask: object, sliding_window: int | None) -> int:
+    """The number of tokens of the mask's chunks; 0: it has none. Raises Refusal unless the mask shows what the ops
+    show: `sliding_window` tokens, the earlier tokens of a chunk, or all earlier tokens."""
     if mask is None:  # the layer leaves all to `is_causal`
-        return
+        return 0
     if not isinstance(mask, TrialMask):
         raise Refusal(f"layer {layer} has a mask of its own making")
     with torch.device("cpu"):
@@ -103,42 +137,59 @@ def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
         rows = torch.tensor([[0], [1], [size - 1], [size], [size + 1], [2 * size], [3 * size - 1]])
         keys = torch.arange(3 * size)
         expected = (keys <= rows) & (keys > rows - (sliding_window or 3 * size))
-        sees = mask.sees(torch.tensor(0), torch.tensor(0), rows, keys)
-    if not torch.equal(sees.expand_as(expected), expected):
-        window = f"a window of {sliding_window} tokens" if sliding_window else "all earlier tokens"
-        raise Refusal(f"the mask of layer {layer} shows something else than {window}")
+        with ZerosForMeta():
+            sees = mask.sees(torch.tensor(0), torch.tensor(0), rows, keys).expand_as(expected)
+        if torch.equal(sees, expected):
+            return 0
+        chunk = mask.local_size
+        if sliding_window is None and chunk and torch.equal(sees, expected & (keys // chunk == rows // chunk)):
+            return chunk
+    window = f"a window of {sliding_window} tokens" if sliding_window else "all earlier tokens"
+    raise Refusal(f"the mask of layer {layer} shows something else than {window}")
 
 
-def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
-    """The attention of every layer of `model`, which is on "meta" and has the text config `config`. Raises Refusal for
-    what cannot run. Raises any other exception if the model expects a mask, or numbers."""
+def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
+    """What each layer of `model` asks of attention. The model is on "meta" and has the text config `config`. Raises
+    Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers."""
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise Refusal(f"it has layers of type {min(unknown)}")
     trial = Trial()
     give_to_layers(model, trial)
     token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
-    model(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),  # without it, positions are searched for several sequences
-        position_ids=torch.arange(NUM_TOKENS, device="meta")[None],
-        use_cache=False,
-    )
+    with without_checks_of_distributions():
+        model(
+            input_ids=token_ids,
+            attention_mask=torch.ones_like(token_ids),  # without it, positions are searched for several sequences
+            position_ids=torch.arange(NUM_TOKENS, device="meta")[None],
+            use_cache=False,
+            logits_to_keep=torch.arange(NUM_TOKENS, device="meta"),
+        )
     if not trial.shapes:
         raise Refusal("its layers do not call transformers' attention interface")
     if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    if len(set(trial.shapes.values())) > 1:
-        raise Refusal("its layers differ in the number or size of their heads")
-    shape = trial.shapes[0]
-    if (size := max(shape.key_size, shape.value_size)) > MAX_HEAD_SIZE:
+    if (size := max(shape.cache_shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
-    uses_windows = getattr(config, "layer_types", None) is not None or set(trial.windows.values()) != {None}
+    uses_windows = getattr(config, "layer_types", None) is not None or {
+        shape.sliding_window for shape in trial.shapes.values()
+    } != {None}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if not uses_windows and window is not None and window < config.max_position_embeddings:
         # Without this, transformers' cache would drop tokens behind the window, even where layers have no window.
         raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
-    return shape
+    return trial.shapes
+
+
+@contextmanager
+def without_checks_of_distributions() -> Iterator[None]:
+    """torch.distributions, which Gemma 3n takes a threshold from, looks at no values, as there are none."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
 
 
 def give_to_layers(model: PreTrainedModel, state: object) -> None:

@@ -82,7 +82,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3n_text": dict(
         layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, num_kv_shared_layers=2,
         sliding_window=11, head_dim=16, intermediate_size=[72] * 4, hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB_SIZE, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
+        vocab_size_per_layer_input=VOCAB_SIZE, laurel_rank=4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+    ),
+    "gemma4_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, num_kv_shared_layers=2,
+        sliding_window=11, head_dim=16, global_head_dim=512, num_global_key_value_heads=1, attention_k_eq_v=True,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB_SIZE, enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=24,
     ),
     "glm4": dict(head_dim=12),
     "gpt_bigcode": dict(n_inner=72, n_positions=MAX_LEN),
@@ -90,6 +96,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(**LAYERS, **EXPERTS, head_dim=16),
     "granite": dict(logits_scaling=3.0, embedding_multiplier=2.0),
     "granitemoe": EXPERTS,
+    "llama4_text": dict(
+        **EXPERTS, num_hidden_layers=4, head_dim=12, intermediate_size_mlp=72, moe_layers=[1, 3],
+        attention_chunk_size=11, floor_scale=8, attn_scale=0.5,
+    ),
+    "mimo_v2_flash": dict(
+        **LAYERS, head_dim=16, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        num_key_value_heads=1,
+    ),
     "minicpm3": dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16),
     "mixtral": dict(**EXPERTS, sliding_window=13),
     "nemotron": dict(head_dim=12),
@@ -305,6 +319,21 @@ def test_info_reads_no_weights(save: Save, capsys: pytest.CaptureFixture[str]) -
     assert shown["cache"] == f"{2 * 2 * 4 * 24 * 4:,} bytes per token, {16 * 2 * 2 * 4 * 24 * 4:,} per block of 16"
 
 
+def test_info_of_caches_that_differ(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    """And that the engine allocates: a cache for each layer that writes one, each of its own shape."""
+    path, _ = save("gemma4_text")
+    capsys.readouterr()
+    assert main(["info", path]) == 0
+    shown = {line[:15].rstrip(): line[15:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["layers"] == "4 (2 attend to an earlier layer's cache)"
+    window, whole = "2 key-value, of size 16 (1 of 2 caches)", "1 key-value, of size 512 (1 of 2 caches)"
+    assert shown["heads"] == f"4 query, {window}; {whole}"
+    token_bytes = 2 * 4 * (2 * 16 + 1 * 512)
+    assert shown["cache"] == f"{token_bytes:,} bytes per token, {16 * token_bytes:,} per block of 16"
+    caches = LLMEngine(path, num_blocks=9).model_runner.cache_engine.kv_caches
+    assert [cache.value_cache.shape for cache in caches] == [(9, 2, 16, 16), (9, 1, 512, 16)]
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
 def test_generate_on_the_command_line(save: Save, capsys: pytest.CaptureFixture[str], model_type: str) -> None:
     path, model = save(model_type, vocab_size=TOKENIZER_SIZE)
@@ -359,11 +388,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "diffllama": (SHAPE, "layer 0 calls attention twice"),
     "falcon": ({}, MASKS),
     "falcon_h1": ({}, STATE),
-    "gemma4_text": ({}, "its layers differ in the number or size of their heads"),
     "gptj": ({}, MASKS),
     "jetmoe": (SHAPE, "a trial run fails with NotImplementedError: "),
     "lfm2": (dict(layer_types=["conv", "full_attention"] * 16), "it has layers of type conv"),
-    "llama4_text": (dict(num_hidden_layers=4), "it has layers of type chunked_attention"),
     "mamba": ({}, STATE),
     "moshi": (dict(SHAPE, sliding_window=9), "its config has a sliding_window of 9, which its layers do not use"),
     "mpt": ({}, "its forward does not take position_ids"),
@@ -483,26 +510,27 @@ def test_a_wrong_attention_is_found_when_the_weights_are_there(save: Save, monke
 
 
 @pytest.mark.parametrize(
-    ("mask", "sliding_window", "is_right"),
+    ("mask", "sliding_window", "chunk"),  # None: refused
     [
-        (causal_mask_function, None, True),
-        (causal_mask_function, 5, False),
-        (sliding_window_causal_mask_function(5), 5, True),
-        (sliding_window_causal_mask_function(5), 6, False),
-        (sliding_window_causal_mask_function(5), None, False),
-        (sliding_window_causal_mask_function(1), 1, True),
-        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), None, False),
-        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), 5, False),
-        (and_masks(causal_mask_function, sliding_window_overlay(5)), 5, True),
-        (or_masks(causal_mask_function, lambda batch, head, query, key: key < 2), None, False),
+        (causal_mask_function, None, 0),
+        (causal_mask_function, 5, None),
+        (sliding_window_causal_mask_function(5), 5, 0),
+        (sliding_window_causal_mask_function(5), 6, None),
+        (sliding_window_causal_mask_function(5), None, None),
+        (sliding_window_causal_mask_function(1), 1, 0),
+        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64, device="meta")), None, 5),
+        (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64, device="meta")), 5, None),
+        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")), None, None),
+        (and_masks(causal_mask_function, sliding_window_overlay(5)), 5, 0),
+        (or_masks(causal_mask_function, lambda batch, head, query, key: key < 2), None, None),
     ],
 )
-def test_masks(mask: Callable[..., Tensor], sliding_window: int | None, is_right: bool) -> None:
-    def check() -> None:
-        check_mask(3, TrialMask(mask, local_size=5), sliding_window)
+def test_masks(mask: Callable[..., Tensor], sliding_window: int | None, chunk: int | None) -> None:
+    def check() -> int:
+        return check_mask(3, TrialMask(mask, local_size=5), sliding_window)
 
-    if is_right:
-        check()
+    if chunk is not None:
+        assert check() == chunk
     else:
         with pytest.raises(Refusal, match="the mask of layer 3 shows something else than "):
             check()
