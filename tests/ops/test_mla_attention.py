@@ -114,20 +114,24 @@ def rows_of(arguments: dict, seq: int, first: int = 0) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_batch(device, dtype):
     """Alone, with fewer rows of its sequence, and however many threads share the work."""
-    arguments = make_arguments(Case(((9, 1100), (1, 2100), (20, 50)), dtype, num_heads=12), device)
-    out, lse = OPS.mla_attention(**arguments)
-    starts = arguments["query_start_loc"].tolist()
+    arguments = make_arguments(Case(((9, 1100), (1, 8300), (20, 50)), dtype, num_heads=12), device)
+    calls = [(0, 0), (0, 5), (1, 0), (2, 7)]
+    results = []
     num_threads = torch.get_num_threads()
-    for threads in (1, 3):
+    for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
-            for seq, first in ((0, 0), (0, 5), (1, 0), (2, 7)):
-                alone = OPS.mla_attention(**rows_of(arguments, seq, first))
-                rows = slice(starts[seq] + first, starts[seq + 1])
-                assert_same_bits(alone[0], out[rows])
-                assert_same_bits(alone[1], lse[rows])
+            results.append(OPS.mla_attention(**arguments))
+            alone = [OPS.mla_attention(**rows_of(arguments, seq, first)) for seq, first in calls]
         finally:
             torch.set_num_threads(num_threads)
+        starts = arguments["query_start_loc"].tolist()
+        for whole, first_whole in zip(results[-1], results[0], strict=True):
+            assert_same_bits(whole, first_whole)
+        for (seq, first), result in zip(calls, alone, strict=True):
+            rows = slice(starts[seq] + first, starts[seq + 1])
+            for part, whole in zip(result, results[0], strict=True):
+                assert_same_bits(part, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
