@@ -35,20 +35,21 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                                           bool causal, std::optional<int64_t> right_window);
+                                           bool causal, std::optional<int64_t> right_window, int64_t attention_chunk);
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                             const Tensor& query_start_loc, const Tensor& key_start_loc, double scale,
                                             std::optional<int64_t> max_seq_len,
                                             const std::optional<Tensor>& alibi_slopes,
                                             std::optional<int64_t> sliding_window, double softcap,
                                             const std::optional<Tensor>& sinks, bool causal,
-                                            std::optional<int64_t> right_window);
+                                            std::optional<int64_t> right_window, int64_t attention_chunk);
 void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value_cache, const Tensor& block_tables,
                            const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, double scale,
                            std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
                            std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
                            StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window);
+                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window,
+                           int64_t attention_chunk);
 std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_pe, const Tensor& kv_c_cache,
                                          const Tensor& k_pe_cache, const Tensor& block_tables, const Tensor& seq_lens,
                                          const std::optional<Tensor>& query_start_loc, double scale, bool causal);

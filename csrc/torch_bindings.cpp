@@ -24,17 +24,19 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, "
       "Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, "
       "SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype=\"auto\", "
-      "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
+      "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, "
+      "SymInt attention_chunk=0) -> (Tensor, Tensor)");
   m.def(
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, "
       "float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, "
-      "float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None) -> (Tensor, Tensor)");
+      "float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) "
+      "-> (Tensor, Tensor)");
   m.def(
       "check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, "
       "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, "
       "Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, "
       "str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-      "SymInt? right_window=None) -> ()");
+      "SymInt? right_window=None, SymInt attention_chunk=0) -> ()");
   m.def(
       "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c_cache, Tensor k_pe_cache, Tensor block_tables, "
       "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)");

@@ -49,6 +49,7 @@ class Case:
     sinks: bool = False
     causal: bool = True
     right_window: int | None = None
+    attention_chunk: int = 0
     int64: tuple[str, ...] = ()  # the index tensors that are int64, not int32
     seed: int = 0
 
@@ -107,6 +108,7 @@ def make_arguments(case: Case, device: torch.device) -> dict:
         "sinks": sinks if case.sinks else None,
         "causal": case.causal,
         "right_window": case.right_window,
+        "attention_chunk": case.attention_chunk,
         **quantisation,
     }
     arguments |= {name: arguments[name].long() for name in case.int64}
@@ -224,6 +226,7 @@ def cases(draw: st.DrawFn, rows: st.SearchStrategy[int] | None = None, options: 
         sinks=draw(st.booleans()) if options else False,
         causal=causal,
         right_window=None if causal else draw(st.none() | st.integers(0, 40) | st.integers(0, 1000)),
+        attention_chunk=draw(st.just(0) | st.integers(0, 40) | st.integers(0, 1000)) if options else 0,
         int64=tuple(draw(st.sets(st.sampled_from(["block_tables", "seq_lens", "query_start_loc"])))),
         seed=draw(st.integers(0, 99)),
     )

@@ -134,6 +134,7 @@ def attention(
     sinks: Tensor | None = None,
     causal: bool = True,
     right_window: int | None = None,
+    attention_chunk: int = 0,
     dtype: torch.dtype = torch.float64,
     probs_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -141,6 +142,7 @@ def attention(
 
     logits[i, j] = cap(scale * q_i . k_j) - slope * |j - p_i|,  p_i = seq_len - num_rows + i,  cap(z) = c * tanh(z / c)
     over max(0, p_i - window + 1) <= j <= p_i, or j <= p_i + right_window if not causal;
+    and over floor(j / attention_chunk) = floor(p_i / attention_chunk), if attention_chunk is not 0;
     lse_i = log(sum_j exp(logits[i, j]) + exp(sink));
     out_i = sum_j exp(logits[i, j] - lse_i) * v_j; zeros where row i sees no token.
     The softmax is taken in fp32 at least, as careful PyTorch code does, and rounded to probs_dtype (None: dtype).
@@ -163,6 +165,8 @@ def attention(
         visible &= token <= position + right_window
     if sliding_window is not None:
         visible &= token > position - sliding_window
+    if attention_chunk:
+        visible &= token // attention_chunk == position // attention_chunk
     logits = logits.masked_fill(~visible, -math.inf)
 
     denominator = logits

@@ -470,7 +470,7 @@ TENSOR = torch.ones(1)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p: expected 0.0, got 0.1"),
     ({"qv": TENSOR}, "qv: expected None, got a tensor"),
-    ({"attention_chunk": -8}, "attention_chunk: expected 0 or more tokens, got -8"),
+    ({"attention_chunk": -8}, r"attention_chunk: expected 0 \(no chunks\) or a number of tokens, got -8"),
     ({"s_aux": TENSOR}, r"s_aux: expected shape \[4\], got \[1\]"),
     ({"s_aux": TENSOR, "learnable_sink": TENSOR}, "s_aux: expected None beside learnable_sink"),
     ({"alibi_slopes": torch.ones(2, HEADS)}, r"alibi_slopes: expected shape \[1, 4\], got \[2, 4\]"),

@@ -42,11 +42,15 @@ void set_alibi_slopes(const Door& door, const std::optional<Tensor>& slopes, Pag
 struct Windows {
   int64_t sliding = NO_SLIDING_WINDOW;
   int64_t right = 0;
+  int64_t chunk = 0;
 };
 
 Windows check_windows(const Door& door, std::optional<int64_t> sliding_window, bool causal,
-                      std::optional<int64_t> right_window) {
-  Windows windows{sliding_window.value_or(NO_SLIDING_WINDOW), causal ? 0 : NO_RIGHT_WINDOW};
+                      std::optional<int64_t> right_window, int64_t attention_chunk) {
+  Windows windows{sliding_window.value_or(NO_SLIDING_WINDOW), causal ? 0 : NO_RIGHT_WINDOW,
+                  std::min<int64_t>(attention_chunk, INT32_MAX)};
+  door.check(attention_chunk >= 0, "attention_chunk", "expected 0 (no chunks) or a number of tokens, got ",
+             attention_chunk);
   door.check(windows.sliding > 0, "sliding_window", "expected a positive number of tokens, got ", windows.sliding);
   if (!right_window.has_value()) return windows;
   door.check(*right_window == 0 || !causal, "right_window", "expected None or 0 (causal is true), got ", *right_window);
@@ -177,6 +181,7 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
   params.value_scale_on_device = cache.value_scale.on_device;
   params.sliding_window = windows.sliding;
   params.right_window = windows.right;
+  params.attention_chunk = windows.chunk;
 
   params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
   params.num_seqs = seq_lens.size(0);
@@ -308,8 +313,8 @@ Checked<PagedCheck> check_ragged(const Door& door, const Tensor& query, const Te
                                  std::optional<int64_t> sliding_window, double softcap,
                                  const std::optional<Tensor>& sinks, const std::string& kv_cache_dtype,
                                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                                 bool causal, std::optional<int64_t> right_window) {
-  const Windows windows = check_windows(door, sliding_window, causal, right_window);
+                                 bool causal, std::optional<int64_t> right_window, int64_t attention_chunk) {
+  const Windows windows = check_windows(door, sliding_window, causal, right_window, attention_chunk);
   const float float_softcap = check_softcap(door, softcap);
   Checked<PagedCheck> checked =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
@@ -371,13 +376,13 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                            std::optional<int64_t> sliding_window, double softcap,
                                            const std::optional<Tensor>& sinks, StringHandle kv_cache_dtype,
                                            const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                                           bool causal, std::optional<int64_t> right_window) {
+                                           bool causal, std::optional<int64_t> right_window, int64_t attention_chunk) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("paged_attention", query);
-  return run_into_new(
-      door, query,
-      check_ragged(door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len,
-                   alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window));
+  return run_into_new(door, query,
+                      check_ragged(door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
+                                   max_seq_len, alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale,
+                                   v_scale, causal, right_window, attention_chunk));
 }
 
 // The schema says that the caches are written, so that compilers keep the op, and keep it before what writes to them.
@@ -386,12 +391,13 @@ void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value
                            std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
                            std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
                            StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window) {
+                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window,
+                           int64_t attention_chunk) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   const Door door("check_paged_attention", query);
-  const Checked<PagedCheck> checked =
-      check_ragged(door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len,
-                   alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window);
+  const Checked<PagedCheck> checked = check_ragged(
+      door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len, alibi_slopes,
+      sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window, attention_chunk);
   run_on<run_nothing>(door, checked.check, Nothing{}, [](cudaStream_t) {});
 }
 
@@ -401,12 +407,13 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             const std::optional<Tensor>& alibi_slopes,
                                             std::optional<int64_t> sliding_window, double softcap,
                                             const std::optional<Tensor>& sinks, bool causal,
-                                            std::optional<int64_t> right_window) {
+                                            std::optional<int64_t> right_window, int64_t attention_chunk) {
   const Door door("varlen_attention", query);
-  const Windows windows = check_windows(door, sliding_window, causal, right_window);
+  const Windows windows = check_windows(door, sliding_window, causal, right_window, attention_chunk);
   PagedAttentionParams params{};
   params.sliding_window = windows.sliding;
   params.right_window = windows.right;
+  params.attention_chunk = windows.chunk;
   params.softcap = check_softcap(door, softcap);
   params.logit_scale = door.finite("scale", scale);
   params.value_scale = 1.0f;

@@ -25,13 +25,14 @@ struct PagedAttentionParams {
   float value_scale;                 // times a value as stored
   const float* key_scale_on_device;  // a factor of logit_scale that kernels read when they run; nullptr: 1
   const float* value_scale_on_device;
-  float softcap;           // logits = softcap * tanh(logits / softcap); 0: none
-  int64_t sliding_window;  // a row sees this many tokens up to its own, which counts
-  int64_t right_window;    // and this many after its own, at most NO_RIGHT_WINDOW; 0: causal
-  void* out;               // [num_tokens, num_heads, head_size]
-  int64_t out_stride;      // elements between tokens
-  float* lse;              // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr
-  const void* query;       // [num_tokens, num_heads, head_size]
+  float softcap;            // logits = softcap * tanh(logits / softcap); 0: none
+  int64_t sliding_window;   // a row sees this many tokens up to its own, which counts
+  int64_t right_window;     // and this many after its own, at most NO_RIGHT_WINDOW; 0: causal
+  int64_t attention_chunk;  // and no token of another chunk of so many tokens, at most INT32_MAX; 0: no chunks
+  void* out;                // [num_tokens, num_heads, head_size]
+  int64_t out_stride;       // elements between tokens
+  float* lse;               // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr
+  const void* query;        // [num_tokens, num_heads, head_size]
   int64_t query_stride;
   CacheLayout layout;
   const void* key_cache;
@@ -60,11 +61,22 @@ struct PagedAttentionParams {
   // The position of a row's token. The rows are the last tokens of their sequence. If there are more rows than tokens,
   // the first positions are negative.
   constexpr int64_t position(int64_t seq, int64_t row) const { return seq_len(seq) - row_end(seq) + row; }
-  constexpr int64_t first_visible(int64_t position) const {
-    return position >= sliding_window ? position - sliding_window + 1 : 0;
+  // The first token of the row's chunk. A row before the first token is in no chunk, and sees nothing.
+  constexpr int64_t first_of_chunk(int64_t position) const {
+    return attention_chunk == 0 || position < 0 ? 0 : position / attention_chunk * attention_chunk;
   }
-  // The end of the tokens that the window of a row leaves. The sequence may end before.
-  constexpr int64_t end_of_window(int64_t position) const { return position + 1 + right_window; }
+  constexpr int64_t first_visible(int64_t position) const {
+    const int64_t of_window = position >= sliding_window ? position - sliding_window + 1 : 0;
+    const int64_t of_chunk = first_of_chunk(position);
+    return of_window > of_chunk ? of_window : of_chunk;
+  }
+  // The end of the tokens that the window and the chunk of a row leave. The sequence may end before.
+  constexpr int64_t end_of_window(int64_t position) const {
+    const int64_t of_window = position + 1 + right_window;
+    if (attention_chunk == 0) return of_window;
+    const int64_t of_chunk = position < 0 ? 0 : first_of_chunk(position) + attention_chunk;
+    return of_window < of_chunk ? of_window : of_chunk;
+  }
   // The end of the tokens that a row sees; not above 0 if the row sees nothing.
   constexpr int64_t visible_end(int64_t seq, int64_t position) const {
     const int64_t end = end_of_window(position);

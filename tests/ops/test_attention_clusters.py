@@ -65,6 +65,7 @@ CASES = {
     "eight rows": Case(((8, 1030), (8, 7)), group_size=1),
     "window": Case(RAGGED, sliding_window=600),
     "narrow window": Case(RAGGED, sliding_window=3),
+    "chunks": Case(RAGGED, attention_chunk=500),
     "all options": Case(RAGGED, alibi=True, softcap=20.0, sinks=True),
     "rows at any address": Case(RAGGED, row_gap=1, block_gap=64),
 }

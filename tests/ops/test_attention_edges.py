@@ -241,9 +241,29 @@ def test_windows_of_rows_that_begin_in_two_partitions(device):
     assert_attention(arguments, *OPS.paged_attention(**arguments))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": False, "sliding_window": 70}], ids=str)
+def test_blocks_of_earlier_chunks_are_not_read(device, dtype, options):
+    """Rows of decode and of prefill, in one chunk and in several; a chunk begins within a block, a vector and a tile,
+    and within and between partitions. Blocks before the first row's chunk may have any id."""
+    lens = ((1, 150), (8, 1100), (40, 1030), (3, 512), (2, 1))
+    for chunk in (1, 7, 100, 512, 1000):
+        case = Case(lens, dtype, num_kv_heads=1, head_size=16, attention_chunk=chunk, **options)
+        arguments = make_arguments(case, device)
+        out, lse = OPS.paged_attention(**arguments)
+        assert_attention(arguments, out, lse)
+        freed = arguments["block_tables"].clone()
+        for table, (rows, seq_len) in zip(freed, lens, strict=True):
+            table[: max(0, seq_len - rows) // chunk * chunk // case.block_size] = -1
+        out_freed, lse_freed = OPS.paged_attention(**arguments | {"block_tables": freed})
+        assert_same_bits(out_freed, out)
+        assert_same_bits(lse_freed, lse)
+
+
 PREFILLS = {
     "plain": {},
     "window": {"sliding_window": 203},
+    "chunks": {"attention_chunk": 90},
     "small blocks": {"block_size": 8},
     "unaligned": {"block_gap": 1},
     "all options": {"group_size": 3, "alibi": True, "softcap": 20.0, "sinks": True},

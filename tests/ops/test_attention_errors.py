@@ -171,6 +171,7 @@ RAGGED_ERRORS = {
     "sliding_window": ("sliding_window", ValueError, lambda a: {"sliding_window": 0}),
     "right_window though causal": ("right_window", ValueError, lambda a: {"right_window": 1}),
     "right_window below 0": ("right_window", ValueError, lambda a: {"causal": False, "right_window": -1}),
+    "attention_chunk": ("attention_chunk", ValueError, lambda a: {"attention_chunk": -1}),
     "softcap": ("softcap", ValueError, lambda a: {"softcap": -1.0}),
     "softcap NaN": ("softcap", ValueError, lambda a: {"softcap": math.nan}),
     "softcap infinite as float32": ("softcap", ValueError, lambda a: {"softcap": 1e60}),

@@ -143,7 +143,7 @@ def assert_attention(out: torch.Tensor, lse: torch.Tensor, arguments: dict) -> N
     """
     options = {
         name: arguments[name]
-        for name in ("alibi_slopes", "sliding_window", "softcap", "sinks", "causal", "right_window")
+        for name in ("alibi_slopes", "sliding_window", "softcap", "sinks", "causal", "right_window", "attention_chunk")
         if name in arguments
     }
     group_size = arguments["query"].shape[1] // arguments["key_cache"].shape[1]
@@ -213,6 +213,7 @@ def test_attention(device, data):
         sliding_window=draw(st.none() | st.integers(1, 40) | st.integers(1, 600)),
         causal=causal,
         right_window=None if causal else draw(st.none() | st.integers(0, 40)),
+        attention_chunk=draw(st.just(0) | st.integers(1, 600)),
     )
     assert_attention(*run(arguments), arguments)
 

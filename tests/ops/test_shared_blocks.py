@@ -67,6 +67,7 @@ OPTIONS = {
     "none": {},
     "alibi": {"alibi": True},
     "sliding_window": {"sliding_window": 450},
+    "attention_chunk": {"attention_chunk": 450},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
     "not causal": {"alibi": True, "sliding_window": 450, "causal": False, "right_window": 7},

@@ -56,6 +56,7 @@ WAYS = {
     "200 rows": Way(replace(BF16, lens=((200, 200),)), {WGMMA}),
     "short chunk after a long prefix": Way(replace(BF16, lens=((16, 2000),)), {WGMMA, PDL, CLUSTER}),
     "window": Way(replace(MIXED, sliding_window=300), {BULK, CLUSTER, WGMMA, PDL}),
+    "chunks": Way(replace(MIXED, attention_chunk=290), {BULK, CLUSTER, WGMMA, PDL}),
     "window to both sides": Way(
         replace(MIXED, sliding_window=300, causal=False, right_window=30), {BULK, CLUSTER, WGMMA, PDL}
     ),

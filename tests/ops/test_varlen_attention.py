@@ -47,12 +47,13 @@ def make_arguments(case: Case, device: torch.device, layout: str = "rows") -> di
         "sinks": torch.randn(num_heads, generator=generator).to(device) if case.sinks else None,
         "causal": case.causal,
         "right_window": case.right_window,
+        "attention_chunk": case.attention_chunk,
     }
 
 
 def expected(arguments: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     options = {name: arguments[name] for name in ("scale", "alibi_slopes", "sliding_window", "softcap", "sinks")}
-    options |= {name: arguments[name] for name in ("causal", "right_window")}
+    options |= {name: arguments[name] for name in ("causal", "right_window", "attention_chunk")}
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = torch.zeros(query.shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=query.device)
@@ -125,6 +126,7 @@ ERRORS = {
     "key_start_loc end": ("key_start_loc", ValueError, lambda a: {"key_start_loc": starts_of(0, 9, 22)}),
     "max_seq_len": ("max_seq_len", ValueError, lambda a: {"max_seq_len": 11}),
     "right_window though causal": ("right_window", ValueError, lambda a: {"right_window": 1}),
+    "attention_chunk": ("attention_chunk", ValueError, lambda a: {"attention_chunk": -1}),
 }
 
 

@@ -78,10 +78,12 @@ struct AttentionArguments {
   Split decode;
   Split prefill;
   int group_size;
-  int sliding_window;    // p.sliding_window, or the largest int
-  int right_window;      // p.right_window
-  int max_decode_rows;   // a sequence of at most so many rows is decode
-  int decode_tile_rows;  // packed rows of a block
+  int sliding_window;     // p.sliding_window, or the largest int
+  int right_window;       // p.right_window
+  int attention_chunk;    // p.attention_chunk
+  Divisor chunk_divisor;  // of attention_chunk, if it is not 0
+  int max_decode_rows;    // a sequence of at most so many rows is decode
+  int decode_tile_rows;   // packed rows of a block
   int prefill_tile_rows;
   int block_shift;             // log2 of block_size; NHD: 0
   int block_size;              // p.block_size, or the largest int; NHD
@@ -115,13 +117,20 @@ __device__ inline int row_position(const AttentionArguments& a, const Work& work
   return work.position + packed / a.group_size;
 }
 
-__device__ inline int first_visible(const AttentionArguments& a, int position) {
-  return position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
+// As p.first_of_chunk, for attention_chunk that is not 0.
+__device__ inline int first_of_chunk(const AttentionArguments& a, int position) {
+  return position < 0 ? 0 : a.chunk_divisor.divide(position) * a.attention_chunk;
 }
 
-// Whether a token that is not after the end of the sequence is within the right window of a row.
+__device__ inline int first_visible(const AttentionArguments& a, int position) {
+  const int of_window = position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
+  return a.attention_chunk == 0 ? of_window : max(of_window, first_of_chunk(a, position));
+}
+
+// Whether a token that is not after the end of the sequence is before the end of a row's right window and chunk.
 __device__ inline bool is_before_end(const AttentionArguments& a, int position, int token) {
-  return token - position <= a.right_window;
+  if (token - position > a.right_window) return false;
+  return a.attention_chunk == 0 || (position >= 0 && token - first_of_chunk(a, position) < a.attention_chunk);
 }
 
 __device__ inline float alibi_distance(int position, int token) { return -fabsf(static_cast<float>(token - position)); }
@@ -163,8 +172,13 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
   work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
   work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
   const int last_position = row_position(a, work, work.tile_end - 1);
-  const bool sees_end = is_before_end(a, last_position, work.seq_len - 1);
-  work.end = sees_end ? work.seq_len : last_position + 1 + a.right_window;
+  work.end = work.seq_len;
+  if (work.end - 1 - last_position > a.right_window) work.end = last_position + 1 + a.right_window;
+  if (a.attention_chunk != 0) {
+    const int of_chunk = last_position < 0 ? 0 : a.attention_chunk;
+    const int first = first_of_chunk(a, last_position);
+    if (work.end - first > of_chunk) work.end = first + of_chunk;
+  }
   return true;
 }
 

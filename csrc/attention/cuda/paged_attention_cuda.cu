@@ -152,6 +152,8 @@ AttentionArguments make_arguments(const PagedAttentionParams& p) {
       .group_size = group_size,
       .sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, INT32_MAX)),
       .right_window = static_cast<int>(p.right_window),
+      .attention_chunk = static_cast<int>(p.attention_chunk),
+      .chunk_divisor = Divisor(std::max(static_cast<int>(p.attention_chunk), 1)),
       .max_decode_rows = max_decode_rows,
       .decode_tile_rows = on_tensor_cores ? mma_decode_rows : FMA_ROWS,
       .prefill_tile_rows = prefill_tile_rows,

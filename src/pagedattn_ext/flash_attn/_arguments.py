@@ -33,9 +33,12 @@ def options_of(
     softcap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    attention_chunk: int,
 ) -> dict[str, Any]:
     """Which tokens a row sees, and its logits, as keyword arguments of `ops.paged_attention`."""
-    refuse_bools(function, softmax_scale=softmax_scale, softcap=softcap)
+    refuse_bools(function, softmax_scale=softmax_scale, softcap=softcap, attention_chunk=attention_chunk)
+    if type(attention_chunk) is not int:
+        attention_chunk = to_int(function.__name__, "attention_chunk", attention_chunk)
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -54,6 +57,7 @@ def options_of(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "attention_chunk": attention_chunk,
     }
 
 
@@ -98,14 +102,6 @@ def sinks_of(function: Callable[..., Any], q: Tensor, **spellings: Tensor | None
         name = next(name for name, tensor in spellings.items() if tensor is not None)
         raise ValueError(f"{function.__name__}: {name}: expected shape [{num_heads}], got {list(sinks.shape)}")
     return sinks.float().contiguous()
-
-
-def chunk_of(function: Callable[..., Any], attention_chunk: int) -> int:
-    refuse_bools(function, attention_chunk=attention_chunk)
-    chunk = to_int(function.__name__, "attention_chunk", attention_chunk)
-    if chunk < 0:
-        raise ValueError(f"{function.__name__}: attention_chunk: expected 0 or more tokens, got {chunk}")
-    return chunk
 
 
 def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:

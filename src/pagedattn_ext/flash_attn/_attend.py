@@ -1,12 +1,11 @@
 """The attention ops with what flash-attn takes and the ops do not: heads of any width, scales by head, fp8 queries,
-attention in chunks, rows that are not used.
+rows that are not used.
 
 `prepare` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
 the terms of the ops: `call_as` gives them those of the caller.
 """
 
 from collections.abc import Callable
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +30,11 @@ class Extras(NamedTuple):
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
-    attention_chunk: int = 0
     seqused_q: Tensor | None = None
 
     def need_pages(self, query: Tensor) -> bool:
         """Whether attention without a cache needs one."""
-        return bool(self.attention_chunk) or self.seqused_q is not None or query.dtype in FP8
+        return self.seqused_q is not None or query.dtype in FP8
 
 
 def attend_pages(
@@ -66,13 +64,6 @@ def prepare(
         return _of_used_rows(function, query, keys, starts, used, options, extras)
     if query.dtype in FP8 or _scales_differ(extras):
         return _scaled(function, query, keys, starts, options, extras)
-    if extras.attention_chunk:
-        _check_batch(query, keys, starts)
-        keys, starts, sequences = _in_chunks(query.shape[0], keys, starts, extras.attention_chunk)
-        slopes = options["alibi_slopes"]
-        if slopes is not None and slopes.dim() == 2:
-            options = options | {"alibi_slopes": slopes[sequences]}
-        return prepare(function, query, keys, starts, options, extras._replace(attention_chunk=0))
     if not _are_of_op(key_cache, value_cache):
         width = _width_of_op(key_cache, value_cache)
         keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
@@ -233,7 +224,7 @@ def _by_row(
     return of_rows.repeat_interleave(num_heads // num_kv_heads, 1)[..., None]
 
 
-# ---- rows and chunks -------------------------------------------------------------------------------------------------
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def _of_used_rows(
@@ -270,34 +261,3 @@ def _of_used_rows(
         return out, lse
 
     return arguments, [*steps, among_all]
-
-
-def _in_chunks(num_rows: int, keys: Keys, starts: Tensor | None, chunk: int) -> tuple[Keys, Tensor, Tensor]:
-    """Each chunk of `chunk` tokens that has rows of a sequence as a sequence of its own: its keys, where its rows
-    begin, and which sequence it is of. Rows before the first token are one chunk, without keys.
-
-    The rows of a sequence are its last tokens. So in each chunk the rows are the last tokens, too, and stay where they
-    are.
-    """
-    key_cache, value_cache, block_tables, seq_lens = keys
-    if starts is None:
-        starts = torch.arange(num_rows + 1, device=seq_lens.device)
-    sequence, place = sequences_of_rows(starts, num_rows)
-    position = (seq_lens - starts.diff())[sequence] + place
-    chunk_of_row = torch.div(position, chunk, rounding_mode="floor").clamp(min=-1)
-    begins = torch.ones(num_rows, dtype=torch.bool, device=starts.device)
-    begins[1:] = (sequence.diff() != 0) | (chunk_of_row.diff() != 0)
-    first_rows = begins.nonzero()[:, 0]
-    sequences, first = sequence[first_rows], chunk_of_row[first_rows] * chunk
-    lengths = (seq_lens[sequences] - first).clamp(max=chunk) * (first >= 0)
-
-    page = gcd(key_cache.shape[1], chunk)  # pages within chunks
-    parts = key_cache.shape[1] // page
-    if parts > 1:
-        key_cache, value_cache = (cache.reshape(-1, page, *cache.shape[2:]) for cache in (key_cache, value_cache))
-        block_tables = (block_tables[..., None] * parts + torch.arange(parts, device=block_tables.device)).flatten(1)
-    num_pages = -(-int(lengths.max()) // page) if len(lengths) else 0
-    entries = first[:, None].clamp(min=0) // page + torch.arange(num_pages, device=first.device)
-    # Behind a chunk's own pages stand any others.
-    tables = block_tables[sequences[:, None], entries.clamp(max=block_tables.shape[1] - 1)]
-    return (key_cache, value_cache, tables, lengths), pad(first_rows, (0, 1), value=num_rows), sequences

@@ -19,7 +19,6 @@ from ._arguments import (
     check_new,
     check_out,
     check_ranks,
-    chunk_of,
     one_of,
     options_of,
     results_of,
@@ -89,8 +88,8 @@ def flash_attn_func(
     if batch != q.shape[0]:
         raise ValueError(f"flash_attn_func: k: expected {q.shape[0]} sequences, as q has, got {batch}")
     sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
-    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk))
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
+    extras = Extras(q_descale, k_descale, v_descale)
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
     keys = (
@@ -172,8 +171,8 @@ def flash_attn_varlen_func(
     check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
     check_out(function, out, q, v)
     sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk), seqused_q)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
+    extras = Extras(q_descale, k_descale, v_descale, seqused_q)
     return_lse = return_lse or return_softmax_lse
     num_seqs = num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     names = OF_KEYS | {"seq_lens": "cu_seqlens_k" if seqused_k is None else "seqused_k"}
@@ -319,8 +318,8 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((num_seqs,), cache_seqlens, device=q.device)
     check_indices(function, "cache_seqlens", cache_seqlens, num_seqs)
     sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
-    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    extras = Extras(q_descale, k_descale, v_descale, chunk_of(function, attention_chunk))
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
+    extras = Extras(q_descale, k_descale, v_descale)
 
     seq_lens, new = cache_seqlens, None
     if k is None or v is None:

@@ -170,12 +170,14 @@ def paged_attention(
     v_scale: Tensor | None = None,
     causal: bool = True,
     right_window: int | None = None,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ragged batch over cached tokens: prefill, chunked prefill and decode rows in one call.
 
     The rows query[query_start_loc[s] : query_start_loc[s + 1]] are the last tokens of sequence s. Their keys and values
     are already in the cache. Row i of n stands at position p = seq_lens[s] - n + i and sees the tokens t with
-    p - sliding_window < t <= p; if causal is false, up to p + right_window. Its logits are scale * query . key, then
+    p - sliding_window < t <= p; if causal is false, up to p + right_window; and with attention_chunk only those with
+    t // attention_chunk == p // attention_chunk. Its logits are scale * query . key, then
     softcap * tanh(logit / softcap) if softcap is not 0, then - alibi_slopes[h] * |t - p|. A row that sees nothing gives
     zeros and an lse of -inf. A sequence gets the same bits in any batch and, if causal, however its prompt is cut into
     chunks (on CUDA, cutting a prompt in another way may change the last bits).
@@ -183,7 +185,7 @@ def paged_attention(
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0.
         key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
-            sliding window) may have any id.
+            sliding window or the chunk) may have any id.
         query_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
@@ -196,6 +198,7 @@ def paged_attention(
         causal: whether a row sees no token after its own.
         right_window: tokens that a row sees after its own if causal is false; default all. If causal is true, 0 or
             None.
+        attention_chunk: a row sees tokens of its own chunk of so many alone, as in Llama 4; default 0, no chunks.
 
     Returns:
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
@@ -208,7 +211,7 @@ def paged_attention(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
         sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window,
+        right_window=right_window, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 
@@ -231,6 +234,7 @@ def check_paged_attention(
     v_scale: Tensor | None = None,
     causal: bool = True,
     right_window: int | None = None,
+    attention_chunk: int = 0,
 ) -> None:
     """Raises what `paged_attention` would raise with these arguments, and computes nothing.
 
@@ -244,7 +248,7 @@ def check_paged_attention(
         "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
         sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window,
+        right_window=right_window, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 
@@ -290,6 +294,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     causal: bool = True,
     right_window: int | None = None,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` of a ragged batch whose keys and values lie one after the other, without a cache.
 
@@ -302,7 +307,7 @@ def varlen_attention(
         query_start_loc, key_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens and to num_keys.
         scale: default head_size ** -0.5.
         max_seq_len: at least every sequence's keys; default num_keys. It does not change a result.
-        alibi_slopes, sliding_window, softcap, sinks, causal, right_window: as in `paged_attention`.
+        alibi_slopes, sliding_window, softcap, sinks, causal, right_window, attention_chunk: as in `paged_attention`.
 
     Returns:
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads], as `paged_attention` does.
@@ -316,7 +321,7 @@ def varlen_attention(
     return call(
         "varlen_attention", query, key, value, query_start_loc, key_start_loc,
         scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        softcap=softcap, sinks=sinks, causal=causal, right_window=right_window,
+        softcap=softcap, sinks=sinks, causal=causal, right_window=right_window, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 
