@@ -50,6 +50,9 @@ void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value
                            StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                            const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window,
                            int64_t attention_chunk);
+std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_pe, const Tensor& kv_c_cache,
+                                         const Tensor& k_pe_cache, const Tensor& block_tables, const Tensor& seq_lens,
+                                         const std::optional<Tensor>& query_start_loc, double scale, bool causal);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
                        const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
 
@@ -60,6 +63,7 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache
 void reshape_and_cache_flash(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                              const Tensor& slot_mapping, StringHandle kv_cache_dtype,
                              const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, Tensor& kv_cache, const Tensor& slot_mapping);
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                       const Tensor& slot_mapping);
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,

@@ -38,6 +38,9 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
       "SymInt? right_window=None, SymInt attention_chunk=0) -> ()");
   m.def(
+      "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c_cache, Tensor k_pe_cache, Tensor block_tables, "
+      "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)");
+  m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
       "Tensor suffix_output, Tensor suffix_lse) -> ()");
 
@@ -48,6 +51,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   m.def(
       "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping, str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+  m.def("concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.def(
       "gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) "
       "-> ()");
@@ -125,9 +129,11 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
   m.impl("varlen_attention", TORCH_BOX(&pagedattn::varlen_attention));
   m.impl("check_paged_attention", TORCH_BOX(&pagedattn::check_paged_attention));
+  m.impl("mla_attention", TORCH_BOX(&pagedattn::mla_attention));
   m.impl("merge_attn_states", TORCH_BOX(&pagedattn::merge_attn_states));
   m.impl("reshape_and_cache", TORCH_BOX(&pagedattn::reshape_and_cache));
   m.impl("reshape_and_cache_flash", TORCH_BOX(&pagedattn::reshape_and_cache_flash));
+  m.impl("concat_and_cache_mla", TORCH_BOX(&pagedattn::concat_and_cache_mla));
   m.impl("gather_cached_kv", TORCH_BOX(&pagedattn::gather_cached_kv));
   m.impl("copy_blocks", TORCH_BOX(&pagedattn::copy_blocks));
   m.impl("swap_blocks", TORCH_BOX(&pagedattn::swap_blocks));

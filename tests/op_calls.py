@@ -15,9 +15,11 @@ paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, T
 paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> (Tensor, Tensor)
 varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> (Tensor, Tensor)
 check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> ()
+mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c_cache, Tensor k_pe_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)
 merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()
 reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
+concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()
 gather_cached_kv(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) -> ()
 copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()
 swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()
@@ -165,6 +167,14 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         },
         "check_paged_attention": paged
         | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32), "max_seq_len": 32},
+        "mla_attention": {
+            **{name: paged[name] for name in ("block_tables", "seq_lens", "scale")},
+            "q_nope": normal(n, 4, 16),
+            "q_pe": normal(n, 4, 4),
+            "kv_c_cache": normal(num_blocks, 16, 16),
+            "k_pe_cache": normal(num_blocks, 16, 4),
+            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+        },
         "merge_attn_states": {
             "output": torch.zeros(n, 4, 16),
             "output_lse": torch.zeros(n, 4),
@@ -175,6 +185,12 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         },
         "reshape_and_cache": key_value | one_cache,
         "reshape_and_cache_flash": key_value | one_cache | nhd,
+        "concat_and_cache_mla": {
+            "kv_c": normal(n, 16),
+            "k_pe": normal(n, 4),
+            "kv_cache": normal(num_blocks, 16, 20),
+            "slot_mapping": one_cache["slot_mapping"],
+        },
         "gather_cached_kv": key_value | one_cache,
         "copy_blocks": caches | {"block_mapping": mapping},
         "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},

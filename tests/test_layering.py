@@ -81,6 +81,7 @@ SHARED_BY_KERNELS = {
     "cpu_math.h",
     "types.h",
     "dispatch.h",
+    "cpu_transpose.h",
 }
 
 

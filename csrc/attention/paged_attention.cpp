@@ -3,8 +3,8 @@
 #include <memory>
 #include <utility>
 
+#include "attention/attention_op.h"
 #include "attention/paged_attention_plan.h"
-#include "index_checks.h"
 #include "ops.h"
 #include "paged_cache.h"
 #include "run.h"
@@ -64,19 +64,6 @@ float check_softcap(const Door& door, double softcap) {
   const float result = door.finite("softcap", softcap);
   door.check(result > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
   return result;
-}
-
-// Kernels count rows and tokens in int32 (Indices::low).
-void check_count(const Door& door, const char* argument, int64_t num_rows, const char* rows) {
-  door.check(num_rows <= INT32_MAX, argument, "expected at most ", INT32_MAX, " ", rows, ", got ", num_rows);
-}
-
-// `rows` says what there are `num_rows` of.
-void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t num_rows,
-                     const char* rows) {
-  check_offsets(door, argument, starts, num_seqs);
-  door.check(starts[num_seqs] == num_rows, argument, "expected the number of ", rows, ", ", num_rows, ", last, got ",
-             starts[num_seqs]);
 }
 
 // Checks that every length is within the table, and that every block that a row sees is within the cache.
@@ -227,12 +214,6 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
   check.params.query_start_loc.data = check.query_start_loc.data;
   return {params, std::move(check)};
 }
-
-// A line of the CPU's caches. In memory that is aligned to lines, no vector lies in two lines, and no two threads write
-// to the same line.
-struct alignas(64) CacheLine {
-  float floats[16];
-};
 
 void attend_on_cpu(const PagedAttentionParams& params) {
   const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads());

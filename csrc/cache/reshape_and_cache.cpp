@@ -1,19 +1,12 @@
 #include "cache/reshape_and_cache.h"
 
+#include "cache/cache_op.h"
 #include "ops.h"
 #include "paged_cache.h"
 #include "run.h"
 
 namespace pagedattn {
 namespace {
-
-Indices check_slots(const Door& door, const Tensor& slot_mapping) {
-  door.present("slot_mapping", slot_mapping);
-  const Indices result = door.indices("slot_mapping", slot_mapping);
-  door.rank("slot_mapping", slot_mapping, 1);
-  door.contiguous("slot_mapping", slot_mapping);
-  return result;
-}
 
 struct SlotCheck {
   Door door;
@@ -23,13 +16,7 @@ struct SlotCheck {
   int64_t num_tokens;
   int64_t num_slots;  // of the cache
 
-  void operator()() const {
-    const Indices slots{values.data, are_int64};
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
-                 " at token ", token);
-    }
-  }
+  void operator()() const { check_slots_within(door, {values.data, are_int64}, num_tokens, num_slots); }
 };
 
 SlotCheck value_check(const Door& door, const PagedCache& cache, const Tensor& slot_mapping, const Indices& slots) {

@@ -1,10 +1,10 @@
 // A row of a weight consists of 32-bit words; a packed panel has the first words of its 16 rows, then the second words,
 // and so on. Squares of words are transposed in registers, so that memory is read and written in whole vectors.
 #include "cpu_memory.h"
+#include "cpu_transpose.h"
 #include "linear/linear_quantized.h"
 #include "linear/pack_weight.h"
 #include "linear/panels.h"
-#include "linear/transpose.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

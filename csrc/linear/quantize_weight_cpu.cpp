@@ -4,10 +4,10 @@
 // a vector has a group of its own: sums over a group need no shuffles, and their order is the same on every instruction
 // set. Products and sums are rounded one by one, so that the results are those of plain arithmetic.
 #include "cpu_memory.h"
+#include "cpu_transpose.h"
 #include "dispatch.h"
 #include "linear/linear_quantized.h"
 #include "linear/quantize_weight.h"
-#include "linear/transpose.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

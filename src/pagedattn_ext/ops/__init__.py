@@ -46,6 +46,7 @@ from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh
 from .attention import (
     check_paged_attention,
     merge_attn_states,
+    mla_attention,
     paged_attention,
     paged_attention_v1,
     paged_attention_v2,
@@ -54,6 +55,7 @@ from .attention import (
 from .cache import (
     batch_positions,
     compute_slot_mapping,
+    concat_and_cache_mla,
     consecutive_block_tables,
     copy_blocks,
     gather_cached_kv,
@@ -91,6 +93,7 @@ __all__ = [
     "chain_speculative_sampling",
     "check_paged_attention",
     "compute_slot_mapping",
+    "concat_and_cache_mla",
     "consecutive_block_tables",
     "copy_blocks",
     "fused_add_rms_norm",
@@ -107,6 +110,7 @@ __all__ = [
     "linear_int8",
     "linear_packed",
     "merge_attn_states",
+    "mla_attention",
     "mul_and_silu",
     "pack_linear_weight",
     "pack_linear_weight_int4",

@@ -339,6 +339,53 @@ _register_fake("paged_attention")
 _register_fake("varlen_attention")
 
 
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_cache: Tensor,
+    k_pe_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Multi-head latent attention of a ragged batch with absorbed weights: one key and value a token, for all heads.
+
+    The key of a token is its latent and its rotary part, the value is its latent: out[i, h] = softmax(scale *
+    (q_nope[i, h] . latents + q_pe[i, h] . rotary parts)) latents, over the tokens that row i sees. Rows and tokens are
+    those of `paged_attention`. A row that sees nothing gives zeros and an lse of -inf. A row gets the same bits in any
+    batch (on CUDA too). Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
+
+    Args:
+        q_nope: [num_tokens, num_heads, latent_size], the part of the queries without positions, times the weights that
+            make keys of latents; latent_size up to 512.
+        q_pe: [num_tokens, num_heads, rope_size], the rotated part; rope_size up to 512, or 0.
+        kv_c_cache: [num_blocks, block_size, latent_size], any block_size.
+        k_pe_cache: [num_blocks, block_size, rope_size]. The two caches may be slices of one, as
+            `concat_and_cache_mla` writes it.
+        block_tables, seq_lens, query_start_loc: as in `paged_attention`.
+        scale: of the heads before their weights were absorbed, mostly (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        causal: whether a row sees no token after its own.
+
+    All tensors of numbers have one dtype, fp32, fp16 or bf16; the last dimension is contiguous, all others may have
+    any stride.
+
+    Returns:
+        out [num_tokens, num_heads, latent_size] and lse, fp32 [num_tokens, num_heads].
+    """
+    check_bool("mla_attention", "causal", causal)
+    refuse_bools("mla_attention", scale=scale)
+    return call(
+        "mla_attention", q_nope, q_pe, kv_c_cache, k_pe_cache, block_tables, seq_lens,
+        query_start_loc=query_start_loc, scale=scale, causal=causal,
+    )  # fmt: skip
+
+
+_register_fake("mla_attention")
+
+
 def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:

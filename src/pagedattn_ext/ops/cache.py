@@ -45,6 +45,20 @@ def reshape_and_cache_flash(
     call("reshape_and_cache_flash", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
+def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes the latents and the rotary parts of new tokens side by side into their slots, for `mla_attention`.
+
+    Args:
+        kv_c: [num_tokens, latent_size], any stride in dimension 0.
+        k_pe: [num_tokens, rope_size], rotated, any stride in dimension 0.
+        kv_cache: [num_blocks, block_size, latent_size + rope_size] of the same dtype, fp32, fp16 or bf16; the last
+            dimension contiguous, any other strides; updated.
+        slot_mapping: int64 or int32 [num_slots], at most num_tokens; the tokens behind have no slot. A negative slot is
+            padding, which is skipped.
+    """
+    call("concat_and_cache_mla", kv_c, k_pe, kv_cache, slot_mapping)
+
+
 def gather_cached_kv(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
     """The keys and values in these slots: the inverse of `reshape_and_cache`.
 

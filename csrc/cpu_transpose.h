@@ -1,5 +1,5 @@
-// Turns squares of 32-bit words in registers: weights lie row by row, packed weights have a word of each row side by
-// side.
+// Turns squares of 32-bit words in registers, for the CPU kernels: where rows lie one after the other, words of
+// VEC_SIZE rows come to lie side by side.
 #pragma once
 
 #include "cpu_vec.h"
