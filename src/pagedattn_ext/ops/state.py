@@ -21,7 +21,7 @@ Nothing needs to be aligned to a chunk.
 import torch
 from torch import Tensor
 
-from ._call import call, check_tensors
+from ._call import call, check_bool, check_tensors, refuse_bools
 
 
 def causal_conv1d(
@@ -118,7 +118,9 @@ def gated_delta_rule(
     Raises:
         ValueError, TypeError: as all ops do.
     """
-    check_tensors("gated_delta_rule", key=key, value=value)
+    check_tensors("gated_delta_rule", value=value)
+    refuse_bools("gated_delta_rule", scale=scale)
+    check_bool("gated_delta_rule", "use_qk_l2norm", use_qk_l2norm)
     if out is None:
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
     call(
@@ -151,7 +153,8 @@ def selective_scan(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
     query_start_loc: Tensor | None = None,
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
@@ -163,7 +166,7 @@ def selective_scan(
     For each token t of a sequence and each head h, with the head's state S [head_dim, state_size] and the head's group
     of B and C:
 
-        step = clamp(softplus(dt[t, h] + dt_bias[h]), *dt_limit)    (softplus only with dt_softplus)
+        step = clamp(softplus(dt[t, h] + dt_bias[h]), dt_min, dt_max)    (softplus only with dt_softplus)
         S = exp(step * A[h]) * S + step * outer(input[t, h], B[t])
         out[t, h] = (S @ C[t] + D[h] * input[t, h]) * silu(z[t, h])
 
@@ -178,7 +181,7 @@ def selective_scan(
         states: fp32 [num_slots, num_heads, head_dim, state_size], any stride in dimension 0; updated.
         D, dt_bias: fp32 [num_heads].
         z: like input.
-        dt_limit: the least and the greatest step.
+        dt_min, dt_max: the least and the greatest step; None is no limit.
         query_start_loc, state_indices, has_initial_state: see the module.
         out: like input; allocated by default.
 
@@ -189,9 +192,10 @@ def selective_scan(
         ValueError, TypeError: as all ops do.
     """
     check_tensors("selective_scan", input=input)
+    refuse_bools("selective_scan", dt_min=dt_min, dt_max=dt_max)
+    check_bool("selective_scan", "dt_softplus", dt_softplus)
     if out is None:
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    least, most = dt_limit
     call(
         "selective_scan",
         out,
@@ -205,8 +209,8 @@ def selective_scan(
         z,
         dt_bias,
         dt_softplus,
-        least,
-        most,
+        dt_min,
+        dt_max,
         query_start_loc=query_start_loc,
         state_indices=state_indices,
         has_initial_state=has_initial_state,
@@ -215,6 +219,8 @@ def selective_scan(
 
 
 def _is_silu(op: str, activation: str | None) -> bool:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"{op}: activation: expected a str or None, got {type(activation).__name__}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'{op}: activation: expected None, "silu" or "swish", got {activation!r}')
     return activation is not None
