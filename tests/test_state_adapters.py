@@ -177,7 +177,12 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     (causal_conv1d_fn, [X, W], {"seq_idx": torch.zeros(2, 3)}, "seq_idx: expected None, got a tensor"),
     (causal_conv1d_fn, [X, W], {"initial_states": torch.zeros(2, 6, 4)}, "initial_states: expected shape"),
     (causal_conv1d_fn, [X, W], {"activation": "gelu"}, "activation: expected None, "),
-    (causal_conv1d_update, [X, torch.zeros(2, 6, 2), W], {}, "conv_state: expected the last 3 rows or more"),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 2), W],
+        {},
+        r"conv_state: expected the last 3 \(weight has a width of 4\) to 32 rows",
+    ),
     (causal_conv1d_update, [X, torch.zeros(2, 6, 3), W], {"cache_seqlens": torch.zeros(2)}, "cache_seqlens: expected"),
     (
         causal_conv1d_update,

@@ -44,8 +44,9 @@ void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const 
   door.shape("conv_states", conv_states, {ANY, params.dim, ANY});
   door.written_elements("conv_states", conv_states);
   params.state_len = conv_states.size(2);
-  door.check(params.state_len >= params.width - 1, "conv_states", "expected the last ", params.width - 1,
-             " rows or more (weight has a width of ", params.width, "), got shape ", conv_states.sizes());
+  door.check(params.state_len >= params.width - 1 && params.state_len <= MAX_CONV_STATE_LEN, "conv_states",
+             "expected the last ", params.width - 1, " (weight has a width of ", params.width, ") to ",
+             MAX_CONV_STATE_LEN, " rows, got shape ", conv_states.sizes());
   params.conv_states = conv_states.mutable_data_ptr();
   for (int dim = 0; dim < 3; ++dim) params.state_strides[dim] = conv_states.stride(dim);
 

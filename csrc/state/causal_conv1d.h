@@ -7,6 +7,7 @@
 namespace pagedattn {
 
 constexpr int MAX_CONV_WIDTH = 8;
+constexpr int MAX_CONV_STATE_LEN = 32;
 constexpr int64_t CONV_TILE = 256;  // channels of an item on the CPU
 
 struct CausalConv1dParams {

@@ -22,7 +22,7 @@ struct Tile {
   int64_t first_row;
   int64_t num_rows;
   T* states;                                 // of the slot, from the first channel on
-  T history[MAX_CONV_WIDTH - 1][CONV_TILE];  // the width - 1 rows before the first row
+  T history[MAX_CONV_STATE_LEN][CONV_TILE];  // the state_len rows before the first row
 };
 
 PAGEDATTN_INLINE Vec silu(Vec x) { return times_sigmoid(x, x); }
@@ -48,40 +48,60 @@ void load_weights(const CausalConv1dParams& p, Tile<T>& tile) {
   }
 }
 
+// Calls body.operator()<LEN>() for states in which the LEN rows of a channel are adjacent, and channels follow each
+// other: of a constant length, compilers make vector code of the transposition. LEN is 0 for any other states.
+template <typename Body>
+PAGEDATTN_INLINE void dispatch_adjacent_rows(const CausalConv1dParams& p, Body&& body) {
+  const bool are_adjacent = p.state_strides[2] == 1 && p.state_strides[1] == p.state_len;
+  if (are_adjacent && p.state_len == 4) return body.template operator()<4>();
+  if (are_adjacent && p.state_len == 3) return body.template operator()<3>();
+  body.template operator()<0>();
+}
+
 template <typename T>
 void load_history(const CausalConv1dParams& p, bool is_zero, Tile<T>& tile) {
-  const int64_t num_rows = p.width - 1;
-  const T* oldest = tile.states + (p.state_len - num_rows) * p.state_strides[2];
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const T* row = oldest + i * p.state_strides[2];
-    if (is_zero) {
-      __builtin_memset(tile.history[i], 0, sizeof tile.history[i]);
-    } else if (p.state_strides[1] == 1) {
-      __builtin_memcpy(tile.history[i], row, tile.num_channels * sizeof(T));
-    } else {
-      for (int64_t c = 0; c < tile.num_channels; ++c) tile.history[i][c] = row[c * p.state_strides[1]];
+  if (is_zero) {
+    __builtin_memset(tile.history, 0, p.state_len * sizeof tile.history[0]);
+  } else if (p.state_strides[1] == 1) {
+    for (int64_t i = 0; i < p.state_len; ++i) {
+      __builtin_memcpy(tile.history[i], tile.states + i * p.state_strides[2], tile.num_channels * sizeof(T));
     }
+  } else {
+    dispatch_adjacent_rows(p, [&]<int LEN>() {
+      const int64_t len = LEN > 0 ? LEN : p.state_len;
+      const int64_t channel_stride = LEN > 0 ? LEN : p.state_strides[1];
+      const int64_t row_stride = LEN > 0 ? 1 : p.state_strides[2];
+      for (int64_t c = 0; c < tile.num_channels; ++c) {
+        PAGEDATTN_UNROLL
+        for (int64_t i = 0; i < len; ++i) tile.history[i][c] = tile.states[c * channel_stride + i * row_stride];
+      }
+    });
   }
 }
 
-// The rows behind which the next call goes on: the sequence's last state_len rows. From the oldest on, so that rows of
-// the old state that move are read before they are written.
+// The rows before the next call's: the last state_len of the history and of the sequence's rows.
 template <typename T>
-void store_state(const CausalConv1dParams& p, bool old_is_zero, const Tile<T>& tile) {
+void store_state(const CausalConv1dParams& p, const Tile<T>& tile) {
   const T* input = static_cast<const T*>(p.input) + tile.first_row * p.input_stride + tile.first_channel;
-  const int64_t channel_stride = p.state_strides[1];
+  const T* sources[MAX_CONV_STATE_LEN];
   for (int64_t i = 0; i < p.state_len; ++i) {
     const int64_t row = tile.num_rows - p.state_len + i;
-    T* target = tile.states + i * p.state_strides[2];
-    const T* source = row >= 0 ? input + row * p.input_stride : target + tile.num_rows * p.state_strides[2];
-    const int64_t source_stride = row >= 0 ? 1 : channel_stride;
-    if (row < 0 && old_is_zero) {
-      for (int64_t c = 0; c < tile.num_channels; ++c) target[c * channel_stride] = T{};
-    } else if (channel_stride == 1) {
-      __builtin_memcpy(target, source, tile.num_channels * sizeof(T));
-    } else {
-      for (int64_t c = 0; c < tile.num_channels; ++c) target[c * channel_stride] = source[c * source_stride];
+    sources[i] = row >= 0 ? input + row * p.input_stride : tile.history[p.state_len + row];
+  }
+  if (p.state_strides[1] == 1) {
+    for (int64_t i = 0; i < p.state_len; ++i) {
+      __builtin_memcpy(tile.states + i * p.state_strides[2], sources[i], tile.num_channels * sizeof(T));
     }
+  } else {
+    dispatch_adjacent_rows(p, [&]<int LEN>() {
+      const int64_t len = LEN > 0 ? LEN : p.state_len;
+      const int64_t channel_stride = LEN > 0 ? LEN : p.state_strides[1];
+      const int64_t row_stride = LEN > 0 ? 1 : p.state_strides[2];
+      for (int64_t c = 0; c < tile.num_channels; ++c) {
+        PAGEDATTN_UNROLL
+        for (int64_t i = 0; i < len; ++i) tile.states[c * channel_stride + i * row_stride] = sources[i][c];
+      }
+    });
   }
 }
 
@@ -99,7 +119,7 @@ PAGEDATTN_INLINE void convolve(const CausalConv1dParams& p, const Tile<T>& tile,
   PAGEDATTN_UNROLL
   for (int j = 0; j < WIDTH - 1; ++j) {
     const int64_t row = begin - (WIDTH - 1) + j;
-    window[j + 1] = load_some(row >= 0 ? input + row * p.input_stride : tile.history[WIDTH - 1 + row] + c);
+    window[j + 1] = load_some(row >= 0 ? input + row * p.input_stride : tile.history[p.state_len + row] + c);
   }
   for (int64_t row = begin; row < end; ++row) {
     PAGEDATTN_UNROLL
@@ -152,7 +172,7 @@ void run_sequence(const CausalConv1dParams& p, int64_t seq, Tile<T>& tile) {
   const bool begins = p.sequences.begins(seq);
   load_history(p, begins, tile);
   convolve_any_width(p, tile, std::make_integer_sequence<int, MAX_CONV_WIDTH>{});
-  store_state(p, begins, tile);
+  store_state(p, tile);
 }
 
 template <typename T>

@@ -248,6 +248,7 @@ WRONG: list[tuple[str, Arguments, str]] = [
 ]
 WRONG += [
     ("causal_conv1d", {"conv_states": torch.zeros(6, 14, 2)}, "conv_states"),
+    ("causal_conv1d", {"conv_states": torch.zeros(6, 14, 33)}, "conv_states"),
     ("causal_conv1d", {"conv_states": torch.zeros(6, 14, 1).expand(6, 14, 3)}, "conv_states"),
     ("causal_conv1d", {"weight": torch.zeros(14, 9)}, "weight"),
     ("causal_conv1d", {"weight": torch.zeros(14, 0)}, "weight"),

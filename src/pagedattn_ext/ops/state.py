@@ -44,7 +44,7 @@ def causal_conv1d(
     Args:
         input: [num_tokens, dim], rows of any stride.
         conv_states: [num_slots, dim, state_len], input's dtype, any strides that keep elements apart; updated: the last
-            state_len rows of each sequence, the latest last. state_len is width - 1 or more. States whose channels are
+            state_len rows of each sequence, the latest last. state_len is width - 1 to 32. States whose channels are
             adjacent (strides [..., 1, dim]) are read and written fastest.
         weight: [dim, width], input's dtype or fp32, contiguous; width is 1 to 8.
         bias: [dim], weight's dtype.
